@@ -1,0 +1,1 @@
+"""One step at a time: the loop, the executors' protocol, text in and out, the engine in its own process."""

@@ -1,0 +1,106 @@
+"""Every error a user can meet, and the HTTP status each one becomes.
+
+What lives here: the exception tree. What may not: catching, logging, wire formats (server/protocol.py renders them).
+
+A message states what was found with its numbers, what was expected, and ends with the remedy.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Root of all errors raised on purpose. ``status`` is the HTTP status, ``type`` the wire's error type."""
+
+    status = 500
+    type = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(HeadraceError, ValueError):
+    """A request that can never be served as it stands. ``param`` names the offending field."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt (plus what was asked for) does not fit the model's context or the whole cache."""
+
+    def __init__(self, num_tokens: int, limit: int, *, param: str = "messages", what: str = "the prompt has") -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens, but {what} {num_tokens} tokens. "
+            f"Shorten the prompt or ask for fewer tokens.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class NotFound(HeadraceError):
+    """An unknown model or route."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class Unauthorized(HeadraceError):
+    """No key, or the wrong one."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class PayloadTooLarge(HeadraceError):
+    """A body over the size limit."""
+
+    status = 413
+    type = "invalid_request_error"
+
+
+class Overloaded(HeadraceError):
+    """The queue is full. ``retry_after`` is in seconds, 1 to 30."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message, code="queue_full")
+        self.retry_after = retry_after
+
+
+class Unavailable(HeadraceError):
+    """Loading, draining or dead. ``retry_after`` is in seconds, 1 to 30."""
+
+    status = 503
+    type = "service_unavailable_error"
+
+    def __init__(self, message: str, *, retry_after: int = 2) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ConfigError(HeadraceError, ValueError):
+    """A flag, a config file or a combination of switches that cannot be honoured."""
+
+
+class ModelError(HeadraceError):
+    """A checkpoint, config, tokenizer or template that is missing, damaged or not understood."""
+
+
+class OutOfMemory(HeadraceError):
+    """Memory that a start needs and the machine does not have."""
+
+
+class StepFailed(HeadraceError):
+    """A whole step failed in the executor; its requests end with this error, others go on."""
+
+
+class EngineDead(HeadraceError):
+    """The engine process is gone; nothing more will come from it."""
+
+    status = 503
+    type = "service_unavailable_error"

@@ -1,0 +1,33 @@
+"""The tensors of one step, as layers and kernels see them.
+
+What lives here: frozen bundles of tensors. What may not: building them (worker/inputs.py) or reading them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """One KV group's view of a step: sequences are packed one after another, without padding between them."""
+
+    block_table: Tensor  # [sequences, max_blocks], int32; entries beyond a sequence's length are never read
+    query_start: Tensor  # [sequences + 1], int32: first packed token of each sequence
+    context_len: Tensor  # [sequences], int32: keys a sequence's last query may see (this step's own included)
+    slots: Tensor  # [tokens], int64: block_id * block_size + offset where each token's K and V go; -1 writes nothing (padding)
+    block_size: int
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """Inputs of one forward pass over packed tokens."""
+
+    token_ids: Tensor  # [tokens], int64
+    positions: Tensor  # [tokens], int64
+    attention: tuple[AttentionInputs, ...]  # one per KV group
+    logits_rows: Tensor  # [n], int64: packed tokens whose logits are wanted

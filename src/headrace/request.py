@@ -1,0 +1,340 @@
+"""The nouns that travel: what was asked (Request, SamplingParams), what is alive (Sequence), what one step does
+(StepPlan, StepResult), what comes back (SequenceOutput, RequestOutput).
+
+What lives here: data and its validation. What may not: torch, scheduling, text processing, wire formats.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from headrace.errors import InvalidRequest
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_ID_ENTRIES = 1024
+MAX_BAD_WORDS = 256
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value!r}; give an integer from {low} to {high}.", param=name)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not low <= value <= high or (open_low and value == low):
+        raise InvalidRequest(f"{name} is {value!r}; give a number from {low} to {high}{', above ' + str(low) if open_low else ''}.", param=name)
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value!r}; give true or false.", param=name)
+
+
+def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None:
+    if not isinstance(value, tuple) or len(value) > max_items:
+        raise InvalidRequest(f"{name} must be a list of at most {max_items} strings; shorten it.", param=name)
+    for item in value:
+        if not isinstance(item, str) or not item or len(item) > max_length:
+            raise InvalidRequest(f"{name} holds {str(item)[:40]!r}; give non-empty strings of at most {max_length} characters.", param=name)
+
+
+def _id_list(name: str, value: Any, max_items: int) -> None:
+    if not isinstance(value, tuple) or len(value) > max_items:
+        raise InvalidRequest(f"{name} must be a list of at most {max_items} token ids; shorten it.", param=name)
+    for item in value:
+        _integer(name, item, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every route.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``max_tokens`` None means
+    up to the model's context. ``logprobs`` k gives the k best of each position besides the chosen one.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._accept_lists()
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        self._check_logit_bias()
+        if self.allowed_token_ids is not None:
+            _id_list("allowed_token_ids", self.allowed_token_ids, 2**18)
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name at least one id or leave it out.", param="allowed_token_ids")
+        _string_list("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
+        _string_list("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
+        _id_list("stop_token_ids", self.stop_token_ids, MAX_ID_ENTRIES)
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            _boolean(name, getattr(self, name))
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings are found in text, but detokenize is false; use stop_token_ids or set detokenize.", param="stop")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def _accept_lists(self) -> None:
+        """Lists (and a lone stop string) are taken as users write them and stored as tuples."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, list):
+                object.__setattr__(self, name, tuple(value or ()))
+        if isinstance(self.allowed_token_ids, list):
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_ID_ENTRIES:
+            raise InvalidRequest(f"logit_bias must map at most {MAX_ID_ENTRIES} token ids to numbers; shorten it.", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Every id the caller names must be a column of the logits ([rows, vocab_size])."""
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": tuple(self.logit_bias or ()),
+        }
+        for name, ids in named.items():
+            check_token_ids(name, ids, vocab_size)
+
+
+def check_token_ids(name: str, ids: Seq[int], vocab_size: int) -> None:
+    """Raises InvalidRequest when an id is negative or not a column of the logits."""
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(f"{name} holds token id {bad}; this model's ids are 0 to {vocab_size - 1}.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One validated, tokenised request. ``request_id`` is the engine's own number, never the client's string.
+
+    ``prompt_token_ids`` is an ``array('i')``: compact, sliceable to bytes for the prefix tree. ``seed`` is resolved (64 bits).
+    ``bad_word_ids`` are the token sequences of ``params.bad_words``.
+    """
+
+    request_id: int
+    prompt_token_ids: array[int]
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0  # lower goes first
+    arrival_time: float = 0.0  # seconds, the engine's clock
+    cache_salt: str = ""
+    adapter: str | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"  # the client left: nobody is told
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """Everything a worker needs to (re)build one row from the scheduler's state."""
+
+    row: int
+    sequence_id: int
+    token_ids: array[int]  # known ids: prompt, then outputs
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int  # of this sequence: differs between the n of one request
+    stop_token_ids: tuple[int, ...]  # EOS and the request's own: masked while fewer than min_tokens are out
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, as a delta on the workers' rows; all arrays are flat ``array('i')``, equal for every rank.
+
+    In this order a worker: drops rows, builds rows, applies block-table edits, copies blocks, computes, samples.
+    ``rows[i]`` computes ``counts[i]`` tokens from position ``starts[i]``; a token id the scheduler does not know yet
+    is taken from the worker's row, where the step that sampled it wrote it.
+    ``sample_work[j]`` indexes ``rows``: the logits of that chunk's last token give one new token to row ``sample_rows[j]``
+    (n > 1: one chunk, several rows).
+    ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
+    """
+
+    step_id: int
+    rows_dropped: array[int]
+    rows_added: tuple[NewRow, ...]
+    table_row: array[int]  # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    table_group: array[int]
+    table_index: array[int]
+    table_block: array[int]
+    copy_group: array[int]  # whole-block copies, before anything is written by this step, in order
+    copy_source: array[int]
+    copy_target: array[int]
+    rows: array[int]
+    starts: array[int]
+    counts: array[int]
+    sample_work: array[int]
+    sample_rows: array[int]
+    prompt_logprobs: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the raw logits: the chosen token first, then the k best."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int  # of the chosen token, 1 = most probable
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with speculation)."""
+
+    step_id: int
+    tokens: Seq[tuple[int, ...]]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # j → one entry a token
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # index into plan.rows → one entry for each next token: position p scores token p + 1 (the last position of the prompt scores nothing)
+    errors: Mapping[int, str] = field(default_factory=dict)  # j → why this row's logits were unusable
+    device_seconds: float = 0.0
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds on the engine's clock; None = has not happened."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a sequence ended. ``stop_reason`` is the stop token id (or, set by the output processor, the stop string)."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    message: str | None = None  # with ERROR
+    num_preemptions: int = 0
+    times: RequestTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of one sequence after one step; the last one carries ``finished``.
+
+    ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` is set on a sequence's first output.
+    """
+
+    request_id: int
+    index: int  # 0 … n-1
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int | None = None
+    finished: Finished | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One entry of the public logprobs: as vLLM's."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers. ``logprobs[i]`` maps token ids to Logprob at output position i."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's answer so far (streams) or whole. ``metrics`` are the times of its first sequence."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestTimes | None = None

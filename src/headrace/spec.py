@@ -1,0 +1,150 @@
+"""A model's shape as data: everything the cost model, the cache and the decoder need to know, and no tensor.
+
+What lives here: frozen descriptions. What may not: torch, file reading, names of model families
+(models/families.py normalises a Hugging Face config into a DecoderSpec).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class NormKind(str, Enum):
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Activation(str, Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. ``kind``: "default", "linear", "llama3", "dynamic", "yarn" or "longrope".
+
+    ``short_factor`` and ``long_factor`` (length rotary_dim / 2) belong to longrope alone.
+    Sources: RoFormer (Su et al. 2021); Llama 3 and LongRoPE scaling as published with those models.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """Sparse feed-forward: ``top_k`` of ``num_experts`` experts a token; router weights renormalised or not."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What differs from layer to layer. ``window`` is the number of keys a query may see, itself included; None = all."""
+
+    window: int | None = None
+    moe: MoESpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder-only transformer. Sizes in elements, positions in tokens.
+
+    ``layers`` has one entry a layer. ``rope`` None means learned positions (``max_positions`` rows).
+    ``attention_scale`` multiplies q·k. ``norm_offset`` is added to norm weights (Gemma's 1 + w).
+    ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2).
+    """
+
+    family: str
+    vocab_size: int  # rows of the embedding = width of the logits
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    max_positions: int
+    rope: RopeSpec | None
+    norm: NormKind = NormKind.RMS
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    sandwich_norm: bool = False
+    qk_norm: bool = False
+    activation: Activation = Activation.SILU
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied_head: bool = False
+    attention_scale: float = 0.0  # filled by the family; 0 is refused by the decoder
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    checkpoint_dtype: str = "float32"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+class KVKind(str, Enum):
+    FULL = "full"
+    SLIDING = "sliding"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """One KV group: layers that share a block table, an allocation and a lifetime rule.
+
+    The allocation is block-major, ``[num_blocks, layers, 2 (K, V), num_kv_heads, block_size, head_dim]``,
+    so that a block of all its layers is one contiguous span.
+    """
+
+    layers: tuple[int, ...]
+    kind: KVKind
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    window: int | None = None  # tokens; sliding only
+
+    @property
+    def bytes_per_block(self) -> int:
+        return len(self.layers) * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+
+
+def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
+    """Groups a model's layers by attention window, full attention first, windows in order of first appearance."""
+    by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        by_window.setdefault(layer.window, []).append(index)
+    ordered = sorted(by_window.items(), key=lambda item: item[0] is not None)
+    return tuple(
+        KVSpec(
+            layers=tuple(indexes),
+            kind=KVKind.FULL if window is None else KVKind.SLIDING,
+            block_size=block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype_bytes=dtype_bytes,
+            window=window,
+        )
+        for window, indexes in ordered
+    )
