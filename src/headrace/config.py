@@ -69,6 +69,8 @@ class DeviceConfig:
     """What it runs on, and how."""
 
     device: str = option("auto", "where to compute", choices=("auto", "cuda", "cpu"))
+    executor: str = option("model", "keyed-hash computes no model: each next token is a hash of the context (to measure and test everything else)", choices=("model", "keyed-hash"))
+    device_time: float = option(0.0, "seconds a step of the keyed-hash executor takes")
     threads: int | None = option(None, "CPU threads for computing; automatic by core count")
     tensor_parallel_size: int = option(1, "devices a layer is split over (1 only, so far)", flags=("-tp",))
     pipeline_parallel_size: int = option(1, "devices the layers are dealt to (1 only, so far)", flags=("-pp",))
