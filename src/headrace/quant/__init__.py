@@ -1,1 +1,43 @@
-"""."""
+"""How a linear layer holds its weight: one file a family of formats.
+
+What lives here: the QuantMethod protocol. What may not: formats, kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """y [..., out_features] = x [..., in_features] · Wᵀ (+ bias), in ``dtype`` on ``device``."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+class QuantMethod(Protocol):
+    """A weight format. ``create`` and ``load`` are called once each; the callable that ``load`` returns applies the layer."""
+
+    name: str
+
+    def create(self, layer: nn.Module, shape: LinearShape) -> None:
+        """Registers on ``layer`` the parameters that the loader fills."""
+        ...
+
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Callable[[Tensor], Tensor]:
+        """Turns the filled parameters into what the kernel wants; drops them unless the kernel reads them as they are.
+
+        ``shared``: the weight belongs to another layer too (a tied head) and must stay; no second copy may be made.
+        """
+        ...

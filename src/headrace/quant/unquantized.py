@@ -1,0 +1,33 @@
+"""Weights as they are: float32, bfloat16 or float16.
+
+What lives here: the plain QuantMethod. What may not: kernels (``Kernels`` chooses), file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels import Kernels
+from headrace.quant import LinearShape
+
+
+class Unquantized:
+    """One weight [out, in] and perhaps a bias [out]."""
+
+    name = "unquantized"
+
+    def create(self, layer: nn.Module, shape: LinearShape) -> None:
+        weight = torch.empty(shape.out_features, shape.in_features, dtype=shape.dtype, device=shape.device)
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        bias = nn.Parameter(torch.empty(shape.out_features, dtype=shape.dtype, device=shape.device), requires_grad=False) if shape.bias else None
+        layer.register_parameter("bias", bias)
+
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Callable[[Tensor], Tensor]:
+        facts = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features, "shared_weight": shared}
+        apply: Callable[[Tensor], Tensor] = kernels.choose("linear", **facts)(layer.weight.data, None if layer.bias is None else layer.bias.data)
+        layer.register_parameter("weight", None)  # the kernel holds what it needs: this storage, or its own form of it
+        layer.register_parameter("bias", None)
+        return apply
