@@ -1,0 +1,36 @@
+"""``headrace techniques``: the register, for people and for programs.
+
+What lives here: printing. What may not: the register itself (techniques.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+
+from headrace import techniques
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the register as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    print(json.dumps(techniques.describe(), indent=1) if args.json else render())
+    return 0
+
+
+def render(width: int = 110) -> str:
+    """One paragraph a technique: name and switch, then what it is for."""
+    blocks = []
+    for item in techniques.describe():
+        head = f"{item['name']}  (--technique {item['name']}={'N' if item['name'] == 'overlap' else 'on|off'}, default {_said(item['default'])})"
+        facts = (("improves", item["improves"]), ("off", item["off_means"]), ("source", item["source"]), ("measure", item["ablate"]))
+        lines = [textwrap.fill(text, width, initial_indent=f"  {label:9}", subsequent_indent=" " * 11) for label, text in facts]
+        blocks.append("\n".join([head, *lines]))
+    return "\n\n".join(blocks)
+
+
+def _said(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)

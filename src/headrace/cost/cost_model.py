@@ -1,0 +1,216 @@
+"""One step's price: plan + model shape + device profile → bytes, FLOPs, seconds.
+
+Every operator of a step has bytes it must move and FLOPs it must do. Its floor is max(bytes / bandwidth, FLOPs / rate).
+The step's floor is the sum over its operators; the overlapped floor, max(Σ bytes / bandwidth, Σ FLOPs / rate), is what
+perfect overlap between operators of different kinds could reach. Weights are read once a step, each sequence's keys and
+values once. Activations between operators are no part of the floor (fusing can keep them on the chip); ``operators()``
+lists them apart.
+
+What lives here: arithmetic. What may not: torch, clocks, measuring, decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.cost.profile import DeviceProfile
+from headrace.request import StepPlan
+from headrace.spec import DecoderSpec, KVSpec, MoESpec, NormKind
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """``seconds`` is the prediction (floor / efficiency + overhead); the floors are limits."""
+
+    bytes: float
+    flops: float
+    seconds: float
+    floor_seconds: float
+    overlapped_floor_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """One kind of operator over all its layers. ``in_floor`` is False for traffic that fusing could avoid."""
+
+    name: str
+    bytes: float
+    flops: float
+    seconds: float
+    in_floor: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step computes, without saying for whom: enough for its cost."""
+
+    tokens: int
+    sampled: int  # logits rows
+    pairs: tuple[float, ...]  # per KV group: (query, key) pairs of one layer
+    keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """A matrix product over all layers: ``fixed`` bytes whatever the batch, FLOPs by the token (or by the sampled row)."""
+
+    name: str
+    weight_bytes: float
+    flops_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The sparse feed-forward of ``num_layers`` layers of one shape."""
+
+    spec: MoESpec
+    num_layers: int
+    expert_bytes: float
+    flops_per_token: float  # of all its layers
+
+
+def expected_experts(num_experts: int, top_k: int, tokens: int) -> float:
+    """Distinct experts that ``tokens`` tokens touch when each picks ``top_k`` of ``num_experts`` evenly at random."""
+    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
+
+
+def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
+    """Sums a plan up, per attention window, in a few vector operations (closed forms; no loop over rows).
+
+    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys.
+    """
+    count = np.array(plan.counts, dtype=np.float64)
+    end = np.array(plan.starts, dtype=np.float64) + count
+    pairs, keys = [], []
+    for window in windows:
+        if window is None:
+            pairs.append(float(count @ end) - float(count @ (count - 1.0)) / 2)
+            keys.append(float(end.sum()))
+        else:
+            pairs.append(float((_triangle(end, window) - _triangle(end - count, window)).sum()))
+            keys.append(float(np.minimum(end, count + (window - 1)).sum()))
+    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys))
+
+
+def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
+    """Σ_{p=1}^{n} min(p, window) for each n."""
+    inside = np.minimum(positions, float(window))
+    return inside * (inside + 1.0) / 2 + (positions - inside) * window
+
+
+class CostModel:
+    """Prices steps of one model on one device.
+
+    ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is bytes a weight element (2 for bf16; below 1 for
+    4-bit formats); ``dtype`` names the GEMM rate. ``estimate`` is on the step's path: a few microseconds at any batch.
+    """
+
+    def __init__(self, spec: DecoderSpec, groups: Sequence[KVSpec], profile: DeviceProfile, *, weight_bytes: float, dtype: str) -> None:
+        self.spec = spec
+        self.profile = profile
+        self._bandwidth = profile.read_bandwidth
+        self._rate = profile.gemm_rate(dtype)
+        self._windows = tuple(group.window for group in groups)
+        self._kv_token_bytes = tuple(float(2 * g.num_kv_heads * g.head_dim * g.dtype_bytes * len(g.layers)) for g in groups)
+        self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
+        self._dense = _dense_operators(spec, weight_bytes)
+        self._experts = _expert_operators(spec, weight_bytes)
+        self._head = _Dense("lm_head", spec.vocab_size * spec.hidden_size * weight_bytes, 2.0 * spec.vocab_size * spec.hidden_size)
+        self._norm_bytes = _norm_elements(spec) * weight_bytes
+        self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)  # embedding row, learned position row
+        self._activation_bytes = _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
+
+    def estimate(self, plan: StepPlan) -> StepCost:
+        return self.estimate_load(load_of(plan, self._windows))
+
+    def estimate_load(self, load: StepLoad) -> StepCost:
+        """An empty load costs nothing but the step's overhead."""
+        bandwidth, rate = self._bandwidth, self._rate
+        total_bytes = total_flops = floor = 0.0
+        for _, moved, flops in self._costs(load):
+            total_bytes += moved
+            total_flops += flops
+            floor += max(moved / bandwidth, flops / rate)
+        seconds = floor / self.profile.efficiency + self.profile.step_overhead
+        return StepCost(total_bytes, total_flops, seconds, floor, max(total_bytes / bandwidth, total_flops / rate))
+
+    def operators(self, load: StepLoad) -> tuple[OperatorCost, ...]:
+        """The same sums, operator by operator, and the activations that are no part of the floor."""
+        bandwidth, rate = self._bandwidth, self._rate
+        counted = [OperatorCost(name, moved, flops, max(moved / bandwidth, flops / rate)) for name, moved, flops in self._costs(load)]
+        traffic = load.tokens * self._activation_bytes
+        return (*counted, OperatorCost("activations", traffic, 0.0, traffic / bandwidth, in_floor=False))
+
+    def load_of(self, plan: StepPlan) -> StepLoad:
+        return load_of(plan, self._windows)
+
+    def _costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
+        """(name, bytes, FLOPs) of every operator in the floor."""
+        tokens = load.tokens
+        if not tokens:
+            return []
+        costs = [(op.name, op.weight_bytes, op.flops_per_token * tokens) for op in self._dense]
+        for op in self._experts:
+            touched = expected_experts(op.spec.num_experts, op.spec.top_k, tokens)
+            costs.append(("experts", op.num_layers * op.expert_bytes * touched, op.flops_per_token * tokens))
+        for index, per_token in enumerate(self._kv_token_bytes):
+            costs.append(("attention", load.keys[index] * per_token, load.pairs[index] * self._pair_flops[index]))
+            costs.append(("kv_write", tokens * per_token, 0.0))
+        costs.append(("embedding", tokens * self._token_bytes, 0.0))
+        costs.append(("norms", self._norm_bytes, 0.0))
+        if load.sampled:
+            costs.append((self._head.name, self._head.weight_bytes, self._head.flops_per_token * load.sampled))
+        return costs
+
+
+def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Dense, ...]:
+    """The products every token goes through, each summed over the layers that have it."""
+    hidden, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    dense = sum(layer.moe is None for layer in spec.layers)
+    wide = (2 if spec.gated_mlp else 1) * spec.intermediate_size
+    routers = sum(layer.moe.num_experts for layer in spec.layers if layer.moe)
+    shapes = (
+        ("qkv", spec.num_layers, hidden, heads + 2 * kv, spec.qkv_bias),
+        ("o", spec.num_layers, heads, hidden, spec.output_bias),
+        ("gate_up" if spec.gated_mlp else "up", dense, hidden, wide, spec.mlp_bias),
+        ("down", dense, spec.intermediate_size, hidden, spec.mlp_bias),
+        ("router", 1, hidden, routers, False),
+    )
+    return tuple(
+        _Dense(name, layers * (rows + bias) * columns * weight_bytes, 2.0 * layers * rows * columns)
+        for name, layers, rows, columns, bias in shapes
+        if layers * columns
+    )
+
+
+def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts, ...]:
+    """Sparse layers, grouped by shape."""
+    counts: dict[MoESpec, int] = {}
+    for layer in spec.layers:
+        if layer.moe:
+            counts[layer.moe] = counts.get(layer.moe, 0) + 1
+    operators = []
+    for moe, layers in counts.items():
+        elements = 3 * spec.hidden_size * moe.intermediate_size
+        operators.append(_Experts(moe, layers, elements * weight_bytes, 2.0 * layers * moe.top_k * elements))
+    return tuple(operators)
+
+
+def _norm_elements(spec: DecoderSpec) -> int:
+    per_norm = spec.hidden_size * (2 if spec.norm is NormKind.LAYER else 1)
+    norms = spec.num_layers * (4 if spec.sandwich_norm else 2) + 1
+    return norms * per_norm + (spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0)
+
+
+def _activation_elements(spec: DecoderSpec) -> int:
+    """Elements a token carries between unfused operators, written once and read once, over all layers."""
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = 6 * spec.hidden_size + 2 * (heads + 2 * kv) + 2 * heads  # two residual norms, qkv to attention, attention to o
+    total = 0
+    for layer in spec.layers:
+        inner = layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size
+        total += widths + 2 * (3 if spec.gated_mlp else 2) * inner + 2 * spec.hidden_size
+    return total

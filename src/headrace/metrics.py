@@ -1,0 +1,203 @@
+"""What the engine counts: the record of each step beside its prediction, counters and histograms of fixed size.
+
+What lives here: StepRecord, StepRecorder (a StepObserver of the core), Histogram, bucket bounds, plain-text rendering.
+What may not: torch, labels chosen by clients, network. Nothing here grows with time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.cost.cost_model import CostModel
+from headrace.request import StepPlan, StepResult
+
+# Upper bounds in seconds. Time to first token spans a cached prompt to a queue of minutes; gaps between tokens are finer.
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+QUEUE_BUCKETS = TTFT_BUCKETS
+STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+FRACTION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
+ERROR_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # measured / predicted
+
+COUNTS = ("steps", "failed_steps", "tokens", "generated_tokens")
+AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_seconds", "host_seconds")
+
+
+class Histogram:
+    """Counts under ascending upper bounds (``le``, inclusive), the last bucket open; sum and count beside them."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The bound under which ``share`` of the observations lie (the highest finite bound for the open bucket)."""
+        wanted, seen = share * self.count, 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            seen += count
+            if seen >= wanted:
+                return bound
+        return self.bounds[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total, "count": self.count}
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: what it had to do, what was predicted, what was measured. Seconds, bytes, FLOPs.
+
+    ``fraction`` = floor / measured, the share of the physical limit; None without a device profile or a measured time.
+    """
+
+    step_id: int
+    rows: int
+    tokens: int
+    sampled: int
+    bytes: float
+    flops: float
+    floor_seconds: float
+    predicted_seconds: float
+    measured_seconds: float
+    host_seconds: float
+    fraction: float | None
+    failed: bool = False
+
+
+class StepRecorder:
+    """Hears of every step, keeps the last ``capacity`` records and running sums. Without a cost model only times are kept."""
+
+    def __init__(self, cost_model: CostModel | None = None, *, capacity: int = 1024) -> None:
+        self._cost_model = cost_model
+        self._ring: deque[StepRecord] = deque(maxlen=capacity)
+        self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
+        self.step_seconds = Histogram(STEP_BUCKETS)
+        self.fraction = Histogram(FRACTION_BUCKETS)
+        self.prediction_error = Histogram(ERROR_BUCKETS)
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """Oldest first."""
+        return tuple(self._ring)
+
+    def on_step(self, plan: StepPlan, result: StepResult | None, submitted: float, collected: float, host_seconds: float) -> None:
+        """``submitted`` and ``collected`` are the clock's; the device's own time is taken where the executor gives one."""
+        measured = result.device_seconds if result is not None and result.device_seconds > 0 else collected - submitted
+        record = self._record(plan, measured, host_seconds, failed=result is None)
+        self._ring.append(record)
+        self._add(record, sum(map(len, result.tokens)) if result is not None else 0)
+
+    def _record(self, plan: StepPlan, measured: float, host_seconds: float, *, failed: bool) -> StepRecord:
+        rows, sampled = len(plan.rows), len(plan.sample_work)
+        if self._cost_model is None:
+            return StepRecord(plan.step_id, rows, plan.num_tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed)
+        load = self._cost_model.load_of(plan)
+        cost = self._cost_model.estimate_load(load)
+        fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
+        return StepRecord(
+            plan.step_id, rows, load.tokens, sampled, cost.bytes, cost.flops,
+            cost.floor_seconds, cost.seconds, measured, host_seconds, fraction, failed,
+        )
+
+    def _add(self, record: StepRecord, generated: int) -> None:
+        sums = self._sums
+        sums["steps"] += 1
+        sums["failed_steps"] += record.failed
+        sums["tokens"] += record.tokens
+        sums["generated_tokens"] += generated
+        sums["bytes"] += record.bytes
+        sums["flops"] += record.flops
+        sums["floor_seconds"] += record.floor_seconds
+        sums["predicted_seconds"] += record.predicted_seconds
+        sums["measured_seconds"] += record.measured_seconds
+        sums["host_seconds"] += record.host_seconds
+        self.step_seconds.observe(record.measured_seconds)
+        if record.fraction is not None:
+            self.fraction.observe(record.fraction)
+            self.prediction_error.observe(record.measured_seconds / record.predicted_seconds if record.predicted_seconds else 0.0)
+
+    def summary(self) -> dict[str, Any]:
+        """A plain dict of constant size: sums, histograms and the last record; it travels to the front end as it is."""
+        sums = self._sums
+        measured = sums["measured_seconds"]
+        return {
+            **{name: int(sums[name]) for name in COUNTS},
+            **{name: sums[name] for name in AMOUNTS},
+            "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
+            "histograms": {
+                "step_seconds": self.step_seconds.as_dict(),
+                "step_roofline_fraction": self.fraction.as_dict(),
+                "step_measured_over_predicted": self.prediction_error.as_dict(),
+            },
+            "last_step": asdict(self._ring[-1]) if self._ring else None,
+        }
+
+
+def render_histogram(name: str, histogram: Mapping[str, Any], help: str) -> list[str]:
+    """Prometheus text lines of one histogram given as ``Histogram.as_dict()``."""
+    lines = [f"# HELP {name} {help}", f"# TYPE {name} histogram"]
+    seen = 0
+    for bound, count in zip((*histogram["bounds"], "+Inf"), histogram["counts"], strict=True):
+        seen += count
+        lines.append(f'{name}_bucket{{le="{bound}"}} {seen}')
+    return [*lines, f"{name}_sum {histogram['sum']}", f"{name}_count {histogram['count']}"]
+
+
+def render_value(name: str, value: float, kind: str, help: str) -> list[str]:
+    """Prometheus text lines of one counter or gauge."""
+    return [f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value}"]
+
+
+def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
+    """The step record as Prometheus text: what ``StepRecorder.summary()`` holds, under constant names."""
+    counters = (
+        ("steps_total", "steps", "steps collected"),
+        ("failed_steps_total", "failed_steps", "steps that failed as a whole"),
+        ("step_tokens_total", "tokens", "tokens computed"),
+        ("step_bytes_total", "bytes", "bytes the steps had to move"),
+        ("step_flops_total", "flops", "floating-point operations the steps had to do"),
+        ("step_floor_seconds_total", "floor_seconds", "seconds the device's limits allow at best"),
+        ("step_predicted_seconds_total", "predicted_seconds", "seconds predicted"),
+        ("step_measured_seconds_total", "measured_seconds", "seconds measured"),
+        ("step_host_seconds_total", "host_seconds", "CPU seconds of scheduling and updating"),
+    )
+    lines: list[str] = []
+    for name, key, help in counters:
+        lines += render_value(prefix + name, summary[key], "counter", help)
+    lines += _render_last(summary["last_step"], prefix)
+    histograms = summary["histograms"]
+    lines += render_histogram(prefix + "step_seconds", histograms["step_seconds"], "seconds a step took")
+    lines += render_histogram(prefix + "step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
+    lines += render_histogram(prefix + "step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
+    return "\n".join(lines) + "\n"
+
+
+def _render_last(last: Mapping[str, Any] | None, prefix: str) -> Iterable[str]:
+    if last is None:
+        return []
+    fraction = last["fraction"] if last["fraction"] is not None else 0.0
+    return [
+        *render_value(prefix + "step_roofline_fraction", fraction, "gauge", "last step's floor / measured"),
+        *render_value(prefix + "step_predicted_seconds", last["predicted_seconds"], "gauge", "last step's predicted seconds"),
+        *render_value(prefix + "step_measured_seconds", last["measured_seconds"], "gauge", "last step's measured seconds"),
+    ]

@@ -1,0 +1,134 @@
+"""The register of techniques: where each comes from, how it is switched, what it should improve, how that is measured.
+
+What lives here: one entry a technique. What may not: the techniques themselves, and any measuring.
+A technique is removed by deleting its room, its config field and its entry here (a test compares the two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Technique:
+    """``switch`` is the path of a config field; ``off`` is the field's value when the technique is off."""
+
+    name: str
+    source: str
+    switch: str
+    off: Any
+    improves: str
+    off_means: str
+
+    @property
+    def ablate(self) -> str:
+        return f"headrace bench ablate {self.name}"
+
+    @property
+    def default(self) -> Any:
+        """The field's default; None means that it is chosen by device."""
+        folder, _, name = self.switch.partition(".")
+        return getattr(getattr(EngineConfig(), folder), name)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TECHNIQUES = (
+    Technique(
+        name="kv_caching",
+        source="Transformer decoding with stored keys and values (Shazeer 2019, Fast Transformer Decoding)",
+        switch="cache.kv_caching",
+        off=False,
+        improves="tokens/s of one stream: linear instead of quadratic in the output's length",
+        off_means="every token of a sequence is computed again at every step",
+    ),
+    Technique(
+        name="continuous_batching",
+        source="Orca (Yu et al., OSDI 22), section 3: iteration-level scheduling",
+        switch="scheduler.continuous_batching",
+        off=False,
+        improves="requests/s when answers differ in length",
+        off_means="a batch runs until its last sequence ends; then the next is formed",
+    ),
+    Technique(
+        name="token_concatenation",
+        source="Effective Transformer (2020); ByteTransformer (Zhai et al., IPDPS 23): the padding-free algorithm",
+        switch="device.token_concatenation",
+        off=False,
+        improves="prefill tokens/s when prompts differ in length",
+        off_means="every sequence of a step is padded to the longest",
+    ),
+    Technique(
+        name="chunked_prefill",
+        source="Sarathi-Serve (Agrawal et al., OSDI 24), section 4: stall-free batching",
+        switch="scheduler.chunked_prefill",
+        off=False,
+        improves="the tail of the time between tokens while long prompts arrive",
+        off_means="a prompt is computed whole, before any decoding",
+    ),
+    Technique(
+        name="paged_allocation",
+        source="PagedAttention (Kwon et al., SOSP 23), section 4",
+        switch="cache.paged_allocation",
+        off=False,
+        improves="requests that run at once in the same memory",
+        off_means="a sequence's longest possible length is reserved at admission",
+    ),
+    Technique(
+        name="prefix_caching",
+        source="RadixAttention (Zheng et al., SGLang, NeurIPS 24), section 3; vLLM's automatic prefix caching",
+        switch="cache.enable_prefix_caching",
+        off=False,
+        improves="time to first token and requests/s of conversations and shared system prompts",
+        off_means="every prompt is computed from its first token",
+    ),
+    Technique(
+        name="overlap",
+        source="asynchronous scheduling: NanoFlow (Zhu et al., OSDI 25); SGLang v0.4's zero-overhead batch scheduler",
+        switch="device.overlap",
+        off=0,
+        improves="steps/s: the next step is scheduled while the last one runs",
+        off_means="a step is scheduled after the last one's tokens are known",
+    ),
+)
+
+
+def find_technique(name: str) -> Technique:
+    """By name, with hyphens or underscores. Raises ConfigError with the names there are."""
+    for technique in TECHNIQUES:
+        if technique.name == name.replace("-", "_"):
+            return technique
+    known = ", ".join(technique.name for technique in TECHNIQUES)
+    raise ConfigError(f"There is no technique {name!r}; choose one of {known}.")
+
+
+def config_switches(config_class: type = EngineConfig) -> Iterator[str]:
+    """Paths of every field made with ``config.switch``."""
+    config = config_class()
+    for part in fields(config):
+        value = getattr(config, part.name)
+        if is_dataclass(value):
+            yield from (f"{part.name}.{item.name}" for item in fields(value) if item.metadata.get("technique"))
+
+
+def describe() -> list[dict[str, Any]]:
+    """The register as plain data (``headrace techniques --json``)."""
+    return [
+        {
+            "name": item.name,
+            "source": item.source,
+            "switch": item.switch,
+            "default": "automatic" if item.default is None else item.default,
+            "off": item.off,
+            "improves": item.improves,
+            "off_means": item.off_means,
+            "ablate": item.ablate,
+        }
+        for item in TECHNIQUES
+    ]
