@@ -23,10 +23,13 @@ class Activation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. ``kind``: "default", "linear", "llama3", "dynamic", "yarn" or "longrope".
+    """Rotary position embedding of the first ``rotary_dim`` elements of a head, rotated as two halves.
 
-    ``short_factor`` and ``long_factor`` (length rotary_dim / 2) belong to longrope alone.
-    Sources: RoFormer (Su et al. 2021); Llama 3 and LongRoPE scaling as published with those models.
+    ``kind``: "default", "linear", "llama3", "dynamic", "yarn" or "longrope". ``original_max_positions`` is the trained
+    length that llama3, dynamic, yarn and longrope scale from. ``attention_factor`` (yarn, longrope) multiplies cos and sin.
+    ``short_factor`` and ``long_factor`` (length rotary_dim / 2) belong to longrope alone: short serves a context of up to
+    ``original_max_positions`` tokens, long a longer one; one of them is chosen for the whole run, by max_model_len.
+    Sources: RoFormer (Su et al. 2021), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3 as published.
     """
 
     theta: float
@@ -36,9 +39,10 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
-    attention_factor: float | None = None
+    attention_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -55,19 +59,28 @@ class MoESpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What differs from layer to layer. ``window`` is the number of keys a query may see, itself included; None = all."""
+    """What differs from layer to layer. ``window`` is the number of keys a query may see, itself included; None = all.
+
+    ``moe`` None means a dense feed-forward. ``attention_divisor`` divides the model's attention_scale (GPT-2 variants
+    that scale by depth).
+    """
 
     window: int | None = None
     moe: MoESpec | None = None
+    attention_divisor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder-only transformer. Sizes in elements, positions in tokens.
 
-    ``layers`` has one entry a layer. ``rope`` None means learned positions (``max_positions`` rows).
-    ``attention_scale`` multiplies q·k. ``norm_offset`` is added to norm weights (Gemma's 1 + w).
-    ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2).
+    ``layers`` has one entry a layer. ``max_positions`` is the longest context the model allows. ``rope`` None means learned
+    positions (``max_positions`` rows). ``attention_scale`` multiplies q·k, then ``attention_soft_cap`` c turns a score s
+    into c·tanh(s/c), as ``logits_soft_cap`` does with logits. ``norm_offset`` is added to norm weights (Gemma's 1 + w).
+    ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2). ``qk_norm``: an RMS norm over each
+    head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``: act(gate) · up instead of
+    act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both feed-forward projections.
+    ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's word for its weights.
     """
 
     family: str
@@ -91,7 +104,7 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     tied_head: bool = False
-    attention_scale: float = 0.0  # filled by the family; 0 is refused by the decoder
+    attention_scale: float = 0.0  # every family fills it; 0 is refused by the decoder
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_scale: float | None = None
@@ -128,6 +141,14 @@ class KVSpec:
     @property
     def bytes_per_block(self) -> int:
         return len(self.layers) * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """One KV group as an executor holds it."""
+
+    spec: KVSpec
+    num_blocks: int
 
 
 def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:

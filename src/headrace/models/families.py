@@ -1,0 +1,306 @@
+"""The model families: one row each, from a Hugging Face ``config.json`` (as transformers 4 or 5 writes it) to a DecoderSpec.
+
+What lives here: rows, and the few readers that rows share. What may not: torch, tensors, names of weights
+(weight_rules.py, whose functions are offered here too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from headrace.errors import ModelError
+from headrace.models.fields import Fields
+from headrace.models.rope import read_rope, rope_context
+from headrace.models.weight_rules import WeightRule, canonical_key, ignored_keys, weight_rules
+from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind
+
+__all__ = ["FAMILIES", "WeightRule", "canonical_key", "ignored_keys", "spec_from_config", "weight_rules"]
+
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+
+Windows = Sequence[int | None]  # one entry a layer: keys a query may see, None = all
+ReadWindows = Callable[[Fields, int], Windows]
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+# Families people will try, and what each would need.
+_MISSING: Mapping[str, str] = {
+    "deepseek_v2": "multi-head latent attention (kv_lora_rank) and shared experts with grouped routing",
+    "deepseek_v3": "multi-head latent attention (kv_lora_rank), sigmoid routing in groups (n_group) and a shared expert (n_shared_experts)",
+    "gpt_oss": "attention sinks, experts with biases and a clamped activation (swiglu_limit), and mxfp4 weights",
+    "gemma": "its row: norms like Gemma 2's, without sandwich norms and caps",
+    "gemma3_text": "a rope of its own for each attention type",
+    "gemma3": "images, and a rope of its own for each attention type",
+    "llama4": "images, chunked attention and shared experts",
+    "qwen2_moe": "a shared expert with its gate",
+    "qwen3_next": "linear attention layers",
+    "phi": "attention and feed-forward side by side in a block",
+    "gpt_neox": "attention and feed-forward side by side in a block",
+    "gptj": "attention and feed-forward side by side in a block, and interleaved rotation",
+    "falcon": "attention and feed-forward side by side in a block",
+    "bloom": "ALiBi positions",
+    "mamba": "state-space layers",
+}
+
+
+# --- attention windows ------------------------------------------------------------------------------------------------
+
+
+def _no_windows(fields: Fields, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def _same_window(fields: Fields, num_layers: int) -> Windows:
+    """One window for every layer."""
+    return (fields.optional_integer("sliding_window"),) * num_layers
+
+
+def _switched_window(fields: Fields, num_layers: int) -> Windows:
+    """One window for every layer, if ``use_sliding_window`` says so."""
+    fields.raw("max_window_layers")  # the family's reference implementation does not look at it
+    window = fields.optional_integer("sliding_window")
+    return (window if fields.boolean("use_sliding_window", False) else None,) * num_layers
+
+
+def _upper_windows(fields: Fields, num_layers: int) -> Windows:
+    """A window from layer ``max_window_layers`` on, if ``use_sliding_window`` says so; ``layer_types`` overrides."""
+    first = fields.integer("max_window_layers", 28, low=0)
+    window = fields.optional_integer("sliding_window", 4096)
+    if not fields.boolean("use_sliding_window", False):
+        window = None
+    return _by_type(fields, [window if index >= first else None for index in range(num_layers)], window)
+
+
+def _alternating_windows(fields: Fields, num_layers: int) -> Windows:
+    """A window at every other layer, the first one included; ``layer_types`` overrides."""
+    window = fields.optional_integer("sliding_window", 4096)
+    if fields.has("sliding_window_size") and fields.optional_integer("sliding_window_size") != window:
+        raise fields.error("sliding_window_size", f"differs from sliding_window ({window}); make them equal")
+    return _by_type(fields, [None if index % 2 else window for index in range(num_layers)], window)
+
+
+def _by_type(fields: Fields, default: list[int | None], window: int | None) -> Windows:
+    types = fields.raw("layer_types")
+    if types is None:
+        return default
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != len(default) or not all(isinstance(word, str) and word in known for word in types):
+        raise fields.error("layer_types", f"must name {len(default)} layers, each one of {', '.join(known)}; other attention types are not supported")
+    return [known[word] for word in types]
+
+
+# --- feed-forwards ----------------------------------------------------------------------------------------------------
+
+
+def _dense(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
+    return (None,) * num_layers
+
+
+def _mixtral_experts(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
+    num_experts = fields.integer("num_local_experts", high=MAX_EXPERTS)
+    top_k = fields.integer("num_experts_per_tok", high=num_experts)
+    return (MoESpec(num_experts, top_k, fields.integer("intermediate_size"), renormalize=True),) * num_layers
+
+
+def _qwen_experts(fields: Fields, num_layers: int) -> Sequence[MoESpec | None]:
+    """Sparse at every ``decoder_sparse_step``-th layer, except those in ``mlp_only_layers``."""
+    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", high=MAX_EXPERTS)
+    moe = MoESpec(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok", high=num_experts),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        renormalize=fields.boolean("norm_topk_prob", False),
+    )
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = set(fields.integers("mlp_only_layers"))
+    return tuple(moe if index not in dense and (index + 1) % step == 0 else None for index in range(num_layers))
+
+
+# --- the two blocks' readers ------------------------------------------------------------------------------------------
+
+
+def _rotary_decoder(
+    fields: Fields,
+    *,
+    windows: ReadWindows = _no_windows,
+    feed_forwards: Callable[[Fields, int], Sequence[MoESpec | None]] = _dense,
+    head_dim: int | None = None,
+    theta: float = 10000.0,
+    partial_rotation: bool = False,
+    always_qkv_bias: bool = False,
+    tied: bool = False,
+    activation: str = "hidden_act",
+    default_activation: str = "silu",
+    **more: Any,
+) -> DecoderSpec:
+    """RMS norms, rotary positions, a gated feed-forward: Llama and what descends from it. ``more`` goes into the spec."""
+    num_layers, hidden, heads = _sizes(fields, "num_hidden_layers", "hidden_size", "num_attention_heads")
+    head_size = fields.optional_integer("head_dim", head_dim, high=4096) or _even_share(fields, hidden, heads)
+    positions = fields.integer("max_position_embeddings", 2048, high=2**31 - 1)
+    rope = read_rope(fields, head_size, positions, default_theta=theta, partial=partial_rotation)
+    max_positions = rope_context(rope, positions)
+    bias = fields.boolean("attention_bias", False) if not always_qkv_bias else False
+    return DecoderSpec(
+        **_common(fields, tied),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=_kv_heads(fields, heads),
+        head_dim=head_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=_layers(windows(fields, num_layers), feed_forwards(fields, num_layers), max_positions),
+        max_positions=max_positions,
+        rope=rope,
+        norm_eps=fields.number("rms_norm_eps", 1e-6, high=1.0),
+        activation=fields.choice(activation, _ACTIVATIONS, default_activation),
+        qkv_bias=bias or always_qkv_bias,
+        output_bias=bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        **{"attention_scale": head_size**-0.5, **more},
+    )
+
+
+def _learned_decoder(fields: Fields, *, default_activation: str, multi_query: bool = False) -> DecoderSpec:
+    """Layer norms, learned positions, biases everywhere, a plain feed-forward: GPT-2 and StarCoder."""
+    num_layers, hidden, heads = _sizes(fields, "n_layer", "n_embd", "n_head")
+    positions = fields.integer("n_positions", high=2**24)
+    head_size = _even_share(fields, hidden, heads)
+    by_depth = fields.boolean("scale_attn_by_inverse_layer_idx", False)
+    return DecoderSpec(
+        **_common(fields, tied=True),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=1 if multi_query else heads,
+        head_dim=head_size,
+        intermediate_size=fields.optional_integer("n_inner", high=2**24) or 4 * hidden,
+        layers=tuple(LayerSpec(attention_divisor=float(index + 1) if by_depth else 1.0) for index in range(num_layers)),
+        max_positions=positions,
+        rope=None,
+        norm=NormKind.LAYER,
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5, high=1.0),
+        activation=fields.choice("activation_function", _ACTIVATIONS, default_activation),
+        gated_mlp=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        attention_scale=head_size**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0,
+    )
+
+
+def _sizes(fields: Fields, layers: str, hidden: str, heads: str) -> tuple[int, int, int]:
+    return fields.integer(layers, high=MAX_LAYERS), fields.integer(hidden, high=2**20), fields.integer(heads, high=4096)
+
+
+def _even_share(fields: Fields, hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise fields.error("hidden_size", f"is {hidden}, which {heads} attention heads do not divide; the config is damaged or needs head_dim")
+    return hidden // heads
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    kv_heads = fields.optional_integer("num_key_value_heads", heads, high=heads) or heads
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads ({heads}); the config is damaged, fetch it again")
+    return kv_heads
+
+
+def _common(fields: Fields, tied: bool) -> dict[str, Any]:
+    dtype = fields.raw("dtype") or fields.raw("torch_dtype") or "float32"
+    if not isinstance(dtype, str):
+        raise fields.error("torch_dtype", "is not a word such as bfloat16; the config is damaged, fetch it again")
+    vocab_size = fields.integer("vocab_size")
+    return {
+        "family": fields.family,
+        "vocab_size": vocab_size,
+        "tied_head": fields.boolean("tie_word_embeddings", tied),
+        "eos_token_ids": fields.integers("eos_token_id"),
+        "bos_token_id": fields.optional_integer("bos_token_id", low=0),
+        "checkpoint_dtype": dtype.removeprefix("torch."),
+    }
+
+
+def _layers(windows: Windows, feed_forwards: Sequence[MoESpec | None], max_positions: int) -> tuple[LayerSpec, ...]:
+    """A window no context can outgrow is no window: such layers share a KV group with those of full attention."""
+    bounded = (None if window is None or window >= max_positions else window for window in windows)
+    return tuple(LayerSpec(window, moe) for window, moe in zip(bounded, feed_forwards, strict=True))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _gemma2(fields: Fields) -> DecoderSpec:
+    fields.raw("hidden_act")  # the family reads hidden_activation and leaves this one unused
+    return _rotary_decoder(
+        fields,
+        windows=_alternating_windows,
+        head_dim=256,
+        tied=True,
+        activation="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        norm_offset=1.0,
+        sandwich_norm=True,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_soft_cap=fields.optional_number("attn_logit_softcapping", 50.0),
+        logits_soft_cap=fields.optional_number("final_logit_softcapping", 30.0),
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+    )
+
+
+def _starcoder(fields: Fields) -> DecoderSpec:
+    if not fields.boolean("multi_query", True):
+        raise fields.error("multi_query", "is false: heads with keys of their own, interleaved in c_attn, are not supported; use a multi-query checkpoint")
+    fields.raw("num_key_value_heads")  # 1, by multi_query
+    return _learned_decoder(fields, default_activation="gelu_pytorch_tanh", multi_query=True)
+
+
+FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
+    "llama": _rotary_decoder,
+    "mistral": partial(_rotary_decoder, windows=_same_window),
+    "qwen2": partial(_rotary_decoder, windows=_upper_windows, always_qkv_bias=True),
+    "qwen3": partial(_rotary_decoder, windows=_upper_windows, head_dim=128, qk_norm=True),
+    "qwen3_moe": partial(_rotary_decoder, windows=_switched_window, feed_forwards=_qwen_experts, qk_norm=True),
+    "mixtral": partial(_rotary_decoder, windows=_same_window, feed_forwards=_mixtral_experts, theta=1e6),
+    "gemma2": _gemma2,
+    "phi3": partial(_rotary_decoder, windows=_same_window, partial_rotation=True),
+    "gpt2": partial(_learned_decoder, default_activation="gelu_new"),
+    "gpt_bigcode": _starcoder,
+}
+
+
+def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
+    """Normalises a config, strictly.
+
+    Raises ModelError, one sentence that names the family or the field: an unsupported family and what it would need, a field
+    that is not understood, a value out of bounds.
+    """
+    fields = Fields(config, _family(config))
+    spec = FAMILIES[fields.family](fields)
+    fields.finish()
+    return spec
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    supported = f"Supported families are {', '.join(FAMILIES)}."
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise ModelError(f"config.json names no model family (model_type is {family!r}). {supported}", param="model_type")
+    if family not in FAMILIES:
+        needs = f"it needs {_MISSING[family]}" if family in _MISSING else "no row of models/families.py describes its block"
+        raise ModelError(f"config.json names the model family {family[:40]!r}, which is not supported yet: {needs}. {supported}", param="model_type")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise ModelError(
+            f"config.json ({family}): architectures is {str(architectures)[:80]}, but only causal language models (…ForCausalLM) are supported; "
+            f"use a checkpoint with a language-model head.",
+            param="architectures",
+        )
+    return family
