@@ -1,25 +1,31 @@
 """Configuration: frozen dataclasses, composed. Command-line flags, the config file and LLM(...) keywords all come from these fields.
 
-What lives here: the fields, their help and bounds, and ``resolve_*`` functions that fill automatic values and say why.
-What may not: torch, reading checkpoints, and any use of the values.
+What lives here: the fields, their help and bounds, and the one check that every value passes, whichever way it came.
+What may not: torch, reading checkpoints, command-line parsing (flags.py), and any use of the values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import types
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A config field that is also a flag. ``extra``: ``choices``, ``size`` (32k, 2M, 20GiB are read), ``flags`` (further spellings), ``metavar``."""
+    """A config field that is also a flag.
+
+    ``extra``: ``choices``; ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further spellings); ``metavar``;
+    ``technique`` (it is reached by ``--technique`` too), with ``on`` and ``off`` where those words mean other values.
+    """
     return field(default=default, metadata={"help": help, **extra})
 
 
 def switch(default: bool, help: str) -> Any:
     """A technique's on/off switch: reached by ``--technique NAME=on|off``, without a flag of its own."""
-    return field(default=default, metadata={"help": help, "technique": True})
+    return field(default=default, metadata={"help": help, "technique": True, "flag": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +37,14 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option((), "names the API answers to", metavar="NAME")
     dtype: str = option("auto", "precision of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "gguf", "dummy"))
-    max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True)
+    max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=1)
     quantization: str | None = option(None, "weight format; none is supported yet", choices=())
     chat_template: str | None = option(None, "Jinja template: a file or the text itself")
     generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a folder")
     seed: int = option(0, "seed of dummy weights and of requests without their own")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,25 +52,35 @@ class CacheConfig:
     """Where keys and values live."""
 
     block_size: int = option(16, "tokens a KV block", choices=(8, 16, 32, 64))
-    gpu_memory_utilization: float = option(0.9, "share of the device's memory that weights, activations and KV may take (on a CPU see --kv-cache-memory)")
-    kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True)
-    num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's memory that weights, activations and KV may take (on a CPU see --kv-cache-memory)"
+    )
+    kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
+    num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
     kv_cache_dtype: str = option("auto", "precision of the KV cache; auto = the model's", choices=("auto", "bfloat16", "float16", "float32"))
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", technique=True)
     paged_allocation: bool = switch(True, "off: reserve a sequence's longest length at admission")
     kv_caching: bool = switch(True, "off: recompute every token of a sequence at every step")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; give a share above 0 and up to 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Who goes, with how many tokens."""
 
-    max_num_seqs: int = option(256, "sequences running at once")
-    max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True)
-    max_logits_rows: int = option(2048, "positions a step whose logits may be materialised (prompt_logprobs spend it)")
+    max_num_seqs: int = option(256, "sequences running at once", minimum=1)
+    max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True, minimum=1)
+    max_logits_rows: int = option(2048, "positions a step whose logits may be materialised (prompt_logprobs spend it)", minimum=1)
     scheduling_policy: str = option("fcfs", "order of the waiting queue", choices=("fcfs", "priority"))
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +88,29 @@ class DeviceConfig:
     """What it runs on, and how."""
 
     device: str = option("auto", "where to compute", choices=("auto", "cuda", "cpu"))
-    executor: str = option("model", "keyed-hash computes no model: each next token is a hash of the context (to measure and test everything else)", choices=("model", "keyed-hash"))
-    device_time: float = option(0.0, "seconds a step of the keyed-hash executor takes")
-    threads: int | None = option(None, "CPU threads for computing; automatic by core count")
-    tensor_parallel_size: int = option(1, "devices a layer is split over (1 only, so far)", flags=("-tp",))
-    pipeline_parallel_size: int = option(1, "devices the layers are dealt to (1 only, so far)", flags=("-pp",))
-    overlap: int | None = option(None, "steps in flight beyond the one being collected (0, 1 or 2); automatic by device", choices=(0, 1, 2))
+    executor: str = option(
+        "model",
+        "keyed-hash computes no model: each next token is a hash of the context (to measure and test everything else)",
+        choices=("model", "keyed-hash"),
+    )
+    device_time: float = option(0.0, "seconds a step of the keyed-hash executor takes", minimum=0.0)
+    threads: int | None = option(None, "CPU threads for computing; automatic by core count", minimum=1)
+    tensor_parallel_size: int = option(1, "devices a layer is split over (1 only, so far)", flags=("-tp",), minimum=1)
+    pipeline_parallel_size: int = option(1, "devices the layers are dealt to (1 only, so far)", flags=("-pp",), minimum=1)
+    overlap: int | None = option(
+        None, "steps in flight beyond the one being collected (0, 1 or 2); automatic by device", choices=(0, 1, 2), technique=True, on=1, off=0
+    )
     enforce_eager: bool = option(False, "no graphs")
     batch_invariant: bool = option(False, "the same bits whatever else is in the batch")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for flag, value in (("tensor_parallel_size", self.tensor_parallel_size), ("pipeline_parallel_size", self.pipeline_parallel_size)):
+            if value != 1:
+                raise ConfigError(f"{flag} is {value}, but only one device is supported so far; leave it at 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,30 +118,26 @@ class ServerConfig:
     """Who may ask, and how much."""
 
     host: str = option("127.0.0.1", "address to listen on; other than loopback needs a key")
-    port: int = option(8000, "port to listen on; 0 takes a free one")
+    port: int = option(8000, "port to listen on; 0 takes a free one", minimum=0)
     api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
-    max_queue: int = option(1024, "requests waiting or running before new ones get 429")
-    max_body_bytes: int = option(32 * 2**20, "largest request body", size=True)
-    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM")
+    max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
+    max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
+    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.port > 65535:
+            raise ConfigError(f"port is {self.port}; give 0 to 65535.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything below the server. ``resolve()`` in engine/llm.py fills what only the checkpoint and the device can tell."""
+    """Everything below the server. What only the checkpoint and the device can tell is filled at start, each choice with its reason (a Decision)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.cache.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"--gpu-memory-utilization is {self.cache.gpu_memory_utilization}; give a share above 0 and up to 1.")
-        if self.scheduler.max_num_seqs < 1:
-            raise ConfigError(f"--max-num-seqs is {self.scheduler.max_num_seqs}; give at least 1.")
-        for flag, value in (("-tp", self.device.tensor_parallel_size), ("-pp", self.device.pipeline_parallel_size)):
-            if value != 1:
-                raise ConfigError(f"{flag} is {value}, but only one device is supported so far; leave it at 1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +147,61 @@ class Decision:
     name: str
     value: Any
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """A field's annotation, taken apart: ``int | None`` is int and optional, ``tuple[str, ...]`` is str and many."""
+
+    base: type
+    optional: bool = False
+    many: bool = False
+
+
+def field_types(config_class: type) -> Mapping[str, FieldType]:
+    """The type of every field of a config class, by field name."""
+    return {name: _field_type(hint) for name, hint in get_type_hints(config_class).items()}
+
+
+def _field_type(hint: Any) -> FieldType:
+    if get_origin(hint) in (Union, types.UnionType):
+        (base,) = (part for part in get_args(hint) if part is not types.NoneType)
+        return FieldType(base, optional=True)
+    if get_origin(hint) is tuple:
+        return FieldType(get_args(hint)[0], many=True)
+    return FieldType(hint)
+
+
+def check_fields(config: Any) -> None:
+    """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is allowed."""
+    kinds = field_types(type(config))
+    for each in fields(config):
+        check_value(each, kinds[each.name], getattr(config, each.name))
+
+
+def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:
+    """One field's value against its type, choices and minimum."""
+    if value is None and kind.optional:
+        return
+    if not _has_type(kind, value):
+        raise ConfigError(f"{of.name} is {value!r}; give {_wanted(kind)}.")
+    choices, minimum = of.metadata.get("choices"), of.metadata.get("minimum")
+    if choices == ():
+        raise ConfigError(f"{of.name} is {value!r}, but nothing is supported there yet; leave it out.")
+    if choices and value not in choices:
+        raise ConfigError(f"{of.name} is {value!r}; give one of {', '.join(map(str, choices))}.")
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(f"{of.name} is {value}; give at least {minimum}.")
+
+
+def _has_type(kind: FieldType, value: Any) -> bool:
+    if kind.many:
+        return isinstance(value, tuple) and all(isinstance(item, kind.base) for item in value)
+    if isinstance(value, bool):
+        return kind.base is bool
+    return isinstance(value, (int, float) if kind.base is float else kind.base)
+
+
+def _wanted(kind: FieldType) -> str:
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    return "a tuple of strings" if kind.many else words[kind.base] + (" or None" if kind.optional else "")

@@ -1,0 +1,114 @@
+"""The ``headrace`` command: picks a sub-command, runs it, and turns errors into one line and an exit status.
+
+What lives here: the list of commands and the outermost error handling. What may not: any command's work (commands/), flags
+(flags.py), and any import that costs time: ``headrace --help`` answers in under 0.3 s, so a command's module is
+imported only when it is the one chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.flags import CommandParser
+
+# name → one line of help; the module is headrace.commands.NAME.
+COMMANDS: dict[str, str] = {
+    "serve": "answer the OpenAI HTTP API",
+    "chat": "talk to a model in the terminal",
+    "generate": "complete prompts from a JSONL file",
+    "bench": "measure: throughput, latency, serve, startup, kernels, ablate, control-plane",
+    "doctor": "what was found on this machine, what was chosen and why",
+    "techniques": "the mechanisms inside: source, switch, default",
+}
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class Command(Protocol):
+    """What a module in commands/ offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+class _Version(argparse.Action):
+    """``--version``, read from the package only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        parser.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except HeadraceError as error:
+        return _explain(error, show_traceback="--debug" in words)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    _set_up_logging("--debug" in words)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    module = _load(chosen) if chosen in COMMANDS else None
+    args = _parser(chosen, module).parse_args(words)
+    if module is None:  # no command, and neither --help nor --version
+        _parser(None, None).print_help()
+        return EXIT_USAGE
+    return module.run(args)
+
+
+def _load(name: str) -> Command:
+    return cast(Command, importlib.import_module(f"headrace.commands.{name}"))
+
+
+def _parser(chosen: str | None, module: Command | None) -> argparse.ArgumentParser:
+    """The whole command line. Only the chosen command gets its arguments: the others stay names with a line of help."""
+    parser = CommandParser(prog="headrace", description="LLM inference and serving, measured against the physical limit.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
+    for name, help_line in COMMANDS.items():
+        command = commands.add_parser(name, help=help_line, description=help_line[0].upper() + help_line[1:] + ".")
+        if name == chosen and module is not None:
+            module.add_arguments(command)
+    return parser
+
+
+def _set_up_logging(debug: bool) -> None:
+    """Log lines go to stderr; HEADRACE_LOG_LEVEL sets the level (--debug: debug)."""
+    level = "debug" if debug else os.environ.get("HEADRACE_LOG_LEVEL", "info").lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"HEADRACE_LOG_LEVEL is {level!r}; set it to one of {', '.join(LOG_LEVELS)}.")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("headrace").setLevel(level.upper())
+
+
+def _explain(error: HeadraceError, *, show_traceback: bool) -> int:
+    """One line on stderr; a traceback before it in debug mode."""
+    if show_traceback or os.environ.get("HEADRACE_LOG_LEVEL", "").lower() == "debug":
+        traceback.print_exception(error)
+    print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_ERROR

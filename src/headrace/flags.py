@@ -1,0 +1,350 @@
+"""Config fields as command-line flags, and back: one field, one flag, the same name in a config file.
+
+What lives here: the parser class of all commands, the flags made from config fields, reading sizes, config files and
+``--technique``. What may not: fields or their bounds (config.py), commands, and any import that costs time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, FieldType, ModelConfig, SchedulerConfig, ServerConfig, field_types
+from headrace.errors import ConfigError
+
+ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
+
+WORDS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+
+# Flags people bring along from other engines. Each gets a sentence instead of "unknown flag".
+ELSEWHERE: dict[str, str] = {
+    "--enable-chunked-prefill": "it is on; --technique chunked_prefill=off turns it off",
+    "--no-enable-chunked-prefill": "use --technique chunked_prefill=off",
+    "--num-gpu-blocks-override": "use --num-blocks",
+    "--kv-cache-memory-bytes": "use --kv-cache-memory",
+    "--async-scheduling": "it is on; --overlap sets the depth",
+    "--no-async-scheduling": "use --overlap 0",
+    "--revision": "write the revision behind the model: org/name@revision",
+    "--download-dir": "set HF_HOME",
+    "--trust-remote-code": "code from a model's folder is never run",
+    "--uvicorn-log-level": "set HEADRACE_LOG_LEVEL",
+    "--max-logprobs": "up to 20 are always allowed",
+    "--enable-log-requests": "prompts are never logged",
+    "--disable-log-requests": "requests are never logged; leave it out",
+    "--speculative-config": "speculative decoding is not supported yet",
+    "--enable-lora": "adapters are not supported yet",
+    "--lora-modules": "adapters are not supported yet",
+    "--tool-call-parser": "tool calls are not supported yet",
+    "--enable-auto-tool-choice": "tool calls are not supported yet",
+    "--reasoning-parser": "reasoning content is not supported yet",
+    "--structured-outputs-config": "structured output is not supported yet",
+    "--data-parallel-size": "one device only, so far",
+    "--enable-expert-parallel": "one device only, so far",
+    "--cpu-offload-gb": "offloading is not supported yet",
+    "--swap-space": "a preempted request is recomputed, not swapped; leave it out",
+    "--max-step-ms": "budgets in milliseconds are not supported yet",
+    "--supervise": "run it under a supervisor such as systemd",
+    "--ssl-keyfile": "put a TLS proxy in front",
+    "--ssl-certfile": "put a TLS proxy in front",
+}
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+# As vLLM reads them: small letters are decimal, capitals and ...iB are binary, ...B is decimal.
+_FACTORS = {"": 1, "b": 1, "B": 1} | {
+    spelling: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for spelling, base in (
+        (letter, 1000),
+        (letter.upper(), 1024),
+        (letter + "ib", 1024),
+        (letter.upper() + "iB", 1024),
+        (letter + "b", 1000),
+        (letter + "B", 1000),
+        (letter.upper() + "B", 1000),
+    )
+}
+
+_Config = TypeVar("_Config")
+
+
+def parse_size(text: str) -> int:
+    """A whole number with an optional unit: 4096, 32k (32,000), 32K (32,768), 20GiB, 1.5GB."""
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2]) if match else None
+    if match is None or factor is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 4096, 32k, 2M or 20GiB")
+    value = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that takes flags from ``--config FILE`` too, and whose errors are one line with a near match.
+
+    It is the class of the top command and of every sub-command; each knows ``--debug``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._reads_config_file = False
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error, and log more")
+
+    def add_config_file_flag(self) -> None:
+        """Declares ``--config FILE``: every other flag of this parser may stand in the file; the command line wins."""
+        self._reads_config_file = True
+        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags; the command line wins")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
+        words = list(args or ())
+        path = self._config_path(words) if self._reads_config_file else None
+        from_file = self._read_config(Path(path)) if path is not None else []
+        values, unknown = super().parse_known_args([*from_file, *words], namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        if "--model" not in [word.partition("=")[0] for word in words] and getattr(values, "model_argument", None) is not None:
+            values.__dict__.pop("model", None)  # a model from the file gives way to MODEL on the command line
+        return values, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit status 2."""
+        self.exit(2, f"headrace: {message} (see {self.prog} --help)\n")
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Every flag of this parser by each of its spellings."""
+        return dict(self._option_string_actions)
+
+    def _unknown(self, word: str) -> str:
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            return f"unexpected argument {word!r}"
+        if flag in ELSEWHERE:
+            return f"{flag}: {ELSEWHERE[flag]}"
+        return f"unknown flag {flag}{near_match(flag, self.options())}"
+
+    def _config_path(self, words: list[str]) -> str | None:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", nargs="?")
+        path: str | None = finder.parse_known_args(words)[0].config
+        return path
+
+    def _read_config(self, path: Path) -> list[str]:
+        """The file's entries as command-line words; lists first, so that none can swallow a positional argument."""
+        words: list[str] = []
+        for key, value in read_yaml_mapping(path).items():
+            found = [*self._entry_words(path, str(key), value)]
+            words = [*found, *words] if len(found) > 1 else [*words, *found]
+        # A flag with a list takes all words up to the next flag: end with one that takes exactly one.
+        return [*words, f"--config={path}"] if words else []
+
+    def _entry_words(self, path: Path, key: str, value: Any) -> Iterator[str]:
+        flag = ("-" if len(key) < 3 else "--") + key.replace("_", "-")
+        action = self.options().get(flag)
+        if action is None or flag in ("--config", "--help"):
+            sentence = ELSEWHERE.get(flag)
+            self.error(f"{path}: {f'{key}: {sentence}' if sentence else f'unknown key {key!r}{near_match(key, self._keys())}'}")
+        if flag == "--technique":
+            yield from (f"{flag}={entry}" for entry in _technique_entries(value))
+        elif isinstance(value, bool) and action.nargs == 0:
+            yield from _boolean_words(flag, value, self.options())
+        elif isinstance(value, (list, tuple)) and action.nargs in ("+", "*"):
+            yield from (flag, *map(str, value))
+        elif isinstance(value, (str, int, float)) and not isinstance(value, bool) and action.nargs != 0:
+            yield f"{flag}={value}"
+        elif value is not None:
+            self.error(f"{path}: {key} is {value!r}, which {flag} cannot take")
+
+    def _keys(self) -> list[str]:
+        return [flag.lstrip("-") for flag in self.options() if flag.startswith("--")]
+
+
+def near_match(word: str, known: Iterable[str]) -> str:
+    """``; did you mean X?`` or nothing. Underscores and hyphens count as equal."""
+    by_spelling = {name.replace("_", "-"): name for name in known}
+    close = difflib.get_close_matches(word.replace("_", "-"), by_spelling, n=1, cutoff=0.6)
+    return f"; did you mean {by_spelling[close[0]]}?" if close else ""
+
+
+def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
+    """The top level of a YAML file. Raises ConfigError when it cannot be read or is no mapping."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config file {path} is not YAML: {error}. Mend that place.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"The config file {path} holds a {type(content).__name__}; write one `flag: value` a line.")
+    return content
+
+
+def _technique_entries(value: Any) -> Iterator[str]:
+    """``{name: value}``, ``[name=value, …]`` and ``name=value`` all read as NAME=VALUE. YAML makes on and off booleans."""
+    if isinstance(value, Mapping):
+        yield from (f"{name}={('on' if setting else 'off') if isinstance(setting, bool) else setting}" for name, setting in value.items())
+    else:
+        yield from map(str, value if isinstance(value, list) else [value])
+
+
+def _boolean_words(flag: str, value: bool, options: Mapping[str, argparse.Action]) -> Iterator[str]:
+    negative = f"--no-{flag.removeprefix('--')}"
+    if value:
+        yield flag
+    elif negative in options:
+        yield negative
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL as a positional argument, beside --model."""
+    help_text = "folder, .gguf file or hub id; without it the bundled demo model"
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None, help=help_text)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> None:
+    """A flag for every field of the classes (EngineConfig stands for its parts), ``--config``, and ``--technique`` where a switch is among them.
+
+    Only what was given is in the namespace afterwards; the config classes hold the defaults.
+    """
+    parts = [part for each in config_classes for part in (ENGINE_PARTS.values() if each is EngineConfig else (each,))]
+    for part in parts:
+        group = parser.add_argument_group((part.__doc__ or part.__name__).rstrip("."))
+        for each in config_fields(part):
+            if each.metadata.get("flag", True):
+                _add_flag(group, each, field_types(part)[each.name])
+    if technique_fields(parts):
+        names = ", ".join(name.removeprefix("enable_") for name in technique_fields(parts))
+        parser.add_argument(
+            "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
+            help=f"switch a technique on or off, or give it a value; may be repeated. Names: {names} (see headrace techniques)",
+        )
+    if isinstance(parser, CommandParser):
+        parser.add_config_file_flag()
+
+
+def config_fields(config_class: type) -> tuple[Field[Any], ...]:
+    """The fields of a config class that users set."""
+    return tuple(each for each in fields(config_class) if "help" in each.metadata)
+
+
+def technique_fields(parts: Iterable[type]) -> dict[str, tuple[type, Field[Any]]]:
+    """Every switch by its field's name."""
+    return {each.name: (part, each) for part in parts for each in config_fields(part) if each.metadata.get("technique")}
+
+
+def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
+    names = [f"--{of.name.replace('_', '-')}", *of.metadata.get("flags", ())]
+    help_text = of.metadata["help"].replace("%", "%%") + _default_text(of)
+    common: dict[str, Any] = {"dest": of.name, "default": argparse.SUPPRESS, "help": help_text}
+    if kind.base is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
+        return
+    choices = of.metadata.get("choices") or None
+    metavar = of.metadata.get("metavar") or (None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper()))
+    if kind.many:
+        common["nargs"] = "+"
+    group.add_argument(*names, type=_reader(of, kind), choices=choices, metavar=metavar, **common)
+
+
+def _default_text(of: Field[Any]) -> str:
+    return "" if of.default in (None, (), MISSING) else f" (default: {of.default})"
+
+
+def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:
+    """What turns a flag's text into the field's value. ``auto`` is the word for leaving a choice to the engine."""
+    base: Callable[[str], Any] = parse_size if of.metadata.get("size") else kind.base
+    if not kind.optional or kind.base is str:
+        return base
+
+    def read(text: str) -> Any:
+        return None if text == "auto" else base(text)
+
+    read.__name__ = kind.base.__name__  # argparse puts it into "invalid … value"
+    return read
+
+
+def technique_values(entries: Sequence[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` entries as field values; the last one of a name wins. Raises ConfigError for what is not a switch or not a value of it."""
+    known = technique_fields(ENGINE_PARTS.values())
+    values: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        name = _technique_name(name.strip(), known)
+        if not equals or not text:
+            raise ConfigError(f"--technique {entry}: write it as {name}=on, {name}=off or {name}=VALUE.")
+        part, of = known[name]
+        values[name] = _technique_value(of, field_types(part)[name], text.strip())
+    return values
+
+
+def _technique_name(name: str, known: Mapping[str, Any]) -> str:
+    spelled = name.replace("-", "_")
+    for candidate in (spelled, f"enable_{spelled}"):
+        if candidate in known:
+            return candidate
+    raise ConfigError(f"--technique {name}: there is no such switch{near_match(name, known) or '.'} `headrace techniques` lists them all.")
+
+
+def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
+    word = text.lower()
+    if word in ("on", "off") and word in of.metadata:
+        return of.metadata[word]
+    if kind.base is bool:
+        if word not in WORDS:
+            raise ConfigError(f"--technique {of.name}={text}: give on or off.")
+        return WORDS[word]
+    try:
+        return _reader(of, kind)(text)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"--technique {of.name}={text}: give {_accepted(of)}.") from error
+
+
+def _accepted(of: Field[Any]) -> str:
+    choices = of.metadata.get("choices")
+    return f"one of {', '.join(map(str, choices))}" if choices else "a number"
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's config from parsed arguments: MODEL or --model, flags, --technique."""
+    given = dict(vars(args))
+    model = _model_choice(given.get("model_argument"), given.get("model"))
+    if model is not None:
+        given["model"] = model
+    switched = technique_values(given.get("technique") or ())
+    for name, value in switched.items():
+        if given.get(name, value) != value:
+            raise ConfigError(f"--{name.replace('_', '-')} says {given[name]} and --technique says {value}; give one of them.")
+    return EngineConfig(**{name: _build(part, {**given, **switched}) for name, part in ENGINE_PARTS.items()})
+
+
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """The server's config from parsed arguments; a key may come from HEADRACE_API_KEY."""
+    given = dict(vars(args))
+    key = os.environ.get("HEADRACE_API_KEY")
+    if key and not given.get("api_key"):
+        given["api_key"] = (key,)
+    return _build(ServerConfig, given)
+
+
+def _model_choice(positional: str | None, option: str | None) -> str | None:
+    if positional is not None and option is not None and positional != option:
+        raise ConfigError(f"MODEL is {positional!r} and --model is {option!r}; give one of them.")
+    return positional if positional is not None else option
+
+
+def _build(config_class: type[_Config], given: Mapping[str, Any]) -> _Config:
+    """An instance from those given values that are its fields; absent ones keep their defaults."""
+    assert is_dataclass(config_class)
+    kinds = field_types(config_class)
+    names = [each.name for each in config_fields(config_class) if each.name in given]
+    return config_class(**{name: tuple(given[name]) if kinds[name].many else given[name] for name in names})
