@@ -251,6 +251,8 @@ def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
         return
     choices = of.metadata.get("choices") or None
     metavar = of.metadata.get("metavar") or (None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper()))
+    if choices and kind.optional:
+        choices, metavar = (*choices, None), f"{{auto,{','.join(map(str, choices))}}}"
     if kind.many:
         common["nargs"] = "+"
     group.add_argument(*names, type=_reader(of, kind), choices=choices, metavar=metavar, **common)

@@ -1,0 +1,1 @@
+"""Shared by the tests: tiny models from a seed, files outside the repository, fake services. No test lives here."""

@@ -1,0 +1,63 @@
+"""Config fields: their bounds hold whichever way a value comes, and an error names field, value and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig, field_types
+from headrace.errors import ConfigError
+
+CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "value", "words"),
+    [
+        (ModelConfig, "dtype", "bf16", "give one of auto, bfloat16"),
+        (ModelConfig, "max_model_len", 0, "give at least 1"),
+        (ModelConfig, "max_model_len", "32k", "give a whole number or None"),
+        (ModelConfig, "seed", True, "give a whole number"),
+        (ModelConfig, "quantization", "fp8", "nothing is supported there yet; leave it out"),
+        (ModelConfig, "served_model_name", "one", "give a tuple of strings"),
+        (CacheConfig, "block_size", 15, "give one of 8, 16, 32, 64"),
+        (CacheConfig, "gpu_memory_utilization", 1.01, "give a share above 0 and up to 1"),
+        (CacheConfig, "gpu_memory_utilization", float("nan"), "give a share above 0 and up to 1"),
+        (CacheConfig, "enable_prefix_caching", 1, "give true or false"),
+        (SchedulerConfig, "max_num_seqs", 0, "give at least 1"),
+        (DeviceConfig, "tensor_parallel_size", 2, "only one device is supported so far; leave it at 1"),
+        (DeviceConfig, "overlap", 3, "give one of 0, 1, 2"),
+        (DeviceConfig, "device_time", -0.1, "give at least 0.0"),
+        (ServerConfig, "port", 70000, "give 0 to 65535"),
+        (ServerConfig, "shutdown_timeout", float("nan"), "give at least 0.0"),
+    ],
+)
+def test_bad_value_is_named_with_its_remedy(config_class: Any, name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_class(**{name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r}"[: len(name) + 5]) and words in str(caught.value)
+
+
+def test_every_value_a_field_may_have_is_accepted() -> None:
+    """Defaults, every choice, None where optional, and an int for a float."""
+    for config_class in CLASSES:
+        for field in dataclasses.fields(config_class):
+            kind = field_types(config_class)[field.name]
+            for value in [field.default, *field.metadata.get("choices", ()), *([None] if kind.optional else [])]:
+                config_class(**{field.name: value})
+    assert CacheConfig(gpu_memory_utilization=1).gpu_memory_utilization == 1
+
+
+def test_flags_of_all_classes_have_names_of_their_own() -> None:
+    """One flat namespace holds them all: a name twice would silently set two fields."""
+    names = [field.name for config_class in CLASSES for field in dataclasses.fields(config_class)]
+    assert len(names) == len(set(names))
+
+
+def test_configs_are_frozen_and_hold_no_state_in_common() -> None:
+    first, second = EngineConfig(), EngineConfig(scheduler=SchedulerConfig(max_num_seqs=3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.scheduler.max_num_seqs = 3  # type: ignore[misc]
+    assert (first.scheduler.max_num_seqs, second.scheduler.max_num_seqs) == (256, 3)

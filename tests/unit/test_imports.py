@@ -1,0 +1,194 @@
+"""Who may import whom: the rooms' rules, read from the source, and the torch-free part imported with torch blocked."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headrace.errors
+
+PACKAGE = Path(headrace.errors.__file__).parent
+
+# The nouns: everyone may import them.
+NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost"}
+
+# room or module → what it may import besides the nouns and its own room. The longest matching name counts.
+MAY_IMPORT: dict[str, set[str]] = {
+    "": set(),
+    "__init__": {"engine.llm"},
+    "__main__": {"cli"},
+    "cli": {"flags", "commands"},
+    "flags": set(),
+    "commands": {"flags", "server", "engine", "bench", "worker", "models", "kernels"},
+    "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},
+    "server": {"engine"},
+    "engine": {"models.source"},
+    "engine.core": {"scheduler", "cache", "sequence"},
+    "engine.executor": set(),
+    "engine.llm": {"worker", "models.source", "scheduler", "cache"},
+    "engine.process": {"worker", "models.source", "scheduler", "cache"},
+    "sequence": {"cache"},
+    "scheduler": {"cache", "sequence"},
+    "cache": set(),
+    "worker": {"engine.executor", "models", "layers", "kernels", "quant"},
+    "models": {"layers", "kernels", "quant"},
+    "layers": {"kernels", "quant"},
+    "quant": {"kernels"},
+    "kernels": {"layers.inputs"},  # the tensors of one step: frozen data, as a noun
+    "cost": set(),
+}
+PURE_NOUNS = ("config", "errors", "request", "spec", "clock", "cost")  # these import nouns only
+
+# Third-party modules by room: so that the engine runs on a bare GPU machine.
+CORE = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf"}
+THIRD_PARTY: dict[str, set[str]] = {
+    "": set(),
+    "flags": {"yaml"},
+    "cost": {"numpy"},
+    "commands": {"tqdm"},
+    "bench": CORE | {"httpx", "tqdm", "matplotlib"},
+    "server": {"fastapi", "starlette", "uvicorn", "msgspec", "prometheus_client", "uvloop"},
+    "engine": {"tokenizers", "jinja2", "tqdm"},
+    "engine.core": set(),
+    "engine.executor": set(),
+    "engine.process": {"msgspec"},
+    "worker": CORE,
+    "models": CORE,
+    "models.hub": {"huggingface_hub"},
+    "layers": CORE,
+    "kernels": CORE,
+    "quant": CORE,
+}
+
+TORCH_FREE = (
+    "request", "sequence", "spec", "clock", "config", "errors", "metrics", "techniques", "flags", "cli",
+    "cost", "scheduler", "cache", "server",
+    "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
+)  # fmt: skip
+WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")
+
+BLOCKED_IMPORTS = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ImportError(f"{name} is blocked here")
+
+sys.meta_path.insert(0, Blocker())
+failed = 0
+for name in NAMES:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed = 1
+        print(f"{name}: {error}")
+sys.exit(failed)
+"""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module by its name below ``headrace``."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """Absolute names that a file imports anywhere, what stands under ``if TYPE_CHECKING`` left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = {id(child) for node in ast.walk(tree) if _is_type_checking(node) for child in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from _from_names(name, path, node)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _from_names(name: str, path: Path, node: ast.ImportFrom) -> Iterator[str]:
+    base = node.module or ""
+    if node.level:
+        parts = ["headrace", *name.split(".")]
+        keep = len(parts) - node.level + (path.name == "__init__.py")
+        base = ".".join([*parts[:keep], *filter(None, [node.module])])
+    # `from headrace.engine import core` names a module; `from headrace.engine.core import X` does not.
+    for alias in node.names:
+        inner = PACKAGE.joinpath(*base.split(".")[1:], alias.name)
+        is_module = base.startswith("headrace") and (inner.is_dir() or inner.with_suffix(".py").is_file())
+        yield f"{base}.{alias.name}" if is_module else base
+
+
+def longest(table: dict[str, set[str]], name: str) -> set[str]:
+    """The entry of a module, or of the nearest room around it."""
+    parts = name.split(".")
+    return next(table[key] for end in range(len(parts), -1, -1) if (key := ".".join(parts[:end])) in table)
+
+
+def below(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def test_rooms_import_downwards_only() -> None:
+    broken = []
+    for name, path in modules():
+        room = name.partition(".")[0]
+        allowed = longest(MAY_IMPORT, name) | NOUNS | {room}
+        for target in imported(name, path):
+            inner = target.removeprefix("headrace").lstrip(".")
+            if target.startswith("headrace") and inner and not any(below(inner, each) for each in allowed):
+                broken.append(f"{name} imports {target}")
+    assert not broken
+
+
+def test_nouns_import_nouns_only() -> None:
+    broken = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(name, path)
+        if any(below(name, noun) for noun in PURE_NOUNS)
+        and target.startswith("headrace.")
+        and not any(below(target.removeprefix("headrace."), noun) for noun in NOUNS)
+    ]
+    assert not broken
+
+
+def test_third_party_modules_stay_in_their_rooms() -> None:
+    broken = []
+    for name, path in modules():
+        allowed = longest(THIRD_PARTY, name)
+        for target in imported(name, path):
+            top = target.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "headrace" and top not in allowed:
+                broken.append(f"{name} imports {top}")
+    assert not broken
+
+
+def test_the_loop_knows_nothing_of_its_front() -> None:
+    """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
+    front = ("headrace.engine.llm", "headrace.engine.process", "headrace.engine.output", "headrace.engine.tokenizer")
+    loop = [(name, path) for name, path in modules() if name in ("engine.core", "engine.executor")]
+    assert not [(name, target) for name, path in loop for target in imported(name, path) if target in front]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "blocked"),
+    [(TORCH_FREE, ("torch", "triton", "transformers")), (WEB_FREE, ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml"))],
+    ids=["without torch", "without torch and the web stack"],
+)
+def test_imports_with_modules_blocked(rooms: tuple[str, ...], blocked: tuple[str, ...]) -> None:
+    """Also what is imported indirectly counts: a fresh interpreter in which the import itself fails."""
+    names = [f"headrace.{name}" for name, _ in modules() if any(below(name, room) for room in rooms)]
+    script = f"BLOCKED = {blocked!r}\nNAMES = {names!r}\n{BLOCKED_IMPORTS}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
