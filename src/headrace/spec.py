@@ -151,15 +151,20 @@ class KVGroup:
     num_blocks: int
 
 
-def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
-    """Groups a model's layers by attention window, full attention first, windows in order of first appearance."""
+def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+    """(window, layers) of each KV group: layers that keep the same keys. Full attention first, windows in order of first appearance."""
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         by_window.setdefault(layer.window, []).append(index)
     ordered = sorted(by_window.items(), key=lambda item: item[0] is not None)
+    return tuple((window, tuple(layers)) for window, layers in ordered)
+
+
+def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
+    """The cache's view of ``attention_groups``: one KVSpec each, in that order."""
     return tuple(
         KVSpec(
-            layers=tuple(indexes),
+            layers=layers,
             kind=KVKind.FULL if window is None else KVKind.SLIDING,
             block_size=block_size,
             num_kv_heads=spec.num_kv_heads,
@@ -167,5 +172,5 @@ def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVS
             dtype_bytes=dtype_bytes,
             window=window,
         )
-        for window, indexes in ordered
+        for window, layers in attention_groups(spec)
     )

@@ -13,10 +13,10 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.fields import Fields
 from headrace.models.rope import read_rope, rope_context
-from headrace.models.weight_rules import WeightRule, canonical_key, ignored_keys, weight_rules
+from headrace.models.weight_rules import WeightRule, ignored_keys, weight_rules
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind
 
-__all__ = ["FAMILIES", "WeightRule", "canonical_key", "ignored_keys", "spec_from_config", "weight_rules"]
+__all__ = ["FAMILIES", "WeightRule", "ignored_keys", "spec_from_config", "weight_rules"]
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
@@ -209,7 +209,8 @@ def _even_share(fields: Fields, hidden: int, heads: int) -> int:
 def _kv_heads(fields: Fields, heads: int) -> int:
     kv_heads = fields.optional_integer("num_key_value_heads", heads, high=heads) or heads
     if heads % kv_heads:
-        raise fields.error("num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads ({heads}); the config is damaged, fetch it again")
+        problem = f"is {kv_heads}, which does not divide num_attention_heads ({heads}); the config is damaged, fetch it again"
+        raise fields.error("num_key_value_heads", problem)
     return kv_heads
 
 
@@ -257,7 +258,8 @@ def _gemma2(fields: Fields) -> DecoderSpec:
 
 def _starcoder(fields: Fields) -> DecoderSpec:
     if not fields.boolean("multi_query", True):
-        raise fields.error("multi_query", "is false: heads with keys of their own, interleaved in c_attn, are not supported; use a multi-query checkpoint")
+        problem = "is false: heads with keys of their own, interleaved in c_attn, are not supported; use a multi-query checkpoint"
+        raise fields.error("multi_query", problem)
     fields.raw("num_key_value_heads")  # 1, by multi_query
     return _learned_decoder(fields, default_activation="gelu_pytorch_tanh", multi_query=True)
 

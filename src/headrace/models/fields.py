@@ -14,24 +14,26 @@ from headrace.errors import ModelError
 MAX_SIZE = 2**24  # no width, vocabulary or context of a real model reaches it: a damaged config fails here, not in malloc
 
 # Fields that never change what an already trained model computes: bookkeeping, training, generation defaults, labels.
+# fmt: off
 _HARMLESS = frozenset(
-    """
-    model_type architectures auto_map transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash
-    use_cache cache_implementation attn_implementation _attn_implementation _attn_implementation_autoset
-    _attn_implementation_internal _experts_implementation unsloth_version unsloth_fixed tokenizer_class prefix
-    initializer_range initializer_factor attention_dropout attn_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop
-    dropout summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    router_aux_loss_coef router_jitter_noise output_router_logits output_attentions output_hidden_states return_dict
-    gradient_checkpointing pretraining_tp torchscript use_bfloat16 tf_legacy_loss problem_type num_labels id2label
-    label2id task_specific_params finetuning_task n_ctx pad_token_id bos_token_id eos_token_id sep_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
-    attention_softmax_in_fp32 scale_attention_softmax_in_fp32 reorder_and_upcast_attn inference_runner max_batch_size
-    max_sequence_length pre_allocate_kv_cache validate_runner_input is_decoder ep_size
-    """.split()
+    {
+        "model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "name_or_path", "_name_or_path", "_commit_hash",
+        "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+        "_attn_implementation_internal", "_experts_implementation", "unsloth_version", "unsloth_fixed", "tokenizer_class", "prefix",
+        "initializer_range", "initializer_factor", "attention_dropout", "attn_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+        "dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict",
+        "gradient_checkpointing", "pretraining_tp", "torchscript", "use_bfloat16", "tf_legacy_loss", "problem_type", "num_labels", "id2label",
+        "label2id", "task_specific_params", "finetuning_task", "n_ctx", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id",
+        "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "max_length",
+        "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+        "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+        "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
+        "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "inference_runner", "max_batch_size",
+        "max_sequence_length", "pre_allocate_kv_cache", "validate_runner_input", "is_decoder", "ep_size",
+    }
 )
+# fmt: on
 
 # Fields that change nothing at these values; at another value they are refused with the reason given.
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {

@@ -45,7 +45,8 @@ def rope_context(rope: RopeSpec, positions: int) -> int:
 def _rotary_dim(fields: Fields, head_dim: int, share: float) -> int:
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} with {share:g} of it rotated gives {rotary_dim} elements, but pairs are rotated; the config is damaged")
+        problem = f"{head_dim} with {share:g} of it rotated gives {rotary_dim} elements, but pairs are rotated; the config is damaged"
+        raise fields.error("head_dim", problem)
     return rotary_dim
 
 

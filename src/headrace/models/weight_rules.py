@@ -17,7 +17,8 @@ class WeightRule:
 
     Each inner tuple of ``sources`` is concatenated on dimension 0 (each tensor transposed first, if ``transpose``); the outer
     ones are stacked on a new dimension 0 if ``stack``, else there is exactly one. ``target`` is a name from the decoder's
-    ``named_parameters()``, ``shape`` the finished shape. Source names are canonical (see ``canonical_key``).
+    ``named_parameters()``, ``shape`` the finished shape. Names are those of the causal language model, with its leading
+    ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them too.
     """
 
     target: str
@@ -88,14 +89,8 @@ def _names(spec: DecoderSpec) -> _Names:
     return _FAMILY_NAMES.get(spec.family, _LLAMA)
 
 
-def canonical_key(spec: DecoderSpec, key: str) -> str:
-    """A checkpoint's key under the name that rules use: some checkpoints leave out the leading ``model.`` or ``transformer.``."""
-    prefix = _names(spec).prefix
-    return key if key.startswith((prefix, _HEAD + ".")) else prefix + key
-
-
 def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
-    """Regular expressions of canonical keys that carry no weight: constants some checkpoints store, and a tied head's copy."""
+    """Regular expressions of keys that carry no weight: constants some checkpoints store, and a tied head's copy."""
     prefix = _names(spec).prefix.replace(".", r"\.")
     constants = rf"{prefix}(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", rf"{prefix}h\.\d+\.attn\.(bias|masked_bias)"
     return (*constants, rf"{_HEAD}\.weight") if spec.tied_head else constants

@@ -1,0 +1,70 @@
+"""Attention over a paged KV cache: projections, head norms, rotation, the cache write and the attention itself.
+
+What lives here: the layer. What may not: block tables (the cache), rotary tables (rotary.py), kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels import Kernels
+from headrace.layers.basic import RMSNorm
+from headrace.layers.inputs import AttentionInputs
+from headrace.layers.linear import Linear
+from headrace.quant import QuantMethod
+from headrace.spec import DecoderSpec, LayerSpec
+
+
+class Attention(nn.Module):
+    """One layer's attention: MHA, GQA or MQA, by the numbers of heads. q, k and v come from one merged matrix.
+
+    ``cos_sin`` is the rotary table shared by all layers (None: positions were embedded).
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: LayerSpec,
+        cos_sin: Tensor | None,  # [max_model_len, rotary_dim], float32
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        method: QuantMethod,
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv = Linear(
+            spec.hidden_size, (heads + 2 * kv_heads) * size, bias=spec.qkv_bias, dtype=dtype, device=device, kernels=kernels, method=method
+        )
+        self.output = Linear(heads * size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device, kernels=kernels, method=method)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(size, spec.norm_eps, offset=spec.norm_offset, dtype=dtype, device=device, kernels=kernels)
+            self.k_norm = RMSNorm(size, spec.norm_eps, offset=spec.norm_offset, dtype=dtype, device=device, kernels=kernels)
+        self._cos_sin = cos_sin
+        self._shape = (-1, heads + 2 * kv_heads, size)
+        self._split = (heads, kv_heads, kv_heads)
+        self._width = heads * size
+        self._scale = spec.attention_scale / layer.attention_divisor
+        self._window = layer.window
+        self._soft_cap = spec.attention_soft_cap
+        facts = {"dtype": dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
+        self._rotary_write = kernels.choose("rotary_write", **facts)
+        self._attend = kernels.choose("paged_attention", **facts)
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        positions: Tensor,  # [tokens], int64
+        inputs: AttentionInputs,
+        k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+        v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+    ) -> Tensor:  # [tokens, hidden]
+        q, k, v = self.qkv.forward(x).view(self._shape).split(self._split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
+        q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)
+        out = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap)
+        return self.output.forward(out.view(-1, self._width))

@@ -1,0 +1,108 @@
+"""The plain layers of a decoder: norms, embeddings and the dense feed-forward.
+
+What lives here: layers without a file of their own. What may not: attention, experts, kernels, families.
+
+Layers choose their kernels when they are made. They compute after ``finish_loading`` has been called on each that has it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headrace.kernels import Kernels
+from headrace.layers.linear import Linear
+from headrace.quant import QuantMethod
+from headrace.spec import Activation
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Memory for a weight that the loader fills."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, after adding the residual. ``offset`` is added to the weight once it is loaded.
+
+    With an offset the sum is kept in float32: 1 + w in bfloat16 would round most of w away.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self._eps = eps
+        self._offset = offset
+        self._scale: Tensor = self.weight.data  # [size]
+        self._norm = kernels.choose("rms_norm", dtype=dtype, weight_dtype=torch.float32 if offset else dtype)
+
+    def finish_loading(self) -> None:
+        if self._offset:
+            self.weight = nn.Parameter(self.weight.float() + self._offset, requires_grad=False)
+        self._scale = self.weight.data
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # [..., size] each
+        """Returns (norm(x + residual), x + residual)."""
+        normed: tuple[Tensor, Tensor] = self._norm(x, self._scale, self._eps, residual)
+        return normed
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with weight and bias over the last dimension, after adding the residual."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self._eps = eps
+        self._scale: Tensor = self.weight.data  # [size]
+        self._shift: Tensor = self.bias.data  # [size]
+        self._norm = kernels.choose("layer_norm", dtype=dtype)
+
+    def finish_loading(self) -> None:
+        self._scale, self._shift = self.weight.data, self.bias.data
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # [..., size] each
+        """Returns (norm(x + residual), x + residual)."""
+        normed: tuple[Tensor, Tensor] = self._norm(x, self._scale, self._shift, self._eps, residual)
+        return normed
+
+
+class Embedding(nn.Module):
+    """A row of ``weight`` for each id, times ``scale`` (rounded to the weights' precision, as the models were trained)."""
+
+    def __init__(self, rows: int, size: int, *, scale: float | None = None, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(rows, size, dtype=dtype, device=device)
+        self._scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:  # [tokens], int64 → [tokens, size]
+        rows = F.embedding(ids, self.weight)
+        return rows if self._scale is None else rows * self._scale
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or with ``gated`` down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: Activation,
+        *,
+        gated: bool,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        method: QuantMethod,
+    ) -> None:
+        super().__init__()
+        width = 2 * inner_size if gated else inner_size
+        self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method)
+        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method)
+        self._activation = activation
+        self._act = kernels.choose("gated_activation" if gated else "activation", dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
+        return self.down.forward(self._act(self.up.forward(x), self._activation))

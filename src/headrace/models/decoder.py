@@ -1,0 +1,191 @@
+"""The decoder: one block, shaped by a DecoderSpec, for every family.
+
+What lives here: how layers are put together and in which order they compute. What may not: names of families or of checkpoint
+tensors (families.py, weight_rules.py), loading, batching, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError, ModelError
+from headrace.kernels import Kernels
+from headrace.layers.attention import Attention
+from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
+from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseFeedForward
+from headrace.layers.rotary import rotary_table
+from headrace.quant import QuantMethod
+from headrace.quant.unquantized import Unquantized
+from headrace.spec import DecoderSpec, LayerSpec, NormKind, attention_groups
+
+
+class LayerFactory:
+    """Makes the layers of one decoder: what they all share is said once."""
+
+    def __init__(self, spec: DecoderSpec, *, kernels: Kernels, dtype: torch.dtype, device: torch.device, method: QuantMethod) -> None:
+        self._spec = spec
+        self._kernels = kernels
+        self._dtype = dtype
+        self._device = device
+        self._method = method
+
+    def norm(self) -> RMSNorm | LayerNorm:
+        spec = self._spec
+        if spec.norm is NormKind.LAYER:
+            return LayerNorm(spec.hidden_size, spec.norm_eps, dtype=self._dtype, device=self._device, kernels=self._kernels)
+        return RMSNorm(
+            spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, dtype=self._dtype, device=self._device, kernels=self._kernels
+        )
+
+    def embedding(self, rows: int, scale: float | None = None) -> Embedding:
+        return Embedding(rows, self._spec.hidden_size, scale=scale, dtype=self._dtype, device=self._device)
+
+    def attention(self, layer: LayerSpec, cos_sin: Tensor | None) -> Attention:
+        return Attention(
+            self._spec, layer, cos_sin, dtype=self._dtype, device=self._device, kernels=self._kernels, method=self._method
+        )
+
+    def feed_forward(self, layer: LayerSpec) -> FeedForward | SparseFeedForward:
+        spec = self._spec
+        if layer.moe is not None:
+            return SparseFeedForward(
+                spec.hidden_size, layer.moe, spec.activation, dtype=self._dtype, device=self._device, kernels=self._kernels, method=self._method
+            )
+        return FeedForward(
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.activation,
+            gated=spec.gated_mlp,
+            bias=spec.mlp_bias,
+            dtype=self._dtype,
+            device=self._device,
+            kernels=self._kernels,
+            method=self._method,
+        )
+
+    def head(self, tied_to: Embedding | None) -> Linear:
+        """The LM head; a tied one is made without memory of its own."""
+        device = self._device if tied_to is None else torch.device("meta")
+        head = Linear(
+            self._spec.hidden_size,
+            self._spec.vocab_size,
+            bias=False,
+            dtype=self._dtype,
+            device=device,
+            kernels=self._kernels,
+            method=self._method,
+        )
+        if tied_to is not None:
+            head.tie_weight(tied_to.weight)
+        return head
+
+
+class Block(nn.Module):
+    """norm, attention, norm, feed-forward, each sum with the residual fused into the norm that follows it.
+
+    With sandwich norms each of the two results passes a norm of its own before it is added.
+    """
+
+    def __init__(self, layer: LayerSpec, cos_sin: Tensor | None, make: LayerFactory, *, sandwich: bool) -> None:
+        super().__init__()
+        self.attention_norm = make.norm()
+        self.attention = make.attention(layer, cos_sin)
+        self.post_attention_norm = make.norm() if sandwich else None
+        self.feed_forward_norm = make.norm()
+        self.feed_forward = make.feed_forward(layer)
+        self.post_feed_forward_norm = make.norm() if sandwich else None
+
+    def forward(
+        self,
+        x: Tensor,  # [tokens, hidden]: what the block before adds to the residual
+        residual: Tensor | None,  # [tokens, hidden]; None in the first block
+        positions: Tensor,  # [tokens], int64
+        inputs: AttentionInputs,
+        k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+        v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm.forward(x, residual)
+        x = self.attention.forward(x, positions, inputs, k_cache, v_cache)
+        if self.post_attention_norm is not None:
+            x, _ = self.post_attention_norm.forward(x)
+        x, residual = self.feed_forward_norm.forward(x, residual)
+        x = self.feed_forward.forward(x)
+        if self.post_feed_forward_norm is not None:
+            x, _ = self.post_feed_forward_norm.forward(x)
+        return x, residual
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer over packed tokens and paged KV.
+
+    Made with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading`` once.
+    Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` the model does not allow.
+    """
+
+    def __init__(self, spec: DecoderSpec, *, kernels: Kernels, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
+        super().__init__()
+        _check(spec, max_model_len)
+        make = LayerFactory(spec, kernels=kernels, dtype=dtype, device=device, method=Unquantized())
+        self.spec = spec
+        self.embedding = make.embedding(spec.vocab_size, spec.embedding_scale)
+        self.positions = make.embedding(spec.max_positions) if spec.rope is None else None
+        cos_sin = None if spec.rope is None else rotary_table(spec.rope, max_model_len, device)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.layers = nn.ModuleList(Block(layer, cos_sin, make, sandwich=spec.sandwich_norm) for layer in spec.layers)
+        self.norm = make.norm()
+        self.head = make.head(self.embedding if spec.tied_head else None)
+        self._steps = _cache_places(spec, self.layers)
+        self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
+
+    def finish_loading(self) -> None:
+        """Brings the filled parameters into the form their kernels want (packed weights, offsets added). Once."""
+        for module in list(self.modules()):
+            if isinstance(module, (Linear, RMSNorm, LayerNorm)):
+                module.finish_loading()
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
+
+        ``kv_caches``: one tensor a KV group, [blocks, layers, 2, kv_heads, block_size, head_dim].
+        """
+        positions = inputs.positions
+        x = self.embedding.forward(inputs.token_ids)
+        if self.positions is not None:
+            x = x + self.positions.forward(positions)
+        halves = [
+            cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1) for cache, count in zip(kv_caches, self._halves, strict=True)
+        ]
+        residual: Tensor | None = None
+        for block, group, place in self._steps:
+            k_cache, v_cache = halves[group][place], halves[group][place + 1]
+            x, residual = block.forward(x, residual, positions, inputs.attention[group], k_cache, v_cache)
+        hidden, _ = self.norm.forward(x, residual)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] → [n, vocab], float32
+        """The LM head, for the rows whose logits are wanted."""
+        logits = self.head.forward(hidden).float()
+        cap = self.spec.logits_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _cache_places(spec: DecoderSpec, blocks: nn.ModuleList) -> tuple[tuple[Block, int, int], ...]:
+    """(block, KV group, index of its keys among that group's halves) in the order of computation."""
+    places = {
+        layer: (group, 2 * index) for group, (_, layers) in enumerate(attention_groups(spec)) for index, layer in enumerate(layers)
+    }
+    return tuple((block, *places[index]) for index, block in enumerate(blocks) if isinstance(block, Block))
+
+
+def _check(spec: DecoderSpec, max_model_len: int) -> None:
+    if spec.attention_scale <= 0.0:
+        raise ModelError(f"The description of family {spec.family!r} leaves attention_scale at {spec.attention_scale}; set it in its row.")
+    if not 1 <= max_model_len <= spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, but the model has {spec.max_positions} positions; give a length from 1 to {spec.max_positions}."
+        )

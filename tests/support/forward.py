@@ -1,0 +1,129 @@
+"""Runs a decoder by hand: sequences in, logits out, over a paged cache with shuffled blocks. No scheduler, no worker.
+
+What lives here: loading a decoder from a folder, and the driver that builds ForwardInputs. What may not: tests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels
+from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.models import families
+from headrace.models.checkpoint import SafetensorsCheckpoint
+from headrace.models.decoder import Decoder
+from headrace.models.loader import load_weights
+from headrace.spec import DecoderSpec, KVSpec, kv_groups
+
+CPU = torch.device("cpu")
+
+
+def load_decoder(
+    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None, kernels: Kernels | None = None
+) -> Decoder:
+    """A decoder ready to compute, from a Hugging Face checkpoint folder."""
+    spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    length = max_model_len or spec.max_positions
+    decoder = Decoder(spec, kernels=kernels or Kernels(CPU), dtype=dtype, device=CPU, max_model_len=length)
+    checkpoint = SafetensorsCheckpoint(folder)
+    load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), dtype)
+    checkpoint.close()
+    decoder.finish_loading()
+    return decoder
+
+
+class PagedRun:
+    """Feeds chunks of sequences to a decoder. Blocks are handed out in a shuffled order; what nobody wrote is NaN.
+
+    A block that has left a sliding window is given back and poisoned, as the cache may hand it to another sequence.
+    """
+
+    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 64, seed: int = 0) -> None:
+        self.decoder = decoder
+        self._block_size = block_size
+        dtype = decoder.embedding.weight.dtype
+        self._groups = kv_groups(decoder.spec, block_size, dtype.itemsize)
+        self.caches = [_poisoned(group, num_blocks, dtype) for group in self._groups]
+        shuffle = random.Random(seed)
+        self._free = [shuffle.sample(range(1, num_blocks), num_blocks - 1) for _ in self._groups]  # block 0 stays NaN
+        self._tables: list[dict[str, list[int]]] = [{} for _ in self._groups]
+        self._lengths: dict[str, int] = {}
+
+    def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """One forward pass over the next tokens of each named sequence. Returns each one's logits, [tokens, vocab]."""
+        starts = {name: self._lengths.get(name, 0) for name in chunks}
+        inputs = ForwardInputs(
+            token_ids=torch.tensor([token for tokens in chunks.values() for token in tokens]),
+            positions=torch.tensor([starts[name] + i for name, tokens in chunks.items() for i in range(len(tokens))]),
+            attention=tuple(self._attention(index, chunks, starts) for index in range(len(self._groups))),
+            logits_rows=torch.arange(sum(map(len, chunks.values()))),
+        )
+        with torch.inference_mode():
+            hidden = self.decoder(inputs, self.caches)
+            logits = self.decoder.logits(hidden[inputs.logits_rows])
+        self._lengths.update({name: starts[name] + len(tokens) for name, tokens in chunks.items()})
+        self._release()
+        return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
+
+    def _attention(self, index: int, chunks: Mapping[str, Sequence[int]], starts: Mapping[str, int]) -> AttentionInputs:
+        counts = [len(tokens) for tokens in chunks.values()]
+        ends = [starts[name] + len(tokens) for name, tokens in chunks.items()]
+        tables = [self._grown_table(index, name, end) for name, end in zip(chunks, ends, strict=True)]
+        width = max(map(len, tables))
+        slots = [
+            table[position // self._block_size] * self._block_size + position % self._block_size
+            for (name, tokens), table in zip(chunks.items(), tables, strict=True)
+            for position in range(starts[name], starts[name] + len(tokens))
+        ]
+        return AttentionInputs(
+            block_table=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            context_len=torch.tensor(ends, dtype=torch.int32),
+            slots=torch.tensor(slots),
+            block_size=self._block_size,
+            max_query_len=max(counts),
+            max_context_len=max(ends),
+        )
+
+    def _grown_table(self, index: int, name: str, end: int) -> list[int]:
+        table = self._tables[index].setdefault(name, [])
+        while len(table) * self._block_size < end:
+            table.append(self._free[index].pop())
+        return table
+
+    def _release(self) -> None:
+        """Blocks no later query can see: every position below length + 1 - window."""
+        for index, group in enumerate(self._groups):
+            for name, table in self._tables[index].items() if group.window is not None else ():
+                gone = max(0, self._lengths[name] + 1 - group.window) // self._block_size
+                for place in range(min(gone, len(table))):
+                    if table[place]:
+                        self.caches[index][table[place]] = float("nan")
+                        self._free[index].insert(0, table[place])
+                        table[place] = 0
+
+
+def _poisoned(group: KVSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
+    shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def greedy(decoder: Decoder, prompt: Sequence[int], count: int, **options: int) -> tuple[list[int], Tensor]:
+    """The ``count`` most probable next tokens one after another, and the log-probabilities of each step, [count, vocab]."""
+    run = PagedRun(decoder, **options)
+    rows = [run.step({"a": prompt})["a"][-1]]
+    ids = [int(rows[0].argmax())]
+    while len(ids) < count:
+        rows.append(run.step({"a": ids[-1:]})["a"][-1])
+        ids.append(int(rows[-1].argmax()))
+    return ids, torch.log_softmax(torch.stack(rows).double(), dim=-1)
+
+
+def spec_of(folder: Path) -> DecoderSpec:
+    return families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
