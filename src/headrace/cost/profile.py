@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +141,19 @@ def save_profile(profile: DeviceProfile, folder: Path | None = None) -> Path:
 
 def load_profile(path: Path) -> DeviceProfile:
     """Raises ConfigError when the file is not a profile of this version."""
+    remedy = "delete it and run headrace doctor --profile."
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         version = stored.pop("version")
+        if version != PROFILE_VERSION:
+            raise ConfigError(f"The device profile {path} has version {version!r}, this program writes {PROFILE_VERSION}; {remedy}")
         described = stored.pop("identity")
         identity = DeviceIdentity(**{**described, "features": tuple(described["features"])})
+        return DeviceProfile(identity=identity, **stored)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"The device profile {path} cannot be read ({error}); delete it and run headrace doctor --profile.") from error
-    unknown = set(stored) - {item.name for item in fields(DeviceProfile)}
-    if version != PROFILE_VERSION or unknown:
-        raise ConfigError(f"The device profile {path} has version {version!r}, this program writes {PROFILE_VERSION}; run headrace doctor --profile.")
-    return DeviceProfile(identity=identity, **stored)
+        raise ConfigError(f"The device profile {path} cannot be read ({type(error).__name__}: {error}); {remedy}") from error
 
 
 def find_profile(identity: DeviceIdentity, folder: Path | None = None) -> DeviceProfile | None:
