@@ -1,0 +1,269 @@
+"""Text to token ids and back: a model's tokenizer, its special tokens and its chat template behind one face.
+
+What lives here: building a tokenizer from its files, encode, decode, chat. What may not: torch, finding files
+(models/source.py), incremental decoding itself (detokenizer.py), rendering (template.py), stop strings (output.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from headrace.engine.detokenizer import (
+    ByteDecoder,
+    IncrementalDecoder,
+    PieceDecoder,
+    PieceRules,
+    WindowDecoder,
+    bytes_of_token,
+    is_byte_level,
+    piece_of_token,
+    piece_rules,
+)
+from headrace.engine.template import ChatTemplate, check_template_variables
+from headrace.errors import InvalidRequest, ModelError
+from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, find_tokenizer_files, read_bounded
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(source: ModelSource, override: str | None = None, *, chat_template: str | None = None) -> Tokenizer | None:
+    """The model's tokenizer, or that of ``override``; None when the model has none (prompts must then be token ids).
+
+    ``chat_template``: a file or a template's text, instead of the model's own. Raises ModelError for a damaged tokenizer
+    and for one with more ids than the model's logits have columns.
+    """
+    files = source.tokenizer_files() if override is None else find_tokenizer_files(override)
+    if files is None:
+        return None
+    tokenizer = Tokenizer(files, chat_template=None if chat_template is None else read_chat_template(chat_template))
+    width = source.config.get("vocab_size")
+    if isinstance(width, int) and tokenizer.vocab_size > width:
+        raise ModelError(
+            f"the tokenizer of {files.origin} has ids up to {tokenizer.vocab_size - 1}, but the model's vocab_size is {width}; "
+            f"they do not belong together. Use the model's own tokenizer."
+        )
+    return tokenizer
+
+
+def read_chat_template(value: str) -> str:
+    """``--chat-template``: Jinja text is recognised by its braces, anything else is a file."""
+    if "{{" in value or "{%" in value or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise ModelError(f"--chat-template is {value!r}, which is neither a file nor a Jinja template; check the path.")
+    return read_bounded(path, MAX_TEMPLATE_BYTES)
+
+
+class Tokenizer:
+    """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
+
+    def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None) -> None:
+        self._backend = _create_backend(files)
+        _add_special_tokens(self._backend, files)
+        named = _named_tokens(files)
+        _apply_bos_eos(self._backend, files.config, named)
+        self.bos_token_id = _id_of(self._backend, named.get("bos_token"))
+        self.eos_token_id = _id_of(self._backend, named.get("eos_token"))
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self.vocab_size = _highest_id(self._backend, added) + 1
+        self._pieces = _Pieces(self._backend, self._special_ids)
+        templates = dict(files.templates) if chat_template is None else {"default": chat_template}
+        self._template = ChatTemplate(templates, named)
+        self.has_chat_template = bool(templates)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt") from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        decoder = self.stream_decoder(skip_special_tokens)
+        return decoder.push(ids) + decoder.flush()
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return self._pieces.create_decoder(skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes an id stands for, by itself; empty for an id without a token."""
+        return self._pieces.token_bytes(token)
+
+    def token_text(self, token: int) -> str:
+        """The text an id stands for; bytes that are no whole character read as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as prompt text; encode it with ``add_special_tokens=False``. ``kwargs`` are the template's variables.
+
+        May take up to a second for a hostile template: do not call it where nothing else may wait. Raises InvalidRequest.
+        """
+        check_template_variables(kwargs)
+        return self._template.render(messages, tools, add_generation_prompt, kwargs)
+
+    def warm_up(self) -> None:
+        """Starts what the first chat would otherwise wait for; returns at once."""
+        self._template.warm_up()
+
+    def close(self) -> None:
+        self._template.close()
+
+
+class _Pieces:
+    """What each id stands for, found when first asked, in tables shared by all decoders."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+        self._backend = backend
+        decoder = _decoder_json(backend)
+        self._rules = piece_rules(decoder)
+        self._bytes = is_byte_level(decoder)
+        self._tables = {skip: self._table(special_ids if skip else frozenset()) for skip in (False, True)}
+
+    def _table(self, skipped: frozenset[int]) -> _Table:
+        if self._bytes:
+            return _Table(self._backend, bytes_of_token, b"", skipped)
+        rules = self._rules or PieceRules(False)
+        return _Table(self._backend, lambda token: piece_of_token(token, rules), None, skipped)
+
+    def create_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
+        table = self._tables[skip_special_tokens]
+        if self._bytes:
+            return ByteDecoder(table)
+        if self._rules is not None:
+            return PieceDecoder(table, self._rules.strip_left, self._rules.drop_first_marks)
+        return WindowDecoder(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        if self._bytes:
+            return self._tables[False][token]
+        if self._rules is None:
+            return self._backend.decode([token], skip_special_tokens=False).encode()
+        piece = self._tables[False][token]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").replace("▁", " ").encode()
+
+
+class _Table(dict[int, Any]):
+    """id → value, computed from the id's token at first use; ids that are skipped or have no token map to ``empty``."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, convert: Callable[[str], Any], empty: Any, skipped: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(skipped, empty))
+        self._backend = backend
+        self._convert = convert
+        self._empty = empty
+
+    def __missing__(self, token: int) -> Any:
+        text = self._backend.id_to_token(token) if 0 <= token < 2**32 else None
+        if text is None:
+            return self._empty  # not stored: what a client names must not fill the table
+        self[token] = value = self._convert(text)
+        return value
+
+
+def _create_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+    except Exception as error:  # the library raises bare Exception for everything
+        raise ModelError(f"the tokenizer of {files.origin} cannot be read ({str(error)[:200]}); download it again.") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _decoder_json(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    if backend.decoder is None:
+        return None
+    value: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return value
+
+
+def _content(value: Any) -> str | None:
+    """A token in tokenizer_config.json is a text or an object with ``content``."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _named_tokens(files: TokenizerFiles) -> dict[str, str]:
+    found = {name: _content(files.config.get(name)) or _content(files.special_tokens.get(name)) for name in _NAMED}
+    return {name: content for name, content in found.items() if content is not None}
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Tokens that only tokenizer_config.json names, and named ones that tokenizer.json does not mark as special."""
+    listed = files.config.get("added_tokens_decoder")
+    wanted = [_added_token(value) for _, value in sorted(listed.items(), key=_numeric)] if isinstance(listed, dict) else []
+    wanted += [tokenizers.AddedToken(content, special=True, normalized=False) for content in _named_tokens(files).values()]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in wanted:
+        if token.content and token.content not in known:
+            known.add(token.content)
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _numeric(item: tuple[str, Any]) -> int:
+    return int(item[0]) if item[0].isdigit() else 0
+
+
+def _added_token(value: Any) -> tokenizers.AddedToken:
+    fields = value if isinstance(value, Mapping) else {}
+    flags = {name: bool(fields.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return tokenizers.AddedToken(_content(fields) or "", **flags)
+
+
+def _apply_bos_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """``add_bos_token``/``add_eos_token``, where tokenizer_config.json says them, replace tokenizer.json's post-processor."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    before = named.get("bos_token") if config.get("add_bos_token") else None
+    after = named.get("eos_token") if config.get("add_eos_token") else None
+    around = {content: _id_of(backend, content) for content in (before, after) if content is not None}
+    single = [_special(before), {"Sequence": {"id": "A", "type_id": 0}}, _special(after)]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [item for item in single if item is not None],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {content: {"id": content, "ids": [token], "tokens": [content]} for content, token in around.items()},
+    }
+    # A post-processor can only be read as part of a tokenizer; an empty one carries it.
+    carrier = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "post_processor": processor}
+    backend.post_processor = tokenizers.Tokenizer.from_str(json.dumps(carrier)).post_processor
+
+
+def _special(content: str | None) -> dict[str, Any] | None:
+    return None if content is None else {"SpecialToken": {"id": content, "type_id": 0}}
+
+
+def _id_of(backend: tokenizers.Tokenizer, content: str | None) -> int | None:
+    return None if content is None else backend.token_to_id(content)
+
+
+def _highest_id(backend: tokenizers.Tokenizer, added: Mapping[int, Any]) -> int:
+    size = backend.get_vocab_size(with_added_tokens=True)
+    highest = max(size - 1, max(added, default=-1))
+    if size and backend.id_to_token(size - 1) is None:  # ids have gaps: look at every one
+        highest = max(highest, *backend.get_vocab(with_added_tokens=True).values())
+    return highest
+
+
+def _surrogate(text: str) -> str:
+    found = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    return "not a string" if found is None else f"it holds the lone surrogate U+{ord(found):04X}"

@@ -1,0 +1,101 @@
+"""Weights on disk as named tensors, whatever the container; read one at a time.
+
+What lives here: the Checkpoint protocol, the safetensors one, and the choice between containers.
+What may not: names that mean something to a model (families.py), placing tensors (loader.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ModelError
+from headrace.models.safetensors_file import TensorEntry, read_sharded
+from headrace.models.source import ModelSource, WeightFormat
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+}  # fmt: skip
+
+
+class Checkpoint(Protocol):
+    """Named tensors. ``read`` may give a view of the file: copy it before the checkpoint is closed, and never write to it."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def dtype(self, key: str) -> torch.dtype: ...
+
+    def read(self, key: str) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class MappedFiles:
+    """Files mapped into memory: pages are read when touched and can be dropped at any time, so they cost no private memory."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def tensor(self, file: Path, dtype: torch.dtype, start: int, num_bytes: int) -> Tensor:
+        """A flat tensor over ``num_bytes`` bytes from ``start``; copied only where the file misaligns it."""
+        if num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        data = torch.frombuffer(self._map(file), dtype=torch.uint8, count=num_bytes, offset=start)
+        return (data if start % dtype.itemsize == 0 else data.clone()).view(dtype)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            try:
+                with file.open("rb") as stream:
+                    # Copy-on-write, because torch wants writable buffers; nobody writes, so nothing is ever copied.
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"cannot map {file}: {error}. Check its permissions.") from error
+        return self._maps[file]
+
+    def close(self) -> None:
+        self._maps.clear()  # a map goes with its last view
+
+
+class SafetensorsCheckpoint:
+    """One safetensors file, or the shards of an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._entries: dict[str, TensorEntry] = read_sharded(folder)
+        self._files = MappedFiles()
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._entries[key].shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        return _DTYPES[self._entries[key].dtype]
+
+    def read(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        return self._files.tensor(entry.file, self.dtype(key), entry.start, entry.num_bytes).view(entry.shape)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """Opens a source's weights. Raises ModelError for damaged files and for sources without weights (dummy)."""
+    if source.weights is WeightFormat.GGUF:
+        from headrace.models.gguf_checkpoint import GGUFCheckpoint
+
+        return GGUFCheckpoint(source.path)
+    if source.weights is WeightFormat.SAFETENSORS:
+        return SafetensorsCheckpoint(source.path)
+    raise ModelError(f"{source.name} is loaded with --load-format dummy and has no checkpoint to open; use fill_dummy.")

@@ -1,0 +1,128 @@
+"""The safetensors container: a length, a JSON header, and the tensors' bytes.
+
+What lives here: reading and checking the header of one file and of a sharded set, with sentences for what is wrong.
+What may not: torch, names that mean something to a model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+from headrace.models.source import read_json
+
+MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+_AGAIN = "Download the file again."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor's place: ``start`` is the byte offset in ``file``."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file. Raises ModelError for anything that does not hold together."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            raw = stream.read(8)
+            length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
+            if not 2 <= length <= MAX_HEADER_BYTES or length + 8 > size:
+                raise ModelError(f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}")
+            text = stream.read(length)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+    return _entries(file, _parse(file, text), length + 8, size)
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} has a damaged header ({type(error).__name__}). {_AGAIN}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{file} has a header that is no JSON object. {_AGAIN}")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[str, TensorEntry]:
+    entries = {name: _entry(file, name, value, base) for name, value in header.items()}
+    end = max((entry.start + entry.num_bytes for entry in entries.values()), default=base)
+    if end > size:
+        raise ModelError(f"{file} is truncated: {size} bytes, but its tensors need {end}. {_AGAIN}")
+    return entries
+
+
+def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelError(f"{file}: the header's entry for {name[:80]!r} is damaged. {_AGAIN}")
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{file}: tensor {name[:80]!r} has dtype {dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}.")
+    wanted = math.prod(shape) * DTYPE_BYTES[dtype]
+    if offsets[1] - offsets[0] != wanted:
+        raise ModelError(f"{file}: tensor {name[:80]!r} of shape {shape[:8]} and {dtype} needs {wanted} bytes but has {offsets[1] - offsets[0]}. {_AGAIN}")
+    return TensorEntry(file, dtype, tuple(shape), base + offsets[0], wanted)
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 16 and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def read_sharded(folder: Path) -> dict[str, TensorEntry]:
+    """All tensors of a folder: by its index, else model.safetensors, else the only *.safetensors there is."""
+    if (folder / "model.safetensors.index.json").is_file():
+        return _read_index(folder)
+    if (folder / "model.safetensors").is_file():
+        return read_header(folder / "model.safetensors")
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise ModelError(f"{folder} holds {len(files)} safetensors files ({names}) but no model.safetensors.index.json; download the index too.")
+    return read_header(files[0])
+
+
+def _read_index(folder: Path) -> dict[str, TensorEntry]:
+    index = folder / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map of tensor names to file names. {_AGAIN}")
+    shards = sorted(set(weight_map.values()))
+    _check_shards(folder, shards)
+    found: dict[str, TensorEntry] = {}
+    for shard in shards:
+        found.update(read_header(folder / shard))
+    lost = sorted(set(weight_map) - set(found))
+    if lost:
+        raise ModelError(f"{index} names {len(lost)} tensors that no shard holds (first: {', '.join(lost[:3])}); index and shards do not belong together. {_AGAIN}")
+    return found
+
+
+def _check_shards(folder: Path, shards: list[str]) -> None:
+    """A shard's name must be a plain file name: an index cannot reach outside its folder."""
+    strange = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
+    if strange:
+        raise ModelError(f"{folder}/model.safetensors.index.json names {strange[0][:80]!r}, which is no plain .safetensors file name. {_AGAIN}")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} shards (first: {', '.join(missing[:3])}); download them.")

@@ -1,0 +1,262 @@
+"""Where a model comes from: a folder, a lone .gguf file, a hub id, or the bundled demo; found, named and described.
+
+What lives here: resolving a name to files, reading the small JSON files beside the weights, and what the tokenizer needs.
+What may not: torch, reading weights (checkpoint.py), understanding a config (families.py), network access (hub.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from headrace.config import ModelConfig
+from headrace.errors import ModelError
+
+MAX_JSON_BYTES = 64 * 2**20  # config files; a tokenizer.json is bounded apart
+MAX_TOKENIZER_BYTES = 512 * 2**20
+MAX_TEMPLATE_BYTES = 4 * 2**20
+
+_DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt.index", "tf_model.h5")
+
+
+class WeightFormat(str, Enum):
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    DUMMY = "dummy"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a tokenizer is built from, whatever it was stored in. ``templates`` maps names ("default", "tool_use") to Jinja text."""
+
+    origin: str  # for messages: where it was found
+    tokenizer_json: str
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # special_tokens_map.json
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found. ``config`` is Hugging Face style (synthesised for GGUF); ``path`` a folder or a .gguf file."""
+
+    name: str
+    path: Path
+    weights: WeightFormat
+    config: dict[str, Any]
+    generation_defaults: dict[str, Any]  # sampling defaults; empty when the user asked for none
+    eos_token_ids: tuple[int, ...]  # from config and generation config together
+
+    @property
+    def is_gguf_file(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """None when the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
+        return read_tokenizer_files(self.path)
+
+
+def find_model(config: ModelConfig) -> ModelSource:
+    """Resolves ``config.model`` (None: the bundled demo). Raises ModelError that says what was tried."""
+    path, name = _locate(config.model, with_weights=config.load_format != "dummy")
+    weights = _weight_format(path, config.load_format)
+    if path.is_dir() and weights is WeightFormat.GGUF:
+        path = only_gguf(path)
+    return _describe(path, name, weights, config.generation_config)
+
+
+def _locate(model: str | None, *, with_weights: bool) -> tuple[Path, str]:
+    if model is None:
+        return _DEMO, "demo"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder(path), path.resolve().name
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{model} is a file but not a .gguf; name the folder that holds config.json, or a .gguf file.")
+        return path, path.stem
+    return _from_hub(model, path, with_weights=with_weights), model.partition("@")[0]
+
+
+def _folder(path: Path) -> Path:
+    """A folder without config.json stands for the one .gguf in it."""
+    return path if (path / "config.json").is_file() else only_gguf(path)
+
+
+def only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found[:4])
+        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them.")
+    raise ModelError(f"{folder} holds neither config.json nor a .gguf file; name a model's folder, a .gguf file or a hub id.")
+
+
+def _from_hub(model: str, path: Path, *, with_weights: bool) -> Path:
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 + model.partition("@")[2].count("/")
+    if looks_local or not _HUB_ID.fullmatch(model):
+        raise ModelError(
+            f"no model at {model!r}: there is no folder or file {path}, and it does not read as a hub id (org/name[@revision]). Check the spelling."
+        )
+    from headrace.models.hub import download_model
+
+    return _folder(download_model(model, with_weights=with_weights))
+
+
+def _weight_format(path: Path, load_format: str) -> WeightFormat:
+    """``auto``: what is there. Asking for a format that is not there is an error, here and not at the first tensor."""
+    if load_format == "dummy":
+        return WeightFormat.DUMMY
+    if path.is_file() or load_format == "gguf":
+        if load_format == "safetensors":
+            raise ModelError(f"--load-format is safetensors, but {path} is a GGUF file; leave --load-format at auto.")
+        return WeightFormat.GGUF
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return WeightFormat.SAFETENSORS
+    if load_format == "auto" and any(path.glob("*.gguf")):
+        return WeightFormat.GGUF
+    pickles = [name for name in _PICKLES if (path / name).exists()]
+    if pickles:
+        raise ModelError(f"{path} holds {pickles[0]} but no safetensors; pickled weights can run code and are never loaded. Convert them to safetensors.")
+    raise ModelError(f"{path} holds no weights (*.safetensors); download them, or use --load-format dummy for random ones.")
+
+
+def _describe(path: Path, name: str, weights: WeightFormat, generation_config: str) -> ModelSource:
+    if path.is_file():
+        from headrace.models.gguf_config import read_gguf_config
+
+        config, generation = read_gguf_config(path)
+    else:
+        config = read_json(path / "config.json")
+        generation = read_json(path / "generation_config.json", missing_ok=True)
+    defaults = _generation_defaults(generation, generation_config)
+    return ModelSource(name, path, weights, config, defaults, _eos_ids(config, generation))
+
+
+def _generation_defaults(generation: dict[str, Any], choice: str) -> dict[str, Any]:
+    if choice == "auto":
+        return generation
+    if choice == "headrace":
+        return {}
+    folder = Path(choice).expanduser()
+    file = folder / "generation_config.json" if folder.is_dir() else folder
+    if not file.is_file():
+        raise ModelError(f"--generation-config is {choice!r}: there is no {file}. Give auto, headrace, or a folder with generation_config.json.")
+    return read_json(file)
+
+
+def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every end-of-sequence id that the configs name, once, in order."""
+    found: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
+                found[item] = None
+    return tuple(found)
+
+
+def read_bounded(file: Path, limit: int) -> str:
+    """A small text file. Raises ModelError when it is missing, unreadable, over ``limit`` bytes or not UTF-8."""
+    try:
+        size = file.stat().st_size
+        if size > limit:
+            raise ModelError(f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again.")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again.") from error
+
+
+def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object, or {} for a missing file that may be missing. Raises ModelError otherwise."""
+    if missing_ok and not file.exists():
+        return {}
+    return parse_json(read_bounded(file, limit), str(file))
+
+
+def parse_json(text: str, origin: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{origin} is not JSON: {error}. Download it again.") from error
+    except RecursionError as error:
+        raise ModelError(f"{origin} is nested too deeply to be a model's file; download it again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin} holds a JSON {type(value).__name__}, not an object; download it again.")
+    return value
+
+
+def find_tokenizer_files(override: str) -> TokenizerFiles:
+    """``--tokenizer``: a folder, a tokenizer.json, a .gguf file or a hub id. Raises ModelError when there is none."""
+    path = Path(override).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        path = path.parent if path.name == "tokenizer.json" else path
+    elif not path.exists():
+        path = _from_hub(override, path, with_weights=False)
+    files = read_tokenizer_files(path)
+    if files is None:
+        raise ModelError(f"--tokenizer is {override!r}, but there is no tokenizer.json; name a folder that holds one.")
+    return files
+
+
+def read_tokenizer_files(path: Path) -> TokenizerFiles | None:
+    """``path``: a folder, a .gguf file, or a lone tokenizer file ending in .json."""
+    if path.suffix == ".gguf" and path.is_file():
+        from headrace.models.gguf_vocab import read_gguf_tokenizer
+
+        return read_gguf_tokenizer(path)
+    if path.is_file():
+        return TokenizerFiles(str(path), read_bounded(path, MAX_TOKENIZER_BYTES))
+    config = read_json(path / "tokenizer_config.json", missing_ok=True)
+    special = read_json(path / "special_tokens_map.json", missing_ok=True)
+    text = _tokenizer_json(path, config, special)
+    if text is None:
+        return None
+    return TokenizerFiles(str(path), text, config, special, read_templates(path, config))
+
+
+def _tokenizer_json(path: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> str | None:
+    if (path / "tokenizer.json").exists():
+        return read_bounded(path / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    if (path / "tokenizer.model").exists():
+        from headrace.models.sentencepiece import tokenizer_json_from_sentencepiece
+
+        return tokenizer_json_from_sentencepiece(path / "tokenizer.model", config, special)
+    return None
+
+
+def read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Files win over tokenizer_config.json, as they do in transformers."""
+    templates = _configured_templates(config.get("chat_template"), f"{path}/tokenizer_config.json")
+    single = path / "chat_template.jinja"
+    if single.is_file():
+        templates = {"default": read_bounded(single, MAX_TEMPLATE_BYTES)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = read_bounded(file, MAX_TEMPLATE_BYTES)
+    if not templates and (path / "chat_template.json").is_file():
+        value = read_json(path / "chat_template.json").get("chat_template")
+        templates = _configured_templates(value, f"{path}/chat_template.json")
+    return templates
+
+
+def _configured_templates(value: Any, origin: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    named = isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str) for item in value
+    )
+    if not named:
+        raise ModelError(f"{origin}: chat_template is neither a text nor a list of named templates; give --chat-template instead.")
+    return {item["name"]: item["template"] for item in value}
