@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.errors import InvalidRequest
 
@@ -284,11 +284,11 @@ class Finished:
     times: RequestTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """New tokens of one sequence after one step; the last one carries ``finished``.
 
     ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` is set on a sequence's first output.
+    A NamedTuple, because one is made for every row of every step.
     """
 
     request_id: int

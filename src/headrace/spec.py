@@ -25,8 +25,8 @@ class Activation(str, Enum):
 class RopeSpec:
     """Rotary position embedding of the first ``rotary_dim`` elements of a head, rotated as two halves.
 
-    ``kind``: "default", "linear", "llama3", "dynamic", "yarn" or "longrope". ``original_max_positions`` is the trained
-    length that llama3, dynamic, yarn and longrope scale from. ``attention_factor`` (yarn, longrope) multiplies cos and sin.
+    ``kind``: "default", "linear", "llama3", "yarn" or "longrope". ``original_max_positions`` is the trained length
+    that llama3, yarn and longrope scale from. ``attention_factor`` (yarn, longrope) multiplies cos and sin.
     ``short_factor`` and ``long_factor`` (length rotary_dim / 2) belong to longrope alone: short serves a context of up to
     ``original_max_positions`` tokens, long a longer one; one of them is chosen for the whole run, by max_model_len.
     Sources: RoFormer (Su et al. 2021), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3 as published.

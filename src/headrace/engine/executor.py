@@ -5,19 +5,13 @@ What lives here: the protocol and the keyed-hash executor (no model). What may n
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.request import StepPlan, StepResult
-from headrace.spec import KVSpec
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """One KV group as the executor holds it."""
-
-    spec: KVSpec
-    num_blocks: int
+from headrace.clock import Clock, RealClock
+from headrace.request import NewRow, StepPlan, StepResult, TokenLogprobs
+from headrace.spec import KVGroup, KVKind, KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +47,132 @@ class Executor(Protocol):
     def collect(self, ticket: Ticket) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+_MASK = 2**64 - 1
+
+
+def _mix(state: int, token: int) -> int:
+    """One step of a 64-bit hash chain (constants of splitmix64, Steele et al. 2014)."""
+    state = ((state ^ token) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & _MASK
+    return state ^ state >> 31
+
+
+@dataclass(slots=True)
+class _HashRow:
+    new: NewRow
+    token_ids: array[int]
+    tables: list[dict[int, int]]  # one a group: index in the table → block
+
+
+@dataclass(slots=True)
+class _HashTicket(Ticket):
+    result: StepResult
+    ready_at: float
+
+
+class KeyedHashExecutor:
+    """A model without a model: the next token is a keyed hash of the context, *read through the block tables*.
+
+    Each KV slot holds the hash chain up to its token, computed from the slot before it; so a wrong table, a missing copy or a
+    block given away too early changes tokens, as it would with real keys and values. With ``check`` every slot of the
+    context is compared with the chain of the row's own ids and the first difference raises.
+    ``device_time``: seconds a step takes on the (one) device, so that overlap shows.
+    """
+
+    def __init__(self, info: ExecutorInfo, *, key: int = 0, device_time: float = 0.0, clock: Clock | None = None, check: bool = False) -> None:
+        self.info = info
+        self._key = _mix(key & _MASK, 0x5EED)
+        self._device_time = device_time
+        self._clock = clock or RealClock()
+        self._check = check
+        self._rows: dict[int, _HashRow] = {}
+        self._specs = [group.spec for group in info.kv_groups]
+        self._kv = [array("Q", bytes(8 * group.num_blocks * group.spec.block_size)) for group in info.kv_groups]
+        self._busy_until = 0.0
+
+    def submit(self, plan: StepPlan) -> _HashTicket:
+        self._apply(plan)
+        heads = [self._compute(self._rows[row], start, count) for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)]
+        result = self._sample(plan, heads)
+        self._busy_until = max(self._busy_until, self._clock.now()) + self._device_time
+        return _HashTicket(plan.step_id, result, self._busy_until)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        assert isinstance(ticket, _HashTicket)
+        if self._device_time:
+            self._clock.sleep_until(ticket.ready_at)
+        return ticket.result
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.rows_dropped:
+            self._rows.pop(row, None)
+        for new in plan.rows_added:
+            self._rows[new.row] = _HashRow(new, new.token_ids[:], [{} for _ in self._specs])
+        for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
+            if row in self._rows:  # a row dropped again within its own plan has no table to edit
+                self._rows[row].tables[group][index] = block
+        for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
+            size, kv = self._specs[group].block_size, self._kv[group]
+            kv[target * size : (target + 1) * size] = kv[source * size : (source + 1) * size]
+
+    def _compute(self, row: _HashRow, start: int, count: int) -> int:
+        """Writes the chain of tokens [start, start + count) to every group; returns the last link."""
+        head = 0
+        for spec, kv, table in zip(self._specs, self._kv, row.tables, strict=True):
+            size = spec.block_size
+            head = kv[table[(start - 1) // size] * size + (start - 1) % size] if start else self._key
+            for position in range(start, start + count):
+                head = _mix(head, row.token_ids[position])
+                kv[table[position // size] * size + position % size] = head
+        if self._check:
+            self._verify(row, start, start + count)
+        return head
+
+    def _verify(self, row: _HashRow, start: int, end: int) -> None:
+        chain, head = [], self._key
+        for token in row.token_ids[:end]:
+            head = _mix(head, token)
+            chain.append(head)
+        for spec, kv, table in zip(self._specs, self._kv, row.tables, strict=True):
+            first = 0 if spec.window is None else max(0, start - spec.window + 1)
+            for position in range(first, end):
+                block, offset = table[position // spec.block_size], position % spec.block_size
+                assert kv[block * spec.block_size + offset] == chain[position], f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
+
+    def _sample(self, plan: StepPlan, heads: list[int]) -> StepResult:
+        tokens, logprobs, vocab = [], {}, self.info.vocab_size
+        for j, (work, target) in enumerate(zip(plan.sample_work, plan.sample_rows, strict=True)):
+            row = self._rows[target]
+            salt = row.new.seed if row.new.params.n > 1 else 0  # siblings differ, everything else depends on the context alone
+            token = _mix(heads[work] ^ salt, 0x70C) % vocab
+            position = plan.starts[work] + plan.counts[work]
+            row.token_ids[position:] = array("i", (token,))
+            tokens.append((token,))
+            if row.new.params.logprobs is not None:
+                logprobs[j] = (self._logprobs(token, row.new.params.logprobs),)
+        scored = {index: self._scores(plan, index) for index in plan.prompt_logprobs}
+        return StepResult(plan.step_id, tokens, logprobs, scored, device_seconds=self._device_time)
+
+    def _logprobs(self, token: int, k: int) -> TokenLogprobs:
+        """Made-up but well-formed: the chosen token first and most probable."""
+        best = [(token + rank) % self.info.vocab_size for rank in range(k)]
+        return TokenLogprobs((token, *best), (-0.5, *(-0.5 - rank for rank in range(k))), 1)
+
+    def _scores(self, plan: StepPlan, index: int) -> tuple[TokenLogprobs, ...]:
+        row = self._rows[plan.rows[index]]
+        start, end = plan.starts[index], plan.starts[index] + plan.counts[index]
+        k = row.new.params.prompt_logprobs or 0
+        return tuple(self._logprobs(token, k) for token in row.token_ids[start + 1 : min(end + 1, row.new.num_prompt_tokens)])
+
+
+def keyed_hash_info(
+    *, vocab_size: int = 512, max_model_len: int = 4096, max_num_seqs: int = 256, num_blocks: int = 4096, block_size: int = 16, window: int | None = None
+) -> ExecutorInfo:
+    """A one-group executor's facts, for an engine without a model."""
+    kind = KVKind.FULL if window is None else KVKind.SLIDING
+    spec = KVSpec((0,), kind, block_size, num_kv_heads=1, head_dim=1, dtype_bytes=8, window=window)
+    return ExecutorInfo(vocab_size, max_model_len, max_num_seqs, (KVGroup(spec, num_blocks),), "none (keyed hash)")

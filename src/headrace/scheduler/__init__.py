@@ -1,1 +1,1 @@
-"""."""
+"""Who goes, with how many tokens."""

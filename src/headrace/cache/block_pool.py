@@ -1,0 +1,87 @@
+"""The blocks of one KV group: who holds them, which are free, which are only remembered.
+
+A block is in exactly one of three states, and their counts always add up to the pool:
+
+    used    references > 0: named by a sequence's table (or pinned by whoever called ``acquire``)
+    cached  references = 0, but a prefix node still names its content: reusable until evicted, least recently used first
+    free    nobody knows it
+
+What lives here: ids and counts. What may not: tokens, sequences, tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class BlockPool:
+    """``num_blocks`` ids from 0. ``on_evict(block)`` is called when a cached block is about to be given to somebody else."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._references = [0] * num_blocks
+        self._named = [False] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can hand out: free ones, then cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def allocate(self) -> int:
+        """A block with one reference. The caller has checked ``num_available``."""
+        if not self._free:
+            self._evict_oldest()
+        block = self._free.pop()
+        self._references[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more holder. Pins are references too: a block with any is never handed out."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; the last one leaves it cached (most recently used) if it is named, else free."""
+        left = self._references[block] - 1
+        assert left >= 0, f"block {block} released more often than held"
+        self._references[block] = left
+        if left == 0:
+            if self._named[block]:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def name(self, block: int) -> None:
+        """A prefix node now names this (held) block's content."""
+        self._named[block] = True
+
+    def unname(self, block: int) -> None:
+        """No prefix node names it any more; if it was only remembered it becomes free."""
+        self._named[block] = False
+        if self._references[block] == 0 and block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
+    def _evict_oldest(self) -> None:
+        block = next(iter(self._cached))
+        self._on_evict(block)  # unnames it, and with it whatever can no longer be reached
+        assert not self._named[block], f"evicted block {block} is still named"

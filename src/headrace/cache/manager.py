@@ -1,0 +1,362 @@
+"""The cache manager: the one face of the KV cache towards the scheduler.
+
+It keeps, for each sequence, one block table a KV group (SequenceKV), finds reusable prefixes, hands out blocks, copies on
+write, and takes blocks back only when no step in flight can still touch them.
+
+    tokens of a sequence   0 ........ num_linked_blocks·B ........ num_computed ........ capacity
+                           | named in the prefix tree | computed, not named | allocated, not written |
+
+What lives here: the rules over pools and tree. What may not: who is scheduled (scheduler/), token budgets, tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from headrace.cache.block_pool import BlockPool
+from headrace.cache.prefix_tree import Blocks, PrefixNode, PrefixTree
+from headrace.spec import KVGroup, KVSpec
+
+BlockTable = list[int | None]  # None: behind a sliding window, given back
+_ID_BYTES = array("i").itemsize
+
+
+@dataclass(slots=True, eq=False)
+class SequenceKV:
+    """One sequence's holdings. ``capacity`` is how many tokens every group's table covers."""
+
+    salt: str
+    adapter: str | None
+    tables: list[BlockTable]
+    capacity: int = 0
+    node: PrefixNode | None = None  # the deepest one on this sequence's path
+    num_linked_blocks: int = 0
+    num_matched_blocks: int = 0  # of those, found and not written by this sequence
+    tail_shared: bool = False  # the last, partly filled block may have other holders: copy before writing
+
+
+@dataclass(slots=True)
+class TableEdits:
+    """Block-table edits and block copies of one plan, as parallel lists."""
+
+    row: list[int] = field(default_factory=list)
+    group: list[int] = field(default_factory=list)
+    index: list[int] = field(default_factory=list)
+    block: list[int] = field(default_factory=list)
+    copy_group: list[int] = field(default_factory=list)
+    copy_source: list[int] = field(default_factory=list)
+    copy_target: list[int] = field(default_factory=list)
+
+    def set(self, row: int, group: int, index: int, block: int) -> None:
+        self.row.append(row)
+        self.group.append(group)
+        self.index.append(index)
+        self.block.append(block)
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        self.copy_group.append(group)
+        self.copy_source.append(source)
+        self.copy_target.append(target)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A reusable prefix: ``nodes`` from the root's child on."""
+
+    nodes: Seq[PrefixNode]
+    num_tokens: int
+
+
+NO_MATCH = PrefixMatch((), 0)
+
+
+class CacheManager:
+    """Blocks of all KV groups. ``prefix_caching`` off: nothing is named, so nothing is found."""
+
+    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, namespace: bytes = b"") -> None:
+        self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
+        self.prefix_caching = prefix_caching
+        self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
+        self.tree = PrefixTree(len(groups), namespace)
+        self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
+        self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
+        self._written: dict[int, list[PrefixNode]] = {}  # step in flight → nodes whose blocks it writes
+        self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
+        self._retired = -1  # the last step collected
+        self._sliding = tuple(index for index, spec in enumerate(self.specs) if spec.window is not None)
+
+    # --- sizes
+
+    def capacity_tokens(self, max_chunk: int) -> int:
+        """The longest sequence this cache can hold alone, computed ``max_chunk`` tokens at a time at most."""
+        longest = 2**31 - 1
+        for spec, pool in zip(self.specs, self.pools, strict=True):
+            whole = pool.num_blocks * spec.block_size
+            slides = spec.window is not None and whole >= spec.window + min(max_chunk, spec.block_size) + 2 * spec.block_size
+            longest = longest if slides else min(longest, whole)
+        return longest
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_leaving(self) -> int:
+        """Blocks that come back once the steps in flight that name them are collected."""
+        return len(self._leaving)
+
+    def create(self, salt: str = "", adapter: str | None = None) -> SequenceKV:
+        return SequenceKV(salt, adapter, [[] for _ in self.specs])
+
+    # --- prefixes
+
+    def lookup(self, kv: SequenceKV, token_ids: array[int]) -> PrefixMatch:
+        """The longest usable prefix of full blocks. At least one token is left to compute: its logits are wanted."""
+        root = self.tree.find_root(kv.salt, kv.adapter) if self.prefix_caching else None
+        if root is None:
+            return NO_MATCH
+        most = (len(token_ids) - 1) // self.block_tokens
+        path = self.tree.walk(root, token_ids.tobytes(), self.block_tokens * _ID_BYTES, most)
+        count = self._usable(path)
+        return PrefixMatch(path[:count], count * self.block_tokens) if count else NO_MATCH
+
+    def _usable(self, path: list[PrefixNode]) -> int:
+        """How many of a path's nodes can be reused: a full group needs them all, a sliding one those in its window."""
+        if not self._sliding:
+            return len(path)  # a node without its full-group blocks is not in the tree
+        runs = [0] * len(self._sliding)  # consecutive nodes with blocks, up to and including the current one
+        best = 0
+        for count, node in enumerate(path, start=1):
+            fits = True
+            for which, group in enumerate(self._sliding):
+                runs[which] = runs[which] + 1 if node.blocks[group] is not None else 0
+                fits = fits and runs[which] >= count - self._first_needed(group, count * self.block_tokens) // self.block_tokens
+            best = count if fits else best
+        return best
+
+    def _first_needed(self, group: int, start: int) -> int:
+        """The first token whose keys a query at position ``start`` reads."""
+        window = self.specs[group].window
+        return 0 if window is None else max(0, start - window + 1)
+
+    def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int) -> bool:
+        """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left."""
+        for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
+            first = self._first_needed(group, match.num_tokens)
+            reused = [block for node in match.nodes for block in node.blocks[group] or ()] if match.nodes else []
+            idle = sum(1 for block in reused[first // spec.block_size :] if pool.is_cached(block))
+            fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
+            if spec.window is not None:
+                fresh = min(fresh, -(-spec.window // spec.block_size) + 1)
+            if fresh + idle + headroom > pool.num_available:
+                return False
+        return True
+
+    def attach(self, kv: SequenceKV, match: PrefixMatch) -> None:
+        """Gives an empty sequence the blocks of a match."""
+        for group, spec in enumerate(self.specs):
+            per_node = self.block_tokens // spec.block_size
+            first = self._first_needed(group, match.num_tokens) // spec.block_size
+            table, acquire = kv.tables[group], self.pools[group].acquire
+            for depth, node in enumerate(match.nodes):
+                for offset in range(per_node):
+                    blocks = node.blocks[group]
+                    needed = depth * per_node + offset >= first and blocks is not None
+                    table.append(blocks[offset] if needed and blocks is not None else None)
+                    if needed and blocks is not None:
+                        acquire(blocks[offset])
+        if match.nodes:
+            kv.node = match.nodes[-1]
+            kv.num_linked_blocks = kv.num_matched_blocks = len(match.nodes)
+            kv.capacity = match.num_tokens
+
+    def link(self, kv: SequenceKV, token_ids: array[int], num_tokens: int, step_id: int | None) -> None:
+        """Names the blocks of the first ``num_tokens`` tokens (known and computed, or being computed by ``step_id``)."""
+        if not self.prefix_caching or num_tokens // self.block_tokens <= kv.num_linked_blocks:
+            return
+        if kv.node is not None and kv.node.detached:
+            kv.node, kv.num_linked_blocks, kv.num_matched_blocks = None, 0, 0  # its path was evicted: name it anew
+        node = kv.node or self.tree.ensure_root(kv.salt, kv.adapter)
+        for depth in range(kv.num_linked_blocks, num_tokens // self.block_tokens):
+            start = depth * self.block_tokens
+            key = token_ids[start : start + self.block_tokens].tobytes()
+            child = node.children.get(key) or self._name(node, key, kv, depth, step_id)
+            if child is None:
+                break
+            kv.node = node = child
+            kv.num_linked_blocks = depth + 1
+
+    def _name(self, parent: PrefixNode, key: bytes, kv: SequenceKV, depth: int, step_id: int | None) -> PrefixNode | None:
+        blocks = [self._node_blocks(kv.tables[group], group, depth) for group in range(len(self.specs))]
+        if not any(blocks):
+            return None  # all behind the window: there is nothing to name
+        node = self.tree.add_child(parent, key, blocks)
+        for group, held in enumerate(blocks):
+            for block in held or ():
+                self._node_of[group][block] = node
+                self.pools[group].name(block)
+        if step_id is not None:
+            self._written.setdefault(step_id, []).append(node)
+        return node
+
+    def _node_blocks(self, table: BlockTable, group: int, depth: int) -> Blocks | None:
+        per_node = self.block_tokens // self.specs[group].block_size
+        held = table[depth * per_node : (depth + 1) * per_node]
+        return tuple(block for block in held if block is not None) if all(block is not None for block in held) else None
+
+    def _evict_from(self, group: int) -> Callable[[int], None]:
+        def evict(block: int) -> None:
+            node = self._node_of[group][block]
+            if self.specs[group].window is None:
+                self.forget(node)  # nothing below can be reached without it
+            else:
+                self._unname(node, group)
+                self.tree.prune(node)
+
+        return evict
+
+    def forget(self, node: PrefixNode) -> None:
+        """Takes a node and all below it out of the tree; held blocks stay with their holders, the rest become free."""
+        for gone in self.tree.detach(node):
+            for group in range(len(self.specs)):
+                self._unname(gone, group)
+
+    def _unname(self, node: PrefixNode, group: int) -> None:
+        for block in node.blocks[group] or ():
+            del self._node_of[group][block]
+            self.pools[group].unname(block)
+        node.blocks[group] = None
+
+    def forget_written_by(self, kv: SequenceKV) -> None:
+        """Un-names whatever this sequence itself wrote: its contents are not to be trusted."""
+        path: list[PrefixNode] = []
+        node = kv.node
+        while node is not None and node.parent is not None and not node.detached:
+            path.append(node)
+            node = node.parent
+        own = path[::-1][kv.num_matched_blocks :]
+        if own:
+            self.forget(own[0])
+
+    # --- blocks
+
+    def try_prepare(self, kv: SequenceKV, start: int, end: int, row: int, edits: TableEdits, step_id: int) -> bool:
+        """Readies tokens [start, end) for writing by ``step_id``: tables cover them and no other holder sees the write.
+
+        All or nothing; False when a pool has too few blocks.
+        """
+        wanted = [-(-end // spec.block_size) - len(table) for spec, table in zip(self.specs, kv.tables, strict=True)]
+        shared = self._shared_tail(kv, start) if kv.tail_shared else {}
+        for group, pool in enumerate(self.pools):
+            if max(wanted[group], 0) + (group in shared) > pool.num_available:
+                return False
+        for group, index in shared.items():
+            self._copy_block(kv, group, index, row, edits, step_id)
+        kv.tail_shared = False
+        self._extend(kv, wanted, row, edits)
+        return True
+
+    def _extend(self, kv: SequenceKV, wanted: list[int], row: int, edits: TableEdits) -> None:
+        for group, want in enumerate(wanted):
+            table, pool = kv.tables[group], self.pools[group]
+            for _ in range(want):
+                block = pool.allocate()
+                edits.set(row, group, len(table), block)
+                table.append(block)
+        kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
+
+    def _shared_tail(self, kv: SequenceKV, start: int) -> dict[int, int]:
+        """Group → index of the partly filled block at ``start``, where others hold it too."""
+        shared = {}
+        for group, spec in enumerate(self.specs):
+            index, offset = divmod(start, spec.block_size)
+            block = kv.tables[group][index] if offset and index < len(kv.tables[group]) else None
+            if block is not None and self.pools[group].references(block) > 1:
+                shared[group] = index
+        return shared
+
+    def _copy_block(self, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:
+        block = kv.tables[group][index]
+        assert block is not None
+        own = self.pools[group].allocate()
+        edits.copy(group, block, own)
+        edits.set(row, group, index, own)
+        kv.tables[group][index] = own
+        self._leave(step_id, group, block)  # this very step still reads it, to copy it
+
+    def tokens_available(self, kv: SequenceKV) -> int:
+        """How many tokens the tables could cover with every block there is."""
+        return min(
+            (len(table) + pool.num_available) * spec.block_size
+            for spec, table, pool in zip(self.specs, kv.tables, self.pools, strict=True)
+        )
+
+    def describe(self, kv: SequenceKV, row: int, edits: TableEdits) -> None:
+        """Sends the whole of a sequence's tables: its row is new to the workers."""
+        for group, table in enumerate(kv.tables):
+            for index, block in enumerate(table):
+                if block is not None:
+                    edits.set(row, group, index, block)
+
+    def fork(self, kv: SequenceKV) -> SequenceKV:
+        """A second holder of all blocks; the last, partly filled one is copied by whoever writes to it first."""
+        twin = SequenceKV(kv.salt, kv.adapter, [list(table) for table in kv.tables], kv.capacity, kv.node, kv.num_linked_blocks, kv.num_linked_blocks)
+        for group, table in enumerate(kv.tables):
+            for block in table:
+                if block is not None:
+                    self.pools[group].acquire(block)
+        kv.tail_shared = twin.tail_shared = True
+        return twin
+
+    def trim(self, kv: SequenceKV, start: int, last_step: int) -> None:
+        """Gives back blocks that no query from ``start`` on can see (sliding windows)."""
+        for group in self._sliding:
+            table = kv.tables[group]
+            for index in range(self._first_needed(group, start) // self.specs[group].block_size - 1, -1, -1):
+                block = table[index]
+                if block is None:
+                    break
+                table[index] = None
+                self._leave(last_step, group, block)
+
+    def free(self, kv: SequenceKV, last_step: int) -> None:
+        """Gives all blocks back, deepest first, at once or when ``last_step`` has been collected."""
+        for group, table in enumerate(kv.tables):
+            for block in reversed(table):
+                if block is not None:
+                    self._leave(last_step, group, block)
+        kv.tables = [[] for _ in self.specs]
+        kv.capacity = kv.num_linked_blocks = kv.num_matched_blocks = 0
+        kv.node, kv.tail_shared = None, False
+
+    def _leave(self, last_step: int, group: int, block: int) -> None:
+        if last_step <= self._retired:
+            self.pools[group].release(block)
+        else:
+            self._leaving.append((last_step, group, block))
+
+    # --- steps
+
+    def retire(self, step_id: int) -> None:
+        """A step was collected: what it wrote is there, and blocks that waited for it return."""
+        self._retired = step_id
+        self._written.pop(step_id, None)
+        if self._leaving:
+            entries, self._leaving = self._leaving, []
+            for last_step, group, block in entries:
+                self._leave(last_step, group, block)
+
+    def fail(self, step_id: int) -> None:
+        """A step failed: nothing that it or a later one was to write can be matched any more."""
+        for step in [step for step in self._written if step >= step_id]:
+            for node in self._written.pop(step):
+                if not node.detached:
+                    self.forget(node)

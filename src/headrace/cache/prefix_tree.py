@@ -1,0 +1,129 @@
+"""The prefix tree: a trie of full blocks, compared by token ids, that remembers which blocks hold which prefix.
+
+A node stands for ``block_tokens`` tokens after its parent's. It names, for each KV group, the blocks that hold their keys and
+values, or None when that group's were evicted (a sliding group loses its oldest first). Equality is decided by the ids
+themselves; a 128-bit chained hash is the node's *name* in tiers, routers and traces, computed only when asked for.
+
+Source: RadixAttention (SGLang, Zheng et al. 2024, §3), with blocks in place of variable-length edges.
+
+What lives here: nodes and their links. What may not: references, eviction order (block_pool.py), sequences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+Blocks = tuple[int, ...]  # of one group, covering one node's tokens
+
+
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """``key``: the node's token ids as bytes. ``blocks[g]``: the blocks of group g, or None. A detached node is out of the tree."""
+
+    parent: PrefixNode | None
+    key: bytes
+    blocks: list[Blocks | None]
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
+    detached: bool = False
+    digest: bytes | None = None
+
+    @property
+    def hash(self) -> bytes:
+        """128-bit chained hash over (parent, ids); the root's covers salt, adapter, model and KV format."""
+        pending: list[PrefixNode] = []
+        node = self
+        while node.digest is None:
+            pending.append(node)
+            assert node.parent is not None
+            node = node.parent
+        digest = node.digest
+        for node in reversed(pending):
+            digest = node.digest = hashlib.blake2b(digest + node.key, digest_size=16).digest()
+        return digest
+
+
+class PrefixTree:
+    """One trie for each (salt, adapter): prefixes of different tenants or adapters never meet.
+
+    ``namespace`` names the model and the KV format, so that hashes of different engines differ where their blocks do.
+    """
+
+    def __init__(self, num_groups: int, namespace: bytes = b"") -> None:
+        self.num_groups = num_groups
+        self._namespace = namespace
+        self._roots: dict[tuple[str, str | None], PrefixNode] = {}
+
+    def find_root(self, salt: str, adapter: str | None) -> PrefixNode | None:
+        return self._roots.get((salt, adapter))
+
+    def ensure_root(self, salt: str, adapter: str | None) -> PrefixNode:
+        root = self._roots.get((salt, adapter))
+        if root is None:
+            seed = b"\0".join((self._namespace, salt.encode("utf-8", "surrogatepass"), (adapter or "").encode()))
+            root = PrefixNode(None, b"", [None] * self.num_groups, digest=hashlib.blake2b(seed, digest_size=16).digest())
+            self._roots[(salt, adapter)] = root
+        return root
+
+    def walk(self, root: PrefixNode, tokens: bytes, key_bytes: int, max_nodes: int) -> list[PrefixNode]:
+        """The nodes of the longest known prefix of ``tokens`` (ids as bytes), at most ``max_nodes``."""
+        path: list[PrefixNode] = []
+        node: PrefixNode | None = root
+        for start in range(0, max_nodes * key_bytes, key_bytes):
+            node = node.children.get(tokens[start : start + key_bytes])  # type: ignore[union-attr]
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def add_child(self, parent: PrefixNode, key: bytes, blocks: list[Blocks | None]) -> PrefixNode:
+        node = PrefixNode(parent, key, blocks)
+        parent.children[key] = node
+        return node
+
+    def detach(self, node: PrefixNode) -> list[PrefixNode]:
+        """Takes a subtree out; returns its nodes. Ancestors left without blocks and children go as well (roots too)."""
+        removed = list(subtree(node))
+        for gone in removed:
+            gone.detached = True
+        self._unhook(node)
+        return removed
+
+    def prune(self, node: PrefixNode) -> None:
+        """Removes a node that neither names a block nor leads to one, and then its ancestors likewise."""
+        if not node.children and not any(node.blocks) and not node.detached:
+            node.detached = True
+            self._unhook(node)
+
+    def _unhook(self, node: PrefixNode) -> None:
+        """Cuts a node from its parent; parents that lead nowhere now are cut too, up to the root."""
+        while node.parent is not None:
+            parent = node.parent
+            if parent.children.get(node.key) is node:
+                del parent.children[node.key]
+            if parent.children or any(parent.blocks) or parent.detached:
+                return
+            parent.detached = True
+            node = parent
+        for name in [name for name, root in self._roots.items() if root is node]:
+            del self._roots[name]
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every node below the roots (tests and pictures)."""
+        for root in list(self._roots.values()):
+            for child in list(root.children.values()):
+                yield from subtree(child)
+
+    @property
+    def num_roots(self) -> int:
+        return len(self._roots)
+
+
+def subtree(node: PrefixNode) -> Iterator[PrefixNode]:
+    """A node and all below it, parents before children, without recursion."""
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        yield current
+        stack.extend(current.children.values())

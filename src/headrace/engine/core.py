@@ -1,0 +1,166 @@
+"""The engine core: schedule → execute → update, the only loop.
+
+It keeps a FIFO of at most ``depth`` + 1 submitted steps. Depth 0 is synchronous; at depth 1 step N+1 is scheduled and submitted
+before step N is collected, so the device never waits for the host.
+
+What lives here: the loop and its bookkeeping. What may not: torch, policy, text, threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from headrace.cache.manager import CacheManager
+from headrace.clock import Clock
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.engine.executor import Executor, Ticket
+from headrace.engine.journal import Journal
+from headrace.errors import StepFailed
+from headrace.request import Request, SequenceOutput, StepPlan, StepResult
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
+from headrace.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerLimits
+
+DEFAULT_TOKEN_BUDGET = 2048
+
+
+class StepObserver(Protocol):
+    """Told of each step after it was collected. Times in seconds on the engine's clock; ``result`` None: the step failed."""
+
+    def on_step(self, plan: StepPlan, result: StepResult | None, submitted: float, collected: float, host_seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment's gauges, and counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    counters: SchedulerCounters
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    plan: StepPlan
+    ticket: Ticket | None  # None: submitting itself failed
+    error: str
+    submitted: float
+    schedule_seconds: float
+
+
+class EngineCore:
+    """One model's engine, without text and without transport. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        eos_token_ids: frozenset[int],
+        clock: Clock,
+        depth: int = 0,
+        observer: StepObserver | None = None,
+        namespace: bytes = b"",
+        journal: Journal | None = None,
+    ) -> None:
+        self.executor = executor
+        self.clock = clock
+        self.depth = depth
+        self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace)
+        self._observer = observer
+        self._journal = journal
+        self._events: list[Event] = []
+        self._fifo: deque[_Submitted] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._events or self._fifo) or self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Takes effect at the next step, like every event."""
+        self._events.append(AddRequest(request))
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request without telling anybody; unknown ids are no error (it may just have ended)."""
+        self._events.append(AbortRequest(request_id))
+
+    def finish(self, request_id: int, index: int, num_tokens: int) -> None:
+        """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
+        self._events.append(FinishSequence(request_id, index, num_tokens))
+
+    def step(self) -> list[SequenceOutput]:
+        """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
+        submitted = self._submit_next() if len(self._fifo) <= self.depth else False
+        if self._fifo and (not submitted or len(self._fifo) > self.depth):
+            return self._collect_oldest()
+        return self.scheduler.take_rejected()
+
+    def _submit_next(self) -> bool:
+        begin = self.clock.now()
+        events, self._events = self._events, []
+        if self._journal is not None:
+            self._journal.scheduled(begin, events)
+        plan = self.scheduler.schedule(begin, events)
+        if plan is None:
+            return False
+        ticket, error = None, ""
+        submitted = self.clock.now()
+        try:
+            ticket = self.executor.submit(plan)
+        except StepFailed as failure:
+            error = failure.message
+        self._fifo.append(_Submitted(plan, ticket, error, submitted, submitted - begin))
+        return True
+
+    def _collect_oldest(self) -> list[SequenceOutput]:
+        step = self._fifo.popleft()
+        result, error = self._result_of(step)
+        collected = self.clock.now()
+        if self._journal is not None:
+            self._journal.collected(collected, result, error)
+        outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
+        if self._observer is not None:
+            host = step.schedule_seconds + self.clock.now() - collected
+            self._observer.on_step(step.plan, result, step.submitted, collected, host)
+        return outputs
+
+    def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:
+        if step.ticket is None:
+            return None, step.error
+        try:
+            return self.executor.collect(step.ticket), ""
+        except StepFailed as failure:
+            return None, failure.message
+
+    def stats(self) -> EngineStats:
+        cache = self.scheduler.cache
+        return EngineStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_blocks=cache.num_blocks,
+            num_used_blocks=cache.num_used_blocks,
+            num_cached_blocks=sum(pool.num_cached for pool in cache.pools),
+            counters=self.scheduler.counters,
+        )
+
+
+def create_scheduler(
+    executor: Executor, config: SchedulerConfig, cache: CacheConfig, eos_token_ids: frozenset[int], namespace: bytes = b""
+) -> Scheduler:
+    """The control plane that fits an executor: its rows, its blocks, its context length."""
+    info = executor.info
+    manager = CacheManager(info.kv_groups, prefix_caching=cache.enable_prefix_caching and cache.kv_caching, namespace=namespace)
+    limits = SchedulerLimits(
+        max_model_len=info.max_model_len,
+        max_num_seqs=min(config.max_num_seqs, info.max_num_seqs),
+        max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET,
+        max_logits_rows=config.max_logits_rows,
+        paged_allocation=cache.paged_allocation,
+        kv_caching=cache.kv_caching,
+    )
+    return Scheduler(replace(config), limits, manager, eos_token_ids)

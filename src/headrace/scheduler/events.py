@@ -1,0 +1,34 @@
+"""What may happen between two steps, as data: the scheduler's only inputs besides results.
+
+What lives here: the events. What may not: handling them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """The client left. Unknown ids (ended meanwhile) are no error."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSequence:
+    """A stop string was found in the text: the answer ends after ``num_tokens`` output tokens; later ones are surplus."""
+
+    request_id: int
+    index: int
+    num_tokens: int
+
+
+Event = AddRequest | AbortRequest | FinishSequence

@@ -1,0 +1,87 @@
+"""A StepPlan in the making.
+
+What lives here: collecting one step's work and freezing it. What may not: deciding what goes in (scheduler.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from headrace.cache.manager import TableEdits
+from headrace.request import NewRow, StepPlan
+from headrace.sequence import Sequence
+
+
+class PlanBuilder:
+    """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``budget`` and ``logits_budget`` are what is left, in tokens and rows."""
+
+    __slots__ = ("budget", "counts", "edits", "logits_budget", "prompt_logprobs", "rows_added", "sample_work", "sampled", "starts", "step_id", "work")
+
+    def __init__(self, step_id: int, budget: int, logits_budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.logits_budget = logits_budget
+        self.work: list[Sequence] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.sample_work: list[int] = []
+        self.sampled: list[Sequence] = []
+        self.rows_added: list[NewRow] = []
+        self.edits = TableEdits()
+        self.prompt_logprobs: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Edits and new rows make a plan worth sending even when it computes nothing."""
+        return not (self.work or self.rows_added or self.edits.row)
+
+    def add_work(self, sequence: Sequence, start: int, count: int) -> int:
+        """Plans tokens of one sequence; returns the index of this piece of work."""
+        self.work.append(sequence)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.budget -= count
+        return len(self.work) - 1
+
+    def add_sample(self, work_index: int, sequence: Sequence) -> None:
+        self.sample_work.append(work_index)
+        self.sampled.append(sequence)
+
+    def add_row(self, sequence: Sequence) -> None:
+        """(Re)builds a sequence's row from what is known of it."""
+        assert sequence.row is not None
+        request = sequence.request
+        self.rows_added.append(
+            NewRow(
+                row=sequence.row,
+                sequence_id=request.request_id,
+                token_ids=sequence.token_ids[:],
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=request.params,
+                seed=sequence.seed,
+                stop_token_ids=tuple(sorted(sequence.stop_ids)),
+                bad_word_ids=request.bad_word_ids,
+                adapter=request.adapter,
+            )
+        )
+
+    def build(self, rows_dropped: list[int]) -> StepPlan:
+        edits = self.edits
+        return StepPlan(
+            step_id=self.step_id,
+            rows_dropped=array("i", rows_dropped),
+            rows_added=tuple(self.rows_added),
+            table_row=array("i", edits.row),
+            table_group=array("i", edits.group),
+            table_index=array("i", edits.index),
+            table_block=array("i", edits.block),
+            copy_group=array("i", edits.copy_group),
+            copy_source=array("i", edits.copy_source),
+            copy_target=array("i", edits.copy_target),
+            rows=array("i", [sequence.row for sequence in self.work]),  # type: ignore[misc]  # planned sequences have rows
+            starts=array("i", self.starts),
+            counts=array("i", self.counts),
+            sample_work=array("i", self.sample_work),
+            sample_rows=array("i", [sequence.row for sequence in self.sampled]),  # type: ignore[misc]
+            prompt_logprobs=tuple(self.prompt_logprobs),
+        )

@@ -1,0 +1,65 @@
+"""One answer in the making: the scheduler's mutable record of a sequence.
+
+What lives here: the record. What may not: decisions about it (scheduler/), blocks' rules (cache/), torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from headrace.cache.manager import SequenceKV
+from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceStatus
+
+NEVER = -1
+ALWAYS = 2**62
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``num_tokens`` counts known ids and the placeholders of steps in flight; ``num_computed_tokens`` advances when planned.
+
+        0 ........ num_prompt_tokens ........ len(token_ids) ........ num_tokens <= max_num_tokens
+                                              | known         | placeholders: sampled, not collected yet
+    """
+
+    request: Request
+    index: int
+    stop_ids: frozenset[int]  # EOS (unless ignored) and the request's own
+    max_num_tokens: int
+    order: tuple[int, ...]  # the policy's: smaller goes first
+    kv: SequenceKV
+    token_ids: array[int]
+    request_id: int = 0
+    seed: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    row: int | None = None
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    last_step: int = NEVER  # the last step that names it
+    ignore_through: int = NEVER  # results of steps up to this one are dropped
+    plain_until: int = 0  # while num_tokens is at most this, planning one more token needs no thought
+    checkpoint: int = 0  # while fewer ids are known, a new one needs no thought
+    attentive: bool = True  # its outputs carry more than tokens (first token, logprobs)
+    num_cached_tokens: int = 0
+    num_scored_tokens: int = 0  # prompt logprobs delivered
+    num_preemptions: int = 0
+    sibling_rows: list[int] = field(default_factory=list)  # reserved for n > 1 until the prompt is computed
+    forked: bool = False
+    first_scheduled: float | None = None
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.seed = (self.request.seed + self.index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def finish_record(self, reason: FinishReason, now: float, stop_reason: int | None = None, message: str | None = None) -> Finished:
+        times = RequestTimes(self.request.arrival_time, self.first_scheduled, self.first_token, now)
+        return Finished(reason, stop_reason, message, self.num_preemptions, times)
