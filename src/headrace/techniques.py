@@ -109,7 +109,7 @@ def find_technique(name: str) -> Technique:
 
 
 def config_switches(config_class: type = EngineConfig) -> Iterator[str]:
-    """Paths of every field made with ``config.switch``."""
+    """Paths of every config field that says it switches a technique."""
     config = config_class()
     for part in fields(config):
         value = getattr(config, part.name)

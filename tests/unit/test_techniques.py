@@ -11,13 +11,11 @@ from headrace import techniques
 from headrace.commands import techniques as command
 from headrace.errors import ConfigError
 
-PLAIN_FIELDS = {"cache.enable_prefix_caching", "device.overlap"}  # techniques with a flag of their own
-
 
 def test_every_switch_has_an_entry_and_every_entry_a_switch() -> None:
     registered = [item.switch for item in techniques.TECHNIQUES]
     assert len(set(registered)) == len(registered)
-    assert set(registered) == set(techniques.config_switches()) | PLAIN_FIELDS
+    assert set(registered) == set(techniques.config_switches())
 
 
 def test_off_is_another_value_than_the_default() -> None:
