@@ -306,10 +306,12 @@ class CacheManager:
                 if block is not None:
                     edits.set(row, group, index, block)
 
-    def fork(self, kv: SequenceKV) -> SequenceKV:
-        """A second holder of all blocks; the last, partly filled one is copied by whoever writes to it first."""
-        twin = SequenceKV(kv.salt, kv.adapter, [list(table) for table in kv.tables], kv.capacity, kv.node, kv.num_linked_blocks, kv.num_linked_blocks)
-        for group, table in enumerate(kv.tables):
+    def fork(self, kv: SequenceKV, num_tokens: int) -> SequenceKV:
+        """A second holder of the first ``num_tokens`` tokens' blocks; whoever first writes to a partly filled one copies it."""
+        tables = [table[: -(-num_tokens // spec.block_size)] for spec, table in zip(self.specs, kv.tables, strict=True)]
+        capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, tables, strict=True))
+        twin = SequenceKV(kv.salt, kv.adapter, tables, capacity, kv.node, kv.num_linked_blocks, kv.num_linked_blocks)
+        for group, table in enumerate(tables):
             for block in table:
                 if block is not None:
                     self.pools[group].acquire(block)

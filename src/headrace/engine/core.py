@@ -46,8 +46,7 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     plan: StepPlan
-    ticket: Ticket | None  # None: submitting itself failed
-    error: str
+    ticket: Ticket
     submitted: float
     schedule_seconds: float
 
@@ -75,6 +74,7 @@ class EngineCore:
         self._observer = observer
         self._journal = journal
         self._events: list[Event] = []
+        self._failed = False
         self._fifo: deque[_Submitted] = deque()
 
     @property
@@ -95,7 +95,7 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
-        submitted = self._submit_next() if len(self._fifo) <= self.depth else False
+        submitted = self._submit_next() if len(self._fifo) <= self.depth and not self._failed else False
         if self._fifo and (not submitted or len(self._fifo) > self.depth):
             return self._collect_oldest()
         return self.scheduler.take_rejected()
@@ -108,13 +108,8 @@ class EngineCore:
         plan = self.scheduler.schedule(begin, events)
         if plan is None:
             return False
-        ticket, error = None, ""
         submitted = self.clock.now()
-        try:
-            ticket = self.executor.submit(plan)
-        except StepFailed as failure:
-            error = failure.message
-        self._fifo.append(_Submitted(plan, ticket, error, submitted, submitted - begin))
+        self._fifo.append(_Submitted(plan, self.executor.submit(plan), submitted, submitted - begin))
         return True
 
     def _collect_oldest(self) -> list[SequenceOutput]:
@@ -124,18 +119,24 @@ class EngineCore:
         if self._journal is not None:
             self._journal.collected(collected, result, error)
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
+        self._settle(result is None)
         if self._observer is not None:
             host = step.schedule_seconds + self.clock.now() - collected
             self._observer.on_step(step.plan, result, step.submitted, collected, host)
         return outputs
 
     def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:
-        if step.ticket is None:
-            return None, step.error
         try:
             return self.executor.collect(step.ticket), ""
         except StepFailed as failure:
             return None, failure.message
+
+    def _settle(self, failed: bool) -> None:
+        """After a failure nothing is submitted until all steps in flight are collected and the executor has recovered."""
+        self._failed = self._failed or failed
+        if self._failed and not self._fifo:
+            self.executor.recover()
+            self._failed = False
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.cache

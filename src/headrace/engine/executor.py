@@ -6,10 +6,12 @@ What lives here: the protocol and the keyed-hash executor (no model). What may n
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.clock import Clock, RealClock
+from headrace.errors import StepFailed
 from headrace.request import NewRow, StepPlan, StepResult, TokenLogprobs
 from headrace.spec import KVGroup, KVKind, KVSpec
 
@@ -36,8 +38,9 @@ class Ticket:
 class Executor(Protocol):
     """``submit`` returns at once or after the work (an inline executor); tickets are collected in order of submission.
 
-    ``collect`` raises StepFailed when the whole step failed; the executor must then still accept new plans.
-    Nothing between submit and collect may read results on the host.
+    ``collect`` raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks*
+    (its deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
+    the plans that follow build them anew. Nothing between submit and collect may read results on the host.
     """
 
     info: ExecutorInfo
@@ -45,6 +48,8 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Ticket: ...
 
     def collect(self, ticket: Ticket) -> StepResult: ...
+
+    def recover(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -67,7 +72,7 @@ class _HashRow:
 
 @dataclass(slots=True)
 class _HashTicket(Ticket):
-    result: StepResult
+    result: StepResult | None  # None: the step failed
     ready_at: float
 
 
@@ -78,31 +83,53 @@ class KeyedHashExecutor:
     block given away too early changes tokens, as it would with real keys and values. With ``check`` every slot of the
     context is compared with the chain of the row's own ids and the first difference raises.
     ``device_time``: seconds a step takes on the (one) device, so that overlap shows.
+    ``fault(plan)`` true makes that step fail.
     """
 
-    def __init__(self, info: ExecutorInfo, *, key: int = 0, device_time: float = 0.0, clock: Clock | None = None, check: bool = False) -> None:
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        *,
+        key: int = 0,
+        device_time: float = 0.0,
+        clock: Clock | None = None,
+        check: bool = False,
+        fault: Callable[[StepPlan], bool] | None = None,
+    ) -> None:
         self.info = info
         self._key = _mix(key & _MASK, 0x5EED)
         self._device_time = device_time
         self._clock = clock or RealClock()
         self._check = check
+        self._fault = fault
+        self._broken = False
         self._rows: dict[int, _HashRow] = {}
         self._specs = [group.spec for group in info.kv_groups]
         self._kv = [array("Q", bytes(8 * group.num_blocks * group.spec.block_size)) for group in info.kv_groups]
         self._busy_until = 0.0
 
     def submit(self, plan: StepPlan) -> _HashTicket:
-        self._apply(plan)
-        heads = [self._compute(self._rows[row], start, count) for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)]
-        result = self._sample(plan, heads)
+        self._broken = self._broken or (self._fault is not None and self._fault(plan))
+        result = None if self._broken else self._execute(plan)
         self._busy_until = max(self._busy_until, self._clock.now()) + self._device_time
         return _HashTicket(plan.step_id, result, self._busy_until)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        self._apply(plan)
+        heads = [self._compute(self._rows[row], start, count) for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)]
+        return self._sample(plan, heads)
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, _HashTicket)
         if self._device_time:
             self._clock.sleep_until(ticket.ready_at)
+        if ticket.result is None:
+            raise StepFailed(f"step {ticket.step_id} failed on purpose or follows one that did")
         return ticket.result
+
+    def recover(self) -> None:
+        self._rows.clear()
+        self._broken = False
 
     def close(self) -> None:
         self._rows.clear()

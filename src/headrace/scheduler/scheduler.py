@@ -256,7 +256,7 @@ class Scheduler:
         for index, row in enumerate(sequence.sibling_rows, start=1):
             twin = self._create_sequence(sequence.request, index, sequence.order)
             if self.limits.kv_caching:  # else each recomputes everything into blocks of its own
-                twin.kv = self.cache.fork(sequence.kv)
+                twin.kv = self.cache.fork(sequence.kv, sequence.num_computed_tokens)
             twin.num_computed_tokens = sequence.num_computed_tokens
             twin.status, twin.row, twin.forked = SequenceStatus.RUNNING, row, True
             twin.first_scheduled, twin.num_cached_tokens = sequence.first_scheduled, sequence.num_cached_tokens

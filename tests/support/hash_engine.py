@@ -1,0 +1,155 @@
+"""Engines without a model, and the oracle that says what they must answer.
+
+What lives here: builders and the oracle of the keyed-hash executor. What may not: assertions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash_info
+from headrace.engine.journal import Journal
+from headrace.request import Finished, Request, SamplingParams, SequenceOutput
+
+VOCAB = 512
+EOS = 7
+
+
+def ids(values: Iterable[int]) -> array[int]:
+    return array("i", values)
+
+
+def request(request_id: int, prompt: Iterable[int], **fields: object) -> Request:
+    """A request with greedy defaults; ``fields`` are split between Request and SamplingParams."""
+    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter", "seed") if name in fields}
+    params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})  # type: ignore[arg-type]
+    return Request(request_id=request_id, prompt_token_ids=ids(prompt), params=params, **own)  # type: ignore[arg-type]
+
+
+def engine(
+    *,
+    depth: int = 0,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    max_model_len: int = 200,
+    window: int | None = None,
+    info: ExecutorInfo | None = None,
+    journal: Journal | None = None,
+    cache: CacheConfig | None = None,
+    executor: KeyedHashExecutor | None = None,
+    check: bool = True,
+    **scheduler: object,
+) -> EngineCore:
+    """A small core over a checking keyed-hash executor and a virtual clock."""
+    clock = VirtualClock()
+    info = info or keyed_hash_info(
+        vocab_size=VOCAB, max_model_len=max_model_len, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, window=window
+    )
+    return EngineCore(
+        executor or KeyedHashExecutor(info, clock=clock, check=check),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),  # type: ignore[arg-type]
+        cache=cache or CacheConfig(),
+        eos_token_ids=frozenset({EOS}),
+        clock=clock,
+        depth=depth,
+        journal=journal,
+    )
+
+
+class Answers:
+    """Collects outputs by (request id, index)."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.finished: dict[tuple[int, int], Finished] = {}
+        self.cached: dict[tuple[int, int], int] = {}
+        self.scores: dict[tuple[int, int], list[object]] = {}
+
+    def take(self, outputs: Iterable[SequenceOutput]) -> None:
+        for output in outputs:
+            key = (output.request_id, output.index)
+            assert key not in self.finished, f"{key} got an output after its end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            self.scores.setdefault(key, []).extend(output.prompt_logprobs)
+            if output.num_cached_tokens is not None:
+                self.cached[key] = output.num_cached_tokens
+            if output.finished is not None:
+                self.finished[key] = output.finished
+
+
+def run(core: EngineCore, *, max_steps: int = 5000, each_step: Callable[[EngineCore, Answers], None] | None = None, answers: Answers | None = None) -> Answers:
+    """Steps until there is no work; a core that never gets there fails."""
+    answers = answers or Answers()
+    for _ in range(max_steps):
+        if not core.has_work:
+            return answers
+        answers.take(core.step())
+        if each_step is not None:
+            each_step(core, answers)
+    raise AssertionError(f"still busy after {max_steps} steps: {core.stats()}")
+
+
+def expected(request: Request, *, index: int = 0, max_model_len: int = 200, eos: int = EOS) -> list[int]:
+    """The answer the keyed-hash model gives, computed alone and without any cache, from the executor run on one big block."""
+    params = request.params
+    info = keyed_hash_info(vocab_size=VOCAB, max_model_len=max_model_len, num_blocks=1, block_size=max_model_len)
+    tokens = list(request.prompt_token_ids)
+    out: list[int] = []
+    limit = min(params.max_tokens or max_model_len, max_model_len - len(tokens))
+    while len(out) < limit:
+        out.append(next_token(info, tokens + out, request, index))
+        if out[-1] in params.stop_token_ids or (out[-1] == eos and not params.ignore_eos):
+            break
+    return out
+
+
+def next_token(info: ExecutorInfo, context: list[int], request: Request, index: int) -> int:
+    from headrace.engine.executor import _mix  # the oracle shares the hash, not the tables
+
+    head = _mix(0, 0x5EED)
+    for token in context:
+        head = _mix(head, token)
+    seed = (request.seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    salt = seed if request.params.n > 1 else 0
+    return _mix(head ^ salt, 0x70C) % info.vocab_size
+
+
+def assert_at_rest(core: EngineCore) -> None:
+    """Nothing runs, nothing is held: every block is free or merely remembered, every row is back."""
+    stats = core.stats()
+    assert not core.has_work
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), stats
+    assert core.scheduler.cache.num_leaving == 0
+    assert len(core.scheduler._free_rows) == core.scheduler.limits.max_num_seqs
+
+
+def check_books(core: EngineCore) -> None:
+    """The invariants that hold between any two turns of the loop."""
+    scheduler, cache = core.scheduler, core.scheduler.cache
+    holders: list[dict[int, int]] = [{} for _ in cache.pools]
+    for siblings in scheduler._requests.values():
+        for sequence in siblings:
+            for group, table in enumerate(sequence.kv.tables):
+                for block in table:
+                    if block is not None:
+                        holders[group][block] = holders[group].get(block, 0) + 1
+    for _, group, block in cache._leaving:
+        holders[group][block] = holders[group].get(block, 0) + 1
+    for group, pool in enumerate(cache.pools):
+        assert pool.num_used + pool.num_cached + len(pool._free) == pool.num_blocks
+        assert len(set(pool._free)) == len(pool._free)
+        for block in range(pool.num_blocks):
+            assert pool.references(block) == holders[group].get(block, 0), f"group {group} block {block}: references are not its holders"
+            assert not (pool.is_cached(block) and pool.references(block))
+    for node in cache.tree.nodes():
+        assert not node.detached and node.parent is not None
+        for group, blocks in enumerate(node.blocks):
+            for block in blocks or ():
+                assert cache._node_of[group][block] is node
+                assert block not in cache.pools[group]._free, "a named block is free"
