@@ -79,7 +79,7 @@ def estimate_profile() -> DeviceProfile:
 def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision]:
     """The stored profile of this device, or an estimate; and which of the two it is. Called with torch's threads already set."""
     if device != "cpu":
-        return None, Decision("device profile", "unknown", f"only CPUs are measured so far, not {device}; steps are timed, but not compared with a limit")
+        return None, Decision("device profile", "unknown", f"only CPUs are measured so far, not {device}; steps are timed without a limit")
     identity = cpu_identity(torch.get_num_threads())
     try:
         stored = find_profile(identity)

@@ -1,0 +1,119 @@
+"""How a benchmark shows its figures: on what, with which limits, in a table, as JSON, as a picture.
+
+What lives here: facts about machine and versions, tables, files, plots. What may not: measuring and arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headrace.cost.profile import cpu_identity
+from headrace.errors import ConfigError
+
+PACKAGES = ("headrace", "torch", "numpy", "triton")
+
+
+def machine_facts(limits: str | None = None, **more: Any) -> dict[str, Any]:
+    """What every table carries: machine, cores, versions, date, the limits measured in the same run, and the shapes in ``more``."""
+    identity = cpu_identity(len(os.sched_getaffinity(0)))
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{identity.name}, {identity.threads} cores, {_memory_gib():.0f} GiB ({', '.join(identity.features)})",
+        "versions": f"python {platform.python_version()}, " + ", ".join(_versions()),
+        "limits": limits or "not measured in this run",
+        **more,
+    }
+
+
+def _versions() -> list[str]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _memory_gib() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2**30
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    for name, value in facts.items():
+        print(f"{name + ':':<10} {value}")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Aligned text, numbers to the right; a missing value is printed as ``missing``."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(columns)]
+    numeric = [all(isinstance(row[i], (int, float, type(None))) for row in rows) for i in range(len(columns))]
+    lines = [[column.rjust(w) if n else column.ljust(w) for column, w, n in zip(columns, widths, numeric, strict=True)]]
+    lines += [[cell.rjust(w) if n else cell.ljust(w) for cell, w, n in zip(row, widths, numeric, strict=True)] for row in cells]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return str(value)
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """``name  value`` lines, in order."""
+    width = max(map(len, figures), default=0)
+    for name, value in figures.items():
+        print(f"{name:<{width}}  {_cell(value)}")
+
+
+def write_json(path: Path, payload: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(payload, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); give another file.") from error
+
+
+def load_pyplot() -> Any:
+    """matplotlib.pyplot for drawing into files. Raises ConfigError with the way to install it."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib; install it with: pip install 'headrace[plot]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], note: str = "") -> None:
+    """A row of panels: ``{"x", "y"}`` labels, ``curves`` {name: [(x, y), …]}, optionally ``log`` ("x", "y" or "xy")."""
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for name, points in panel["curves"].items():
+            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+        axis.set_xlabel(panel["x"])
+        axis.set_ylabel(panel["y"])
+        for letter in panel.get("log", ""):
+            getattr(axis, f"set_{letter}scale")("log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    figure.text(0.01, 0.005, note, fontsize=6, color="0.4")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}); give a file name ending in .png, .svg or .pdf.") from error
+    finally:
+        pyplot.close(figure)
