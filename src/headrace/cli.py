@@ -56,7 +56,7 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage."""
+    """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage (a flag or a setting)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -111,4 +111,4 @@ def _explain(error: HeadraceError, *, show_traceback: bool) -> int:
     if show_traceback or os.environ.get("HEADRACE_LOG_LEVEL", "").lower() == "debug":
         traceback.print_exception(error)
     print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
-    return EXIT_ERROR
+    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR

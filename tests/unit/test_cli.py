@@ -83,7 +83,7 @@ def test_wrong_usage_is_one_line_and_status_2(words: tuple[str, ...]) -> None:
 
 def test_bad_log_level_is_explained() -> None:
     done = run("doctor", HEADRACE_LOG_LEVEL="loud")
-    assert done.returncode == 1 and "set it to one of debug, info" in done.stderr
+    assert done.returncode == 2 and "set it to one of debug, info" in done.stderr
 
 
 def test_an_error_is_one_line_and_status_1(fake_command: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_debug_shows_the_traceback(fake_command: types.SimpleNamespace, capsys: 
         raise ConfigError("bad")
 
     fake_command.run = fail
-    assert cli.main(words) == 1
+    assert cli.main(words) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and err.endswith("headrace: bad\n")
 

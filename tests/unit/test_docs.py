@@ -1,0 +1,53 @@
+"""Documentation that can be checked is checked: generated pages, links, and the source files they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+SOURCE = re.compile(r"(?:src/headrace/|tests/|docs/)?(?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|c|md|yaml|toml|txt)")
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "techniques.md", "request-fields.md"])
+def test_generated_pages_say_what_the_code_says(page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert generator().PAGES[page]() == written, "run `python docs/generate.py`"
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target and not target.startswith("#") and not (page.parent / target.partition("#")[0]).exists():
+            yield f"{page.relative_to(ROOT)}: {target}"
+
+
+def missing_files(page: Path) -> Iterator[str]:
+    """Source files that a page names, relative to the repository or to src/headrace, and that are not there."""
+    for text in CODE.findall(page.read_text(encoding="utf-8")):
+        if SOURCE.fullmatch(text) and "/" in text and not any((base / text).exists() for base in (ROOT, ROOT / "src" / "headrace")):
+            yield f"{page.relative_to(ROOT)}: {text}"
+
+
+def test_links_lead_somewhere() -> None:
+    assert not [each for page in PAGES for each in broken_links(page)]
+
+
+def test_files_that_pages_name_exist() -> None:
+    assert not [each for page in PAGES for each in missing_files(page)]
