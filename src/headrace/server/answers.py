@@ -1,0 +1,281 @@
+"""An answer on the wire, whole or in chunks: the shapes of chat completions and of completions.
+
+What lives here: the two formats and what they add up. What may not: sending, timing, the engine.
+
+A stream's constant JSON is rendered once a choice; a plain token then costs one look-up, one string escape and two joins.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.engine.output import RequestDelta
+from headrace.request import TokenLogprobs
+from headrace.server.logprobs import LogprobFormat
+from headrace.server.wire import encode, quote
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an answer carries besides text."""
+
+    model: str
+    fingerprint: str
+    logprobs: bool
+    prompt_logprobs: bool
+    token_ids: bool
+    include_usage: bool
+
+    @property
+    def plain(self) -> bool:
+        return not (self.logprobs or self.token_ids)
+
+
+@dataclass(slots=True)
+class PromptState:
+    """One prompt of a request: its ids, and what came back about it. ``text`` is shown by echo."""
+
+    token_ids: Sequence[int]
+    text: str = ""
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """One choice as it grows. Texts, ids and logprobs are kept only for whole answers."""
+
+    prompt: PromptState
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_tokens: int = 0
+
+    def add(self, delta: RequestDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+
+    def count(self, delta: RequestDelta) -> None:
+        """What every answer needs, streamed or whole."""
+        self.num_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None and delta.index == 0:
+            self.prompt.cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs:
+            self.prompt.logprobs.extend(delta.prompt_logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Answer(Protocol):
+    """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt."""
+
+    choices: list[ChoiceState]
+
+    def opening(self) -> str:
+        """Events before the first token."""
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        """Events for one delta: one a token, and one for the end where the format wants it."""
+
+    def closing(self) -> str:
+        """Events after the last token."""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one object."""
+
+
+class _Base:
+    """What both formats share: identity, usage, and the constant beginning and end of every event."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any) -> None:
+        self.shape = shape
+        self.prompts = prompts
+        self.choices = [ChoiceState(prompt) for prompt in prompts for _ in range(n)]
+        self.format = LogprobFormat(tokenizer)
+        self.created = int(time.time())
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head = (
+            f'data: {{"id":"{self.id}","object":"{self.chunk_kind}","created":{self.created},"model":{quote(shape.model)},'
+            f'"system_fingerprint":"{shape.fingerprint}","choices":['
+        )
+        self._tail = ']' + (',"usage":null' if shape.include_usage else "") + "}\n\n"
+
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(len(state.token_ids) for state in self.prompts)
+        completion = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(state.cached_tokens for state in self.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def closing(self) -> str:
+        if not self.shape.include_usage:
+            return DONE
+        return f'{self._head}],"usage":{encode(self.usage()).decode()}}}\n\n{DONE}'
+
+    def event_of(self, choice: dict[str, Any], **extra: Any) -> str:
+        """An event that is not worth prerendering."""
+        further = "".join(f",{quote(name)}:{encode(value).decode()}" for name, value in extra.items())
+        return f"{self._head}{encode(choice).decode()}{self._tail[:-3]}{further}}}\n\n"
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.shape.model,
+            "system_fingerprint": self.shape.fingerprint,
+            "choices": choices,
+            "usage": self.usage(),
+        }
+
+
+class ChatAnswer(_Base):
+    """chat.completion and chat.completion.chunk."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, shape: Shape, prompt: PromptState, n: int, tokenizer: Any) -> None:
+        super().__init__(shape, [prompt], n, tokenizer)
+        self._plain_heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(n)]
+        self._plain_tail = '},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def opening(self) -> str:
+        delta = {"role": "assistant", "content": ""}
+        extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
+        events = [
+            self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
+            for index in range(len(self.choices))
+        ]
+        return "".join(events)
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        if self.shape.plain:
+            text = f"{self._plain_heads[choice]}{quote(delta.text)}{self._plain_tail}" if delta.text or delta.finish_reason is None else ""
+        else:
+            text = self._rich(choice, delta) if delta.text or delta.token_ids or delta.finish_reason is None else ""
+        return text if delta.finish_reason is None else text + self._end(choice, delta)
+
+    def _rich(self, choice: int, delta: RequestDelta) -> str:
+        logprobs = self.format.chat(delta.logprobs) if self.shape.logprobs else None
+        shown: dict[str, Any] = {"index": choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
+        if self.shape.token_ids:
+            shown["token_ids"] = list(delta.token_ids)
+        return self.event_of(shown)
+
+    def _end(self, choice: int, delta: RequestDelta) -> str:
+        return self.event_of({"index": choice, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+
+    def whole(self) -> dict[str, Any]:
+        whole = self._whole([self._choice(index, choice) for index, choice in enumerate(self.choices)])
+        prompt = self.prompts[0]
+        if self.shape.token_ids:
+            whole["prompt_token_ids"] = list(prompt.token_ids)
+        if self.shape.prompt_logprobs:
+            whole["prompt_logprobs"] = self.format.prompt(prompt.logprobs)
+        return whole
+
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "logprobs": self.format.chat(choice.logprobs) if self.shape.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.shape.token_ids:
+            shown["token_ids"] = choice.token_ids
+        return shown
+
+
+class CompletionAnswer(_Base):
+    """text_completion. ``echo`` puts the prompt first; ``discard`` shows nothing of what was generated (max_tokens 0)."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool) -> None:
+        super().__init__(shape, prompts, n, tokenizer)
+        self._n = n
+        self._echo = echo
+        self._discard = discard
+        self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
+        self._plain_heads = [f'{self._head}{{"index":{index},"text":' for index in range(len(self.choices))]
+        self._plain_tail = ',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def opening(self) -> str:
+        if not self._echo and not self.shape.token_ids:
+            return ""
+        return "".join(self.event_of(self._opening_choice(index, choice)) for index, choice in enumerate(self.choices))
+
+    def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        shown: dict[str, Any] = {"index": index, "text": choice.prompt.text if self._echo else "", "logprobs": None, "finish_reason": None}
+        if self.shape.token_ids:
+            shown["prompt_token_ids"] = list(choice.prompt.token_ids)
+        return shown
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        if self._discard:
+            self.choices[choice].num_tokens = 0
+            return self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length")) if delta.finish_reason is not None else ""
+        if delta.finish_reason is not None:
+            return self._end(choice, delta)
+        if self.shape.plain:
+            return f"{self._plain_heads[choice]}{quote(delta.text)}{self._plain_tail}"
+        return self.event_of(self._rich(choice, delta))
+
+    def _end(self, choice: int, delta: RequestDelta) -> str:
+        return self.event_of({**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+
+    def _rich(self, choice: int, delta: RequestDelta) -> dict[str, Any]:
+        logprobs = None
+        if self.shape.logprobs and delta.logprobs:
+            logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
+            self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        shown: dict[str, Any] = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        if self.shape.token_ids:
+            shown["token_ids"] = list(delta.token_ids)
+        return shown
+
+    def whole(self) -> dict[str, Any]:
+        if self._discard:
+            for choice in self.choices:
+                choice.texts, choice.token_ids, choice.logprobs, choice.num_tokens = [], [], [], 0
+                choice.finish_reason, choice.stop_reason = "length", None
+        return self._whole([self._choice(index, choice) for index, choice in enumerate(self.choices)])
+
+    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        prompt = choice.prompt
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": (prompt.text if self._echo else "") + "".join(choice.texts),
+            "logprobs": self._logprobs(choice) if self.shape.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.shape.prompt_logprobs:
+            shown["prompt_logprobs"] = self.format.prompt(prompt.logprobs)
+        if self.shape.token_ids:
+            shown["prompt_token_ids"], shown["token_ids"] = list(prompt.token_ids), choice.token_ids
+        return shown
+
+    def _logprobs(self, choice: ChoiceState) -> dict[str, list[Any]]:
+        if not self._echo:
+            return self.format.completion(choice.logprobs, 0)
+        prompt = choice.prompt
+        return self.format.completion([None, *prompt.logprobs, *choice.logprobs], 0, prompt.token_ids)

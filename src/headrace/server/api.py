@@ -1,0 +1,135 @@
+"""The routes, as a table, and the handlers that need no generation.
+
+What lives here: which path takes which method, which is open, and what it is for (a schema can be generated from it).
+What may not: HTTP mechanics (app.py, exchange.py), generation (generate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import InvalidRequest, NotFound
+from headrace.request import check_token_ids
+from headrace.server import fields, generate
+from headrace.server.exchange import Exchange
+from headrace.server.exposition import CONTENT_TYPE
+from headrace.server.protocol import parse_detokenize, parse_tokenize
+from headrace.server.service import Service, State
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. ``path`` may end in ``{name}``, which takes the rest. ``open``: needs no key. ``body``: its request fields."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    open: bool = False
+    body: tuple[fields.Field, ...] = ()
+
+
+async def health(service: Service, exchange: Exchange) -> None:
+    service.any_engine()
+    await exchange.reply_json({"status": "ok"})
+
+
+async def ready(service: Service, exchange: Exchange) -> None:
+    _ = service.engine  # raises while loading, draining or dead
+    await exchange.reply_json({"status": "ready"})
+
+
+async def version(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json({"version": service.version})
+
+
+async def metrics(service: Service, exchange: Exchange) -> None:
+    stats = await service.any_engine().stats() if service.state in (State.READY, State.DRAINING) else {}
+    await exchange.reply(200, service.metrics.render(service.model_name, stats), CONTENT_TYPE)
+
+
+async def models(service: Service, exchange: Exchange) -> None:
+    names = service.any_engine().info.served_names
+    await exchange.reply_json({"object": "list", "data": [_model_card(service, name) for name in names]})
+
+
+async def model(service: Service, exchange: Exchange) -> None:
+    name = exchange.path.removeprefix("/v1/models/")
+    if name not in service.any_engine().info.served_names:
+        raise NotFound(f"The model {name[:100]!r} is not served here; see /v1/models.", param="model", code="model_not_found")
+    await exchange.reply_json(_model_card(service, name))
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    info = service.any_engine().info
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "headrace",
+        "root": info.served_names[0],
+        "parent": None,
+        "max_model_len": info.max_sequence_tokens,
+    }
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    engine = service.engine
+    request = parse_tokenize(await exchange.read_json(service.config.max_body_bytes))
+    service.check_model(request.model)
+    if request.messages is not None:
+        parsed = await generate.render_chat(service, request.messages, request.conversation)
+        if request.add_special_tokens:
+            parsed = await generate.encode_prompt(service, parsed.text or "", True)
+    else:
+        parsed = await generate.encode_prompt(service, request.prompt or "", request.add_special_tokens)
+    ids = list(parsed.token_ids or ())
+    strings = [engine.tokenizer.token_text(i) for i in ids] if request.return_token_strs and engine.tokenizer is not None else None
+    await exchange.reply_json({"count": len(ids), "max_model_len": engine.info.max_sequence_tokens, "tokens": ids, "token_strs": strings})
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    engine = service.engine
+    request = parse_detokenize(await exchange.read_json(service.config.max_body_bytes))
+    service.check_model(request.model)
+    if engine.tokenizer is None:
+        raise InvalidRequest("This model has no tokenizer; start the server with --tokenizer.", param="tokens")
+    check_token_ids("tokens", request.tokens, engine.info.vocab_size)
+    await exchange.reply_json({"prompt": engine.tokenizer.decode(request.tokens, request.skip_special_tokens)})
+
+
+ROUTES = (
+    Route("GET", "/health", health, "200 while the engine lives", open=True),
+    Route("GET", "/ready", ready, "200 while new requests are taken", open=True),
+    Route("GET", "/version", version, "the version of Headrace"),
+    Route("GET", "/metrics", metrics, "Prometheus metrics"),
+    Route("GET", "/v1/models", models, "the names of the model"),
+    Route("GET", "/v1/models/{name}", model, "one name of the model"),
+    Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT),
+    Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION),
+    Route("POST", "/tokenize", tokenize, "text or a conversation to token ids", body=fields.TOKENIZE),
+    Route("POST", "/detokenize", detokenize, "token ids to text", body=fields.DETOKENIZE),
+)
+
+
+class RouteTable:
+    """Exact paths first, then the longest prefix of a ``{name}`` route."""
+
+    def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
+        self.routes = routes
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefixes: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            prefix, brace, _ = route.path.partition("{")
+            (self._prefixes if brace else self._exact).setdefault(prefix, {})[route.method] = route
+
+    def match(self, path: str) -> dict[str, Route]:
+        """Routes by method; empty where there is no such path."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found
+        return next((by_method for prefix, by_method in self._prefixes.items() if path.startswith(prefix) and path != prefix), {})

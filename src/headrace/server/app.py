@@ -1,0 +1,95 @@
+"""The ASGI application: every request passes the same gates in the same order, and ends in exactly one visible way.
+
+What lives here: gates, the outermost error handling, the access log. What may not: what a route does.
+
+Gates: Host and Origin, the matched route, the key, the method. No layers of middleware: one coroutine, one exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import HeadraceError, NotFound
+from headrace.server.api import Handler, RouteTable
+from headrace.server.auth import Guard
+from headrace.server.exchange import Exchange, Receive, Send
+from headrace.server.http_errors import ClientLeft, ClientTooSlow, MethodNotAllowed
+from headrace.server.service import Service
+from headrace.server.stream import fail_stream
+
+log = logging.getLogger("headrace.server")
+access_log = logging.getLogger("headrace.access")
+
+_QUIET = frozenset(("/health", "/ready", "/metrics"))
+
+
+class App:
+    """What uvicorn calls once a request."""
+
+    def __init__(self, service: Service, guard: Guard, table: RouteTable) -> None:
+        self._service = service
+        self._guard = guard
+        self._table = table
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._dispatch(exchange)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if exchange.cause is None or task is None:
+                raise
+            task.uncancel()
+            await self._end(exchange, exchange.cause)
+        except HeadraceError as error:
+            await self._end(exchange, error)
+        except Exception:
+            log.exception("%s %s failed", exchange.method, exchange.route)
+            await self._end(exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it."))
+        finally:
+            exchange.close()
+            self._record(exchange)
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        handler = self._gate(exchange)
+        await handler(self._service, exchange)
+
+    def _gate(self, exchange: Exchange) -> Handler:
+        self._guard.check_browser(exchange.headers)
+        by_method = self._table.match(exchange.path)
+        if not by_method or not all(route.open for route in by_method.values()):
+            self._guard.check_key(exchange.headers)
+        if not by_method:
+            raise NotFound(f"There is no route {exchange.path[:100]!r}; see the list in the documentation.", code="route_not_found")
+        exchange.route = next(iter(by_method.values())).path
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if method not in by_method:
+            raise MethodNotAllowed(exchange.method, ", ".join([*by_method, *(["HEAD"] if "GET" in by_method else [])]))
+        return by_method[method].handler
+
+    async def _end(self, exchange: Exchange, error: HeadraceError) -> None:
+        """The last thing a client sees of a request that failed."""
+        if isinstance(error, ClientLeft):
+            exchange.status = exchange.status or error.status
+            if isinstance(error, ClientTooSlow):
+                exchange.cut()
+        elif exchange.status is None:
+            await exchange.reply_error(error)
+        elif not exchange.finished:
+            await fail_stream(exchange, error)
+        if error.status >= 500:
+            log.warning("%s %s: %s", exchange.method, exchange.route, error.message)
+
+    def _record(self, exchange: Exchange) -> None:
+        """One line without anything a client wrote; probes are for debugging only."""
+        status = exchange.status or 500
+        self._service.metrics.count_answer(exchange.route, status)
+        milliseconds = (time.perf_counter() - exchange.arrival) * 1000
+        level = logging.DEBUG if exchange.route in _QUIET and status < 500 else logging.INFO
+        tokens = f"  {exchange.prompt_tokens}+{exchange.completion_tokens} tokens" if exchange.prompt_tokens else ""
+        method = exchange.method if exchange.route != "-" else "-"
+        access_log.log(level, "%s %s %d %.0f ms%s", method, exchange.route, status, milliseconds, tokens)

@@ -1,0 +1,83 @@
+"""Who may ask: API keys, and the Host and Origin rules that keep a browser from being led here by a foreign page.
+
+What lives here: the checks and the start-up rule for keys. What may not: routes (api.py says which are open).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from headrace.config import ServerConfig
+from headrace.errors import ConfigError, Unauthorized
+from headrace.server.http_errors import Forbidden, HttpError
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def is_loopback(host: str) -> bool:
+    """Only this machine can reach it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Raises ConfigError when the address and the keys do not go together."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        if any(not key.strip() or not key.isascii() for key in config.api_key):
+            raise ConfigError("--api-key is empty or not ASCII; give a key of printable ASCII characters.")
+        self._loopback = is_loopback(config.host)
+        if not self._loopback and not config.api_key:
+            raise ConfigError(f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY.")
+        self._host = config.host.lower()
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+
+    def check_browser(self, headers: Headers) -> None:
+        """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""
+        hosts = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
+        if len(hosts) > 1:
+            raise HttpError("The request has several Host headers; send one.")
+        host = hosts[0] if hosts else ""
+        if self._loopback and host and not self._is_ours(_host_name(host)):
+            raise Forbidden("The Host header names another machine than this one; use the address the server listens on.", code="foreign_host")
+        for name, value in headers:
+            if name == b"origin" and value.decode("latin-1").strip().lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+                raise Forbidden("The Origin header names another site; pages of other sites may not use this server.", code="foreign_origin")
+
+    def _is_ours(self, name: str) -> bool:
+        return name == self._host or is_loopback(name)
+
+    def check_key(self, headers: Headers) -> None:
+        """Every key is compared, in constant time, so that time tells nothing."""
+        if not self._digests:
+            return
+        given = _given_keys(headers)
+        digest = hashlib.sha256(given[0] if len(given) == 1 else b"").digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if len(given) != 1 or not any(matches):
+            raise Unauthorized("The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
+
+
+def _host_name(host: str) -> str:
+    """The name in ``name:port``, ``[v6]:port`` or a bare name."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
+
+
+def _given_keys(headers: Headers) -> list[bytes]:
+    keys = []
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            keys.append(key.strip() if scheme.lower() == b"bearer" else b"")
+        elif name == b"x-api-key":
+            keys.append(value.strip())
+    return keys

@@ -1,0 +1,174 @@
+"""One HTTP request and its answer, as handlers see them: read a body under limits, reply once or stream, end early.
+
+What lives here: the ASGI messages. What may not: routes, JSON fields, the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from headrace.errors import HeadraceError, PayloadTooLarge
+from headrace.server.http_errors import ClientLeft, HttpError, RequestTimeout, UnsupportedMediaType
+from headrace.server.wire import decode_object, encode, error_object
+
+BODY_IDLE_SECONDS = 30.0  # between two pieces of a body
+BODY_SECONDS = 300.0  # for all of it
+_MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Exchange:
+    """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
+
+    __slots__ = (
+        "_receive", "_send", "_task", "_watch", "arrival", "cause", "completion_tokens", "finished", "headers",
+        "method", "path", "prompt_tokens", "request_id", "route", "scope", "status",
+    )  # fmt: skip
+
+    def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
+        self.arrival = time.perf_counter()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.request_id = self._client_request_id() or uuid.uuid4().hex
+        self.route = "-"  # the matched route's template: what logs and metrics show
+        self.status: int | None = None
+        self.finished = False
+        self.cause: HeadraceError | None = None
+        self.prompt_tokens = self.completion_tokens = 0
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+    def _client_request_id(self) -> str | None:
+        """The client's own name for the request, if it is harmless to repeat; it is never a key."""
+        text = (self.header(b"x-request-id") or b"").decode("latin-1").strip()
+        harmless = 0 < len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()
+        return text if harmless else None
+
+    # --- the request
+
+    async def read_json(self, max_bytes: int) -> dict[str, Any]:
+        """The body as one JSON object. Raises 408, 413, 415 and 400 errors; nothing larger than ``max_bytes`` is ever held."""
+        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise UnsupportedMediaType("The body must be JSON; send Content-Type: application/json.")
+        if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
+            raise UnsupportedMediaType("Compressed bodies are not taken; send the JSON as it is.")
+        return decode_object(await self._read_body(max_bytes))
+
+    async def _read_body(self, max_bytes: int) -> bytes:
+        announced = self.header(b"content-length") or b"0"
+        too_large = PayloadTooLarge(f"The body is larger than {max_bytes} bytes; send less.", code="body_too_large")
+        if int(announced) > max_bytes and self.header(b"expect") is not None:
+            raise too_large  # the client waits for 100 Continue and has sent nothing yet
+        body, received, more = bytearray(), 0, True
+        deadline = time.perf_counter() + BODY_SECONDS
+        while more:
+            message = await self._receive_piece(deadline)
+            piece: bytes = message["body"]
+            received += len(piece)
+            more = message["more_body"]
+            if received <= max_bytes:
+                body += piece
+            elif received > 4 * max_bytes + 2**20:
+                raise too_large
+        # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece before.
+        if received > max_bytes:
+            raise too_large
+        return bytes(body)
+
+    async def _receive_piece(self, deadline: float) -> Message:
+        try:
+            async with asyncio.timeout(min(BODY_IDLE_SECONDS, max(deadline - time.perf_counter(), 0.0))):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestTimeout("The body did not arrive in time; send it at once.") from None
+        if message["type"] == "http.disconnect":
+            raise ClientLeft("The client left while sending its request.")
+        return message
+
+    # --- the answer
+
+    async def reply(self, status: int, body: bytes, content_type: bytes = b"application/json", headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        await self.begin(status, (*headers, (b"content-type", content_type), (b"content-length", b"%d" % len(body))))
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_json(self, value: Any, status: int = 200) -> None:
+        await self.reply(status, encode(value))
+
+    async def reply_error(self, error: HeadraceError) -> None:
+        await self.reply(error.status, encode(error_object(error)), headers=_error_headers(error))
+
+    async def begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": [(b"x-request-id", self.request_id.encode()), *headers]})
+
+    async def write(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def finish(self, body: bytes) -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # --- ends from outside
+
+    def watch_disconnect(self) -> None:
+        """From now on a client that leaves ends this exchange."""
+        self._watch = asyncio.create_task(self._wait_for_disconnect())
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(ClientLeft("The client left."))
+
+    def end(self, cause: HeadraceError) -> None:
+        """Cancels the handler; the application answers with ``cause`` as far as that is still possible."""
+        if self.cause is None and not self.finished and self._task is not None:
+            self.cause = cause
+            self._task.cancel()
+
+    def cut(self) -> None:
+        """Drops the connection at once, with whatever the client has not read."""
+        self.finished = True
+        transport = self.scope.get("transport")
+        if transport is not None:
+            transport.abort()
+
+    def close(self) -> None:
+        """The handler is done: nothing may cancel its task any more."""
+        self.finished = True
+        self._task = None
+        if self._watch is not None:
+            self._watch.cancel()
+
+
+def _error_headers(error: HeadraceError) -> tuple[tuple[bytes, bytes], ...]:
+    headers: list[tuple[bytes, bytes]] = []
+    retry_after: int | None = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % min(max(retry_after, 1), 30)))
+    allow: str | None = getattr(error, "allow", None)
+    if allow is not None:
+        headers.append((b"allow", allow.encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, (PayloadTooLarge, RequestTimeout)):
+        headers.append((b"connection", b"close"))
+    return tuple(headers)
+
+
+__all__ = ["Exchange", "HttpError"]

@@ -1,0 +1,106 @@
+"""What /metrics says: counts kept by the server, numbers asked of the engine, in Prometheus' text format.
+
+What lives here: names, labels, rendering. What may not: measuring (generate.py observes, the engine counts its own).
+Every series is fixed at start: labels never hold what a client sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from headrace.metrics import E2E_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKETS, Histogram, render_steps
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
+
+
+class ServerMetrics:
+    """What the front end counts. ``routes`` are the templates of the route table."""
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.inter_token = Histogram(ITL_BUCKETS)
+        self.end_to_end = Histogram(E2E_BUCKETS)
+        self.queue_time = Histogram(QUEUE_BUCKETS)
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.answers = {(route, status): 0 for route in (*routes, "-") for status in _STATUS_CLASSES}
+
+    def count_answer(self, route: str, status: int) -> None:
+        self.answers[route, f"{min(max(status // 100, 2), 5)}xx"] += 1
+
+    def count_end(self, reason: str) -> None:
+        self.finished[reason if reason in self.finished else "error"] += 1
+
+    def render(self, model: str, engine: Mapping[str, Any]) -> bytes:
+        """``engine`` is AsyncLLM.stats(); empty while it loads."""
+        page = _Page(model)
+        self._add_engine(page, engine)
+        page.scalar("prompt_tokens_total", "counter", "prompt tokens of accepted requests", self.prompt_tokens)
+        page.scalar("generation_tokens_total", "counter", "tokens generated", self.generation_tokens)
+        page.labelled("request_success_total", "counter", "choices by how they ended", "finished_reason", self.finished)
+        page.histogram("time_to_first_token_seconds", "arrival to first token", self.time_to_first_token)
+        page.histogram("inter_token_latency_seconds", "time between two tokens of one choice", self.inter_token)
+        page.histogram("e2e_request_latency_seconds", "arrival to last token", self.end_to_end)
+        page.histogram("request_queue_time_seconds", "arrival to first step", self.queue_time)
+        page.lines.extend(self._answer_lines())
+        text = "\n".join(page.lines) + "\n"
+        steps = engine.get("steps")
+        return (text + (render_steps(steps) if steps else "")).encode()
+
+    def _add_engine(self, page: _Page, engine: Mapping[str, Any]) -> None:
+        total, counters = engine.get("num_blocks", 0), engine.get("counters", {})
+        usage = engine["num_used_blocks"] / total if total else 0.0
+        page.scalar("num_requests_running", "gauge", "sequences in the running batch", engine.get("num_running", 0))
+        page.scalar("num_requests_waiting", "gauge", "sequences waiting for the batch", engine.get("num_waiting", 0))
+        page.scalar("kv_cache_usage_perc", "gauge", "share of the KV blocks in use, 0 to 1", usage)
+        for name, key, help in (
+            ("prefix_cache_queries", "prefix_queries", "prompt tokens looked up in the prefix cache"),
+            ("prefix_cache_hits", "prefix_hits", "prompt tokens found in the prefix cache"),
+        ):
+            page.scalar(name, "counter", help, counters.get(key, 0))
+            page.scalar(f"{name}_total", "counter", help, counters.get(key, 0))
+        page.scalar("num_preemptions_total", "counter", "sequences whose blocks were taken back", counters.get("preemptions", 0))
+
+    def _answer_lines(self) -> Iterator[str]:
+        yield "# HELP headrace_http_responses_total answers by route and status"
+        yield "# TYPE headrace_http_responses_total counter"
+        for (route, status), count in self.answers.items():
+            yield f'headrace_http_responses_total{{route="{route}",status="{status}"}} {count}'
+
+
+class _Page:
+    """Lines of text; every metric under both names, each with the model's name."""
+
+    prefixes = ("vllm:", "headrace_")
+
+    def __init__(self, model: str) -> None:
+        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        self._model = f'model_name="{escaped}"'
+        self.lines: list[str] = []
+
+    def scalar(self, name: str, kind: str, help: str, value: float) -> None:
+        for prefix in self.prefixes:
+            self._head(prefix + name, kind, help)
+            self.lines.append(f"{prefix}{name}{{{self._model}}} {value}")
+
+    def labelled(self, name: str, kind: str, help: str, label: str, values: Mapping[str, float]) -> None:
+        for prefix in self.prefixes:
+            self._head(prefix + name, kind, help)
+            self.lines.extend(f'{prefix}{name}{{{self._model},{label}="{key}"}} {value}' for key, value in values.items())
+
+    def histogram(self, name: str, help: str, histogram: Histogram) -> None:
+        for prefix in self.prefixes:
+            self._head(prefix + name, "histogram", help)
+            seen = 0
+            for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+                seen += count
+                self.lines.append(f'{prefix}{name}_bucket{{{self._model},le="{bound}"}} {seen}')
+            self.lines.append(f"{prefix}{name}_sum{{{self._model}}} {histogram.total}")
+            self.lines.append(f"{prefix}{name}_count{{{self._model}}} {histogram.count}")
+
+    def _head(self, name: str, kind: str, help: str) -> None:
+        self.lines += [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]

@@ -1,0 +1,159 @@
+"""The request fields of every generating route, as tables: what each may hold, and which are known but refused.
+
+What lives here: data (names, JSON types, meanings), from which requests are checked and a schema can be generated.
+What may not: parsing (protocol.py), values' bounds (SamplingParams holds them once for all routes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Use(Enum):
+    """What becomes of a field's value."""
+
+    SAMPLING = "sampling"  # handed to SamplingParams, which checks it
+    OPTION = "option"  # read by protocol.py
+    LABEL = "label"  # checked for type; changes nothing in the answer
+    REFUSED = "refused"  # known elsewhere, not supported here: an error unless neutral
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field. ``schema`` is its JSON-schema type. ``neutral`` values of a refused field ask for nothing and pass."""
+
+    name: str
+    use: Use
+    schema: str | tuple[str, ...] = "string"
+    help: str = ""
+    neutral: tuple[Any, ...] = field(default=())
+
+
+def _sampling(name: str, schema: str | tuple[str, ...], help: str) -> Field:
+    return Field(name, Use.SAMPLING, schema, help)
+
+
+def _option(name: str, schema: str | tuple[str, ...], help: str) -> Field:
+    return Field(name, Use.OPTION, schema, help)
+
+
+def _label(name: str, schema: str | tuple[str, ...] = "string") -> Field:
+    return Field(name, Use.LABEL, schema, "accepted; changes nothing in the answer")
+
+
+def _refused(name: str, remedy: str, *neutral: Any) -> Field:
+    return Field(name, Use.REFUSED, help=remedy, neutral=neutral)
+
+
+_COMMON = (
+    _option("model", "string", "a name from /v1/models; without it, the first"),
+    _option("stream", "boolean", "answer as server-sent events"),
+    _option("stream_options", "object", "include_usage: one last chunk with usage"),
+    _option("max_tokens", "integer", "most tokens to generate"),
+    _option("logit_bias", "object", "token id → number added to its logit"),
+    _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
+    _option("priority", "integer", "lower goes first; needs --scheduling-policy priority"),
+    _option("cache_salt", "string", "requests with different salts never share cached prefixes"),
+    _option("truncate_prompt_tokens", "integer", "keep only the last so many tokens of the prompt; -1: as many as fit"),
+    _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
+    _sampling("n", "integer", "answers to each prompt"),
+    _sampling("temperature", "number", "0 is greedy"),
+    _sampling("top_p", "number", "smallest set of tokens with this much probability"),
+    _sampling("top_k", "integer", "the k most probable tokens; 0 or -1: all"),
+    _sampling("min_p", "number", "tokens at least this probable, relative to the best"),
+    _sampling("presence_penalty", "number", "against tokens that were generated"),
+    _sampling("frequency_penalty", "number", "against tokens, by how often they were generated"),
+    _sampling("repetition_penalty", "number", "divides the logits of tokens seen"),
+    _sampling("seed", "integer", "same seed, same request: same tokens"),
+    _sampling("stop", ("string", "array"), "strings that end the answer"),
+    _sampling("stop_token_ids", "array", "token ids that end the answer"),
+    _sampling("include_stop_str_in_output", "boolean", "keep the stop string in the text"),
+    _sampling("ignore_eos", "boolean", "go on past the end-of-sequence token"),
+    _sampling("min_tokens", "integer", "no end before so many tokens"),
+    _sampling("skip_special_tokens", "boolean", "leave special tokens out of the text"),
+    _sampling("bad_words", "array", "strings never to generate"),
+    _sampling("allowed_token_ids", "array", "the only token ids to generate"),
+    _label("user"),
+    _label("metadata", "object"),
+    _label("prompt_cache_key"),
+    _label("safety_identifier"),
+    _label("service_tier"),
+    _refused("best_of", "ask for n answers and choose among them"),
+    _refused("use_beam_search", "beam search is not offered; use n with a temperature", False),
+    _refused("length_penalty", "it belongs to beam search, which is not offered", 1, 1.0),
+    _refused("structured_outputs", "constrained output is not supported yet; leave it out"),
+    _refused("guided_json", "constrained output is not supported yet; leave it out"),
+    _refused("guided_regex", "constrained output is not supported yet; leave it out"),
+    _refused("guided_choice", "constrained output is not supported yet; leave it out"),
+    _refused("guided_grammar", "constrained output is not supported yet; leave it out"),
+    _refused("response_format", "constrained output is not supported yet; leave it out", {"type": "text"}),
+    _refused("spaces_between_special_tokens", "text is decoded as the tokenizer says; leave it out", True),
+    _refused("logits_processors", "code is never taken from a request; leave it out", []),
+    _refused("return_tokens_as_token_ids", "use return_token_ids", False),
+    _refused("request_id", "send it as the X-Request-Id header"),
+    _refused("mm_processor_kwargs", "text models have no media processor; leave it out", {}),
+    _refused("kv_transfer_params", "blocks are not handed between servers yet; leave it out"),
+    _refused("vllm_xargs", "there are no such extensions here; leave it out", {}),
+)
+
+CHAT = (
+    *_COMMON,
+    _option("messages", "array", "the conversation"),
+    _option("max_completion_tokens", "integer", "most tokens to generate"),
+    _option("logprobs", "boolean", "log probabilities of the generated tokens"),
+    _option("top_logprobs", "integer", "the k most probable tokens of each position; needs logprobs"),
+    _option("tools", "array", "functions the model may call; given to the chat template"),
+    _option("tool_choice", ("string", "object"), "auto or none"),
+    _option("chat_template_kwargs", "object", "further variables for the chat template"),
+    _option("add_generation_prompt", "boolean", "end the prompt with the opening of the assistant's turn"),
+    _label("parallel_tool_calls", "boolean"),
+    _refused("functions", "use tools", []),
+    _refused("function_call", "use tool_choice", "none", "auto"),
+    _refused("modalities", "this server answers in text", ["text"]),
+    _refused("audio", "this server answers in text"),
+    _refused("prediction", "predicted outputs are not supported; leave it out"),
+    _refused("store", "nothing is stored; leave it out", False),
+    _refused("reasoning_effort", "give what the chat template knows in chat_template_kwargs"),
+    _refused("verbosity", "say it in a message"),
+    _refused("moderation", "nothing is moderated; leave it out"),
+    _refused("web_search_options", "this server fetches nothing; leave it out"),
+    _refused("prompt_cache_retention", "prefixes stay cached while memory lasts; leave it out"),
+    _refused("prompt_cache_options", "prefixes are cached automatically; leave it out"),
+    _refused("echo", "use /v1/completions", False),
+    _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
+    _refused("documents", "give them to the template in chat_template_kwargs"),
+    _refused("continue_final_message", "use /v1/completions with the rendered prompt", False),
+    _refused("add_special_tokens", "the chat template writes the special tokens", False),
+    _refused("include_reasoning", "reasoning is not parsed yet; it stays in the content", True),
+)
+
+COMPLETION = (
+    *_COMMON,
+    _option("prompt", ("string", "array"), "text, token ids, or a list of either"),
+    _option("echo", "boolean", "put the prompt before the answer"),
+    _option("logprobs", "integer", "log probabilities of the generated tokens, with the k best of each"),
+    _option("add_special_tokens", "boolean", "begin a text prompt as the tokenizer says (BOS)"),
+    _refused("suffix", "filling in the middle is not supported; leave it out", ""),
+    _refused("prompt_embeds", "give the prompt as text or token ids"),
+)
+
+TOKENIZE = (
+    _option("model", "string", "a name from /v1/models; without it, the first"),
+    _option("prompt", "string", "the text to encode"),
+    _option("messages", "array", "or a conversation, through the chat template"),
+    _option("tools", "array", "functions for the chat template"),
+    _option("add_special_tokens", "boolean", "begin as the tokenizer says (BOS); default true for text, false for messages"),
+    _option("add_generation_prompt", "boolean", "end with the opening of the assistant's turn"),
+    _option("chat_template_kwargs", "object", "further variables for the chat template"),
+    _option("return_token_strs", "boolean", "add each token's text"),
+    _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
+    _refused("continue_final_message", "send the rendered prompt instead", False),
+)
+
+DETOKENIZE = (
+    _option("model", "string", "a name from /v1/models; without it, the first"),
+    _option("tokens", "array", "token ids to decode"),
+    _option("skip_special_tokens", "boolean", "leave special tokens out of the text"),
+)

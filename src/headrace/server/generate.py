@@ -1,0 +1,265 @@
+"""The two generating routes: from a checked request through the engine to an answer, streamed or whole.
+
+What lives here: preparing prompts, driving engine streams into an Answer, counting. What may not: wire formats (answers.py,
+protocol.py), SSE framing (stream.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from headrace.engine.inputs import Message, ParsedPrompt
+from headrace.engine.output import RequestDelta
+from headrace.errors import EngineDead, InvalidRequest, StepFailed
+from headrace.request import Request, SamplingParams
+from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
+from headrace.server.exchange import Exchange
+from headrace.server.exposition import ServerMetrics
+from headrace.server.protocol import AnswerOptions, TemplateOptions, parse_chat, parse_completion
+from headrace.server.service import DeltaStream, Service
+from headrace.server.stream import EventStream
+
+_INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
+
+Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    engine = service.engine
+    request = parse_chat(await exchange.read_json(service.config.max_body_bytes), service.defaults)
+    model = service.check_model(request.options.model)
+    exchange.watch_disconnect()
+    with service.admit(exchange, 1):
+        parsed = await render_chat(service, request.messages, request.conversation)
+        prepared = _prepare(service, parsed, request.params, request.options, "messages")
+        answer = ChatAnswer(
+            _shape(service, model, request.params, request.options), PromptState(prepared.prompt_token_ids), request.params.n, engine.tokenizer
+        )
+        await _deliver(service, exchange, answer, [prepared], request.options)
+
+
+async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions) -> ParsedPrompt:
+    """Templates are programs and may take their time: not on the event loop."""
+    render = service.any_engine().inputs.chat_prompt
+    return await asyncio.to_thread(
+        render, messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables
+    )
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    engine = service.engine
+    request = parse_completion(await exchange.read_json(service.config.max_body_bytes), service.defaults)
+    params, options = request.params, request.options
+    model = service.check_model(options.model)
+    if options.stream and request.echo and params.logprobs is not None:
+        raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
+    exchange.watch_disconnect()
+    with service.admit(exchange, len(request.prompts)):
+        prepared = []
+        for prompt in request.prompts:
+            parsed = await encode_prompt(service, prompt, request.add_special_tokens)
+            prepared.append(_prepare(service, parsed, params, options, "prompt"))
+        states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, request.prompts, strict=True)]
+        shape = _shape(service, model, params, options)
+        answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=request.echo, discard=request.discard)
+        await _deliver(service, exchange, answer, prepared, options)
+
+
+async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> ParsedPrompt:
+    """Text to ids, off the event loop if it is long; ids as they are."""
+    if not isinstance(prompt, str):
+        return ParsedPrompt(None, _id_array(prompt))
+    inputs = service.any_engine().inputs
+    if len(prompt) <= _INLINE_CHARS:
+        ids = inputs.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        ids = await asyncio.to_thread(inputs.encode, prompt, add_special_tokens=add_special_tokens)
+    return ParsedPrompt(prompt, array("i", ids))
+
+
+def _id_array(ids: list[int]) -> array[int]:
+    try:
+        return array("i", ids)
+    except OverflowError:
+        raise InvalidRequest("prompt holds an id that is no 32-bit integer; give the model's own token ids.", param="prompt") from None
+
+
+def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
+    """The engine's own validator: nothing is submitted before every prompt of the request has passed."""
+    if options.priority and not service.priority_scheduling:
+        raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
+    text_only = ParsedPrompt(None, parsed.token_ids)
+    try:
+        return service.any_engine().inputs.request(
+            0,
+            text_only,
+            params,
+            arrival_time=time.perf_counter(),
+            truncate_prompt_tokens=options.truncate_prompt_tokens,
+            param=param,
+            clamp=not options.limit_given,
+        )
+    except InvalidRequest as error:
+        if error.param == "prompt_token_ids":
+            error.param = param
+        raise
+
+
+def _prompt_state(tokenizer: Any, request: Request, prompt: str | list[int], echo: bool) -> PromptState:
+    """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
+    ids = request.prompt_token_ids
+    if not echo:
+        return PromptState(ids)
+    if isinstance(prompt, str):
+        return PromptState(ids, prompt)
+    return PromptState(ids, tokenizer.decode(ids, False) if tokenizer is not None else "")
+
+
+def _shape(service: Service, model: str, params: SamplingParams, options: AnswerOptions) -> Shape:
+    return Shape(
+        model=model,
+        fingerprint=service.fingerprint,
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=options.prompt_logprobs,
+        token_ids=options.return_token_ids,
+        include_usage=options.include_usage,
+    )
+
+
+async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
+    engine = service.engine
+    sources = [
+        engine.stream(ParsedPrompt(None, each.prompt_token_ids), each.params, priority=options.priority, cache_salt=options.cache_salt)
+        for each in prepared
+    ]
+    run = _Run(service.metrics, exchange, answer, n=prepared[0].params.n)
+    run.begin(sum(len(each.prompt_token_ids) for each in prepared))
+    try:
+        async with contextlib.aclosing(merge(sources)) as merged:
+            if options.stream:
+                await _stream(service, exchange, answer, merged, run)
+            else:
+                await _collect(answer, merged, run)
+    finally:
+        run.end()
+    if not options.stream:
+        await exchange.reply_json(answer.whole())
+
+
+async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: Merged, run: _Run) -> None:
+    events = EventStream(exchange)
+    forget = service.pulse.add(events)
+    opening = answer.opening()
+    event, seen, write = answer.event, run.seen, events.write
+    try:
+        async for source, batch in merged:
+            text, opening = opening, ""
+            for delta in batch:
+                choice = seen(source, delta)
+                if delta.token_ids or delta.finish_reason is not None:
+                    text += event(choice, delta)
+            if text:
+                await write(text)
+        await events.finish(answer.closing())
+    finally:
+        forget()
+
+
+async def _collect(answer: Answer, merged: Merged, run: _Run) -> None:
+    async for source, batch in merged:
+        for delta in batch:
+            answer.choices[run.seen(source, delta)].add(delta)
+
+
+class _Run:
+    """One answer's way through the engine: its counts and times."""
+
+    __slots__ = ("_answer", "_choices", "_exchange", "_last", "_metrics", "_n", "_started")
+
+    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, n: int) -> None:
+        self._metrics = metrics
+        self._exchange = exchange
+        self._answer = answer
+        self._choices = answer.choices
+        self._n = n
+        self._last = [0.0] * len(answer.choices)
+        self._started = False
+
+    def begin(self, prompt_tokens: int) -> None:
+        self._exchange.prompt_tokens = prompt_tokens
+        self._metrics.prompt_tokens += prompt_tokens
+
+    def seen(self, source: int, delta: RequestDelta) -> int:
+        """Counts a delta and returns its choice. Raises what the delta says went wrong."""
+        choice = source * self._n + delta.index
+        self._choices[choice].count(delta)
+        if delta.token_ids:
+            now, last = time.perf_counter(), self._last[choice]
+            self._last[choice] = now
+            self._metrics.generation_tokens += len(delta.token_ids)
+            if last:
+                self._metrics.inter_token.observe(now - last)
+            elif not self._started:
+                self._started = True
+                self._metrics.time_to_first_token.observe(now - self._exchange.arrival)
+        if delta.finish_reason is not None:
+            self._finished(delta)
+        return choice
+
+    def _finished(self, delta: RequestDelta) -> None:
+        reason = delta.finish_reason or ""
+        self._metrics.count_end(reason)
+        times = delta.times
+        if times is not None and times.first_scheduled is not None:
+            self._metrics.queue_time.observe(times.first_scheduled - times.arrival)
+        if reason == "error":
+            raise StepFailed(delta.error or "The step that computed this request failed; send it again.")
+        if reason == "abort":
+            raise EngineDead("The request was ended by the engine; send it again.")
+
+    def end(self) -> None:
+        self._exchange.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        if all(choice.finish_reason is not None for choice in self._choices):
+            self._metrics.end_to_end.observe(time.perf_counter() - self._exchange.arrival)
+        else:
+            self._metrics.count_end("abort")
+
+
+async def merge(sources: Sequence[DeltaStream]) -> Merged:
+    """``(source, deltas)`` from all sources as they come; the first error ends all of them."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as only:
+            async for batch in only:
+                yield 0, batch
+        return
+    queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(index, source, queue)) for index, source in enumerate(sources)]
+    try:
+        open_sources = len(sources)
+        while open_sources:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_sources -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(index: int, source: DeltaStream, queue: asyncio.Queue[tuple[int, Sequence[RequestDelta] | Exception | None]]) -> None:
+    try:
+        async with contextlib.aclosing(source):
+            async for batch in source:
+                queue.put_nowait((index, batch))
+        queue.put_nowait((index, None))
+    except Exception as error:  # handed to the reader, which raises it
+        queue.put_nowait((index, error))

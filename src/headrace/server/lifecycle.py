@@ -1,0 +1,213 @@
+"""A server's life: bind, listen while the engine loads, serve, drain, end. Its exit status is the process's.
+
+What lives here: signals, the engine's birth and death, the order of shutting down. What may not: routes, requests.
+
+Exit status: 0 after a SIGTERM or Ctrl-C, 1 when the engine could not start or died, or a second signal cut the draining short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
+
+from headrace.config import ServerConfig
+from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
+from headrace.server.auth import Guard
+from headrace.server.service import Engine, Service, State
+
+if TYPE_CHECKING:
+    import uvicorn
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 60
+WATCH_SECONDS = 0.2  # between looks at the engine
+LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
+
+log = logging.getLogger("headrace.server")
+
+CreateEngine = Callable[[], Awaitable[Engine]]
+Announce = Callable[[str], None]
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening address of our own, before anything slow. Raises ConfigError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+        sock.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"--host {config.host} --port {config.port}: {reason.lower()}; choose another with --port (0 takes a free one).") from None
+    sock.setblocking(False)
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Lifecycle:
+    """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine."""
+
+    def __init__(
+        self, service: Service, guard: Guard, sock: socket.socket, create_engine: CreateEngine, announce: Announce, ready: Callable[[Engine], None]
+    ) -> None:
+        self._service = service
+        self._guard = guard
+        self._sock = sock
+        self._create_engine = create_engine
+        self._announce = announce
+        self._ready = ready
+        self._signals = 0
+        self._signalled = asyncio.Event()
+
+    async def run(self) -> int:
+        with self._handled_signals():
+            loading = asyncio.ensure_future(self._create_engine())
+            # The web stack is imported beside the engine's start, not before it.
+            server = await asyncio.to_thread(_create_server, self._service, self._guard)
+            serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+            pulse = asyncio.create_task(self._service.pulse.run())
+            try:
+                return await self._live(loading)
+            finally:
+                pulse.cancel()
+                await self._close(server, serving)
+
+    async def _live(self, loading: asyncio.Future[Engine]) -> int:
+        stop = asyncio.create_task(self._signalled.wait())
+        try:
+            await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return await self._give_up(loading)
+            engine = loading.result()
+        finally:
+            stop.cancel()
+        try:
+            self._service.attach(engine)
+            self._ready(engine)
+            return await self._serve(engine)
+        finally:
+            await engine.shutdown(timeout=LAST_WORDS_SECONDS)
+
+    async def _give_up(self, loading: asyncio.Future[Engine]) -> int:
+        """A signal while the engine loads."""
+        self._service.state = State.DRAINING
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError, HeadraceError):
+            await loading
+        return 0
+
+    async def _serve(self, engine: Engine) -> int:
+        while engine.alive:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._signalled.wait(), WATCH_SECONDS)
+            if self._signals:
+                return await self._drain(engine)
+        return await self._bury()
+
+    async def _drain(self, engine: Engine) -> int:
+        """New requests get 503 from now on; those that run may finish."""
+        service = self._service
+        service.state = State.DRAINING
+        running = len(service.exchanges)
+        limit = service.config.shutdown_timeout
+        if running:
+            self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
+        deadline = time.monotonic() + limit
+        while service.exchanges and time.monotonic() < deadline and self._signals < 2 and engine.alive:
+            await asyncio.sleep(0.02)
+        if not engine.alive:
+            return await self._bury()
+        forced = self._signals >= 2
+        await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
+        return 1 if forced else 0
+
+    async def _bury(self) -> int:
+        self._service.state = State.DEAD
+        log.error("The engine has died; the server ends.")
+        await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
+        return 1
+
+    async def _cut(self, cause: HeadraceError) -> None:
+        """Every request that still runs ends with ``cause``, in its stream or as its answer."""
+        self._service.end_all(cause)
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while self._service.exchanges and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _close(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+        server.should_exit = True
+        _, late = await asyncio.wait((serving,), timeout=LAST_WORDS_SECONDS)
+        for connection in list(server.server_state.connections) if late else ():
+            connection.transport.abort()
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    @contextlib.contextmanager
+    def _handled_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        kinds = (signal.SIGTERM, signal.SIGINT)
+        for kind in kinds:
+            loop.add_signal_handler(kind, self._on_signal)
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                loop.remove_signal_handler(kind)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._service.state is State.READY:
+            self._service.state = State.DRAINING
+        self._signalled.set()
+
+
+def _create_server(service: Service, guard: Guard) -> uvicorn.Server:
+    """uvicorn around our application and our connection class; signals and logs stay ours."""
+    import uvicorn
+
+    from headrace.server.api import RouteTable
+    from headrace.server.app import App
+    from headrace.server.connection import Connection
+
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # a body that we break off on purpose is no error
+    config = uvicorn.Config(
+        App(service, guard, RouteTable()),
+        http=Connection,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
+    return _unsignalled(uvicorn.Server)(config)
+
+
+def _unsignalled(server_class: type[uvicorn.Server]) -> type[uvicorn.Server]:
+    """uvicorn's server without its signal handlers: they would stop listening before the last request has ended."""
+
+    class Unsignalled(server_class):  # type: ignore[misc, valid-type]
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Unsignalled

@@ -1,0 +1,73 @@
+"""From configuration to a running server, and what it says at start.
+
+What lives here: wiring and the start-up lines. What may not: flags (commands/serve.py), the order of life (lifecycle.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from headrace.config import EngineConfig, ServerConfig
+from headrace.server.api import ROUTES
+from headrace.server.auth import Guard
+from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
+from headrace.server.service import Engine, Service
+
+
+def say(line: str) -> None:
+    """Lines for the person who started the server."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, create_engine: CreateEngine, *, began: float | None = None) -> int:
+    """Serves until a signal or the engine's end; returns the exit status. ``began``: when the command started, on time.time().
+
+    Raises ConfigError before anything has started, and what ``create_engine`` raises.
+    """
+    guard = Guard(config)
+    sock = bind(config)
+    try:
+        return run_loop(_serve(engine_config, config, version, create_engine, guard, sock, time.time() if began is None else began))
+    finally:
+        sock.close()
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """uvloop where it is installed, asyncio elsewhere."""
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    except ImportError:
+        factory = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+async def _serve(
+    engine_config: EngineConfig, config: ServerConfig, version: str, create_engine: CreateEngine, guard: Guard, sock: Any, began: float
+) -> int:
+    address = address_of(sock)
+    routes = [route.path for route in ROUTES]
+    service = Service(config, version, routes, priority_scheduling=engine_config.scheduler.scheduling_policy == "priority")
+    say(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
+
+    def ready(engine: Engine) -> None:
+        for line in describe(engine):
+            say(line)
+        say(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
+
+    return await Lifecycle(service, guard, sock, create_engine, say, ready).run()
+
+
+def describe(engine: Engine) -> list[str]:
+    """The model and every automatic choice with its reason."""
+    info = engine.info
+    lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]
+    width = max((len(decision.name) for decision in info.decisions), default=0)
+    lines += [f"  {decision.name:<{width}}  {decision.value}: {decision.reason}" for decision in info.decisions]
+    return lines

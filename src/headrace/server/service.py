@@ -1,0 +1,156 @@
+"""What all handlers share: the engine once it is there, the state of the server, the queue bound, the names of the model.
+
+What lives here: state. What may not: HTTP, parsing, processes and signals (lifecycle.py changes the state).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from headrace.config import ServerConfig
+from headrace.engine.info import EngineInfo
+from headrace.engine.inputs import InputProcessor, ParsedPrompt
+from headrace.engine.output import RequestDelta
+from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
+from headrace.request import SamplingParams
+from headrace.server.exchange import Exchange
+from headrace.server.exposition import ServerMetrics
+from headrace.server.stream import Pulse
+
+
+class Tokenizer(Protocol):
+    """What the routes need of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class DeltaStream(Protocol):
+    """One request's deltas in lists of what has arrived. Closing it before its end aborts the request."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[RequestDelta]]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What the server needs of AsyncLLM."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def inputs(self) -> InputProcessor: ...
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> DeltaStream:
+        """Submits at once. The stream raises EngineDead when the engine is gone."""
+
+    async def stats(self) -> Mapping[str, Any]: ...
+
+    async def shutdown(self, timeout: float = 5.0) -> None: ...
+
+
+class State(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Service:
+    """One server's shared state."""
+
+    def __init__(self, config: ServerConfig, version: str, routes: Sequence[str], *, priority_scheduling: bool = False) -> None:
+        self.config = config
+        self.version = version
+        self.priority_scheduling = priority_scheduling
+        self.state = State.LOADING
+        self.metrics = ServerMetrics(routes)
+        self.pulse = Pulse()
+        self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
+        self.created = int(time.time())
+        self.fingerprint = f"headrace-{version}"
+        self.max_queue = config.max_queue
+        self._engine: Engine | None = None
+        self._live = 0
+        self._mean_seconds = 1.0  # of recent requests, for Retry-After
+
+    def attach(self, engine: Engine) -> None:
+        """The engine has loaded."""
+        self._engine = engine
+        facts = repr((self.version, engine.info.model, engine.info.dtype, engine.info.device, engine.info.vocab_size))
+        self.fingerprint = f"headrace-{self.version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+        self.state = State.READY
+
+    @property
+    def engine(self) -> Engine:
+        """Raises Unavailable while loading or draining, EngineDead after the engine's death."""
+        if self.state is State.DRAINING:
+            raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
+        return self.any_engine()
+
+    def any_engine(self) -> Engine:
+        """As ``engine``, while draining too."""
+        if self._engine is None:
+            raise Unavailable("The model is still loading; wait for /ready.", retry_after=2)
+        if self.state is State.DEAD or not self._engine.alive:
+            raise EngineDead("The engine has died and the server is ending; restart it.")
+        return self._engine
+
+    @property
+    def model_name(self) -> str:
+        """The name that is reported."""
+        return self._engine.info.served_names[0] if self._engine is not None else ""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return self.any_engine().generation_defaults
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name as answers show it. Raises NotFound for one that is not served."""
+        served = self.any_engine().info.served_names
+        if name is None:
+            return served[0]
+        if name not in served:
+            raise NotFound(f"The model {name[:100]!r} is not served here; use {' or '.join(served)}.", param="model", code="model_not_found")
+        return name
+
+    @contextlib.contextmanager
+    def admit(self, exchange: Exchange, count: int) -> Iterator[None]:
+        """Holds ``count`` places of the queue. Raises Overloaded when there are not so many."""
+        if count > self.max_queue:
+            raise InvalidRequest(f"{count} prompts are more than the whole queue takes ({self.max_queue}); send fewer at once.", param="prompt")
+        if self._live + count > self.max_queue:
+            wait = min(max(math.ceil(self._mean_seconds), 1), 30)
+            raise Overloaded(f"The queue is full ({self._live} of {self.max_queue} requests); try again in {wait} s.", retry_after=wait)
+        begun = time.perf_counter()
+        self._live += count
+        self.exchanges.add(exchange)
+        try:
+            yield
+        finally:
+            self._live -= count
+            self.exchanges.discard(exchange)
+            self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
+
+    def end_all(self, cause: HeadraceError) -> None:
+        for exchange in list(self.exchanges):
+            exchange.end(cause)

@@ -1,0 +1,66 @@
+"""JSON on the wire: bytes in become plain objects, plain objects become bytes that every client can read.
+
+What lives here: decoding under limits, encoding, the error body. What may not: fields of any route (fields.py), HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.errors import HeadraceError, InvalidRequest
+
+MAX_DEPTH = 64  # nested lists and objects in a body
+
+# ASCII only: U+2028, U+2029 and U+0085 leave as escapes, so no client takes them for line ends.
+quote = json.encoder.encode_basestring_ascii
+
+_decoder = msgspec.json.Decoder()  # strict: no NaN, no Infinity, no lone surrogates, no bytes after the value
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A request body as a dict. Raises InvalidRequest for anything that is not one JSON object of bounded depth."""
+    try:
+        value = _decoder.decode(body)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # msgspec's errors and UnicodeDecodeError; the text names bytes, never the content
+        raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({_cause(error)}); send one JSON object.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body is JSON but not an object; send one JSON object.", code="invalid_json")
+    check_depth(value)
+    return value
+
+
+def _cause(error: ValueError) -> str:
+    return "bad UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).partition(" - at ")[0]
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The body nests deeper than {MAX_DEPTH} levels; flatten it.", code="invalid_json")
+
+
+def check_depth(value: Any) -> None:
+    """Level by level, so that no input can exhaust the stack here or further in (templates recurse)."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for node in level:
+            below.extend(child for child in (node.values() if type(node) is dict else node) if type(child) in (dict, list))
+        if not below:
+            return
+        level = below
+    raise _too_deep()
+
+
+def encode(value: Any) -> bytes:
+    """Compact ASCII JSON. Raises ValueError for NaN and Infinity: they would end a client's stream."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def error_object(error: HeadraceError) -> dict[str, Mapping[str, Any]]:
+    """The one shape of an error, at every status and in streams."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

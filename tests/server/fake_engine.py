@@ -1,0 +1,124 @@
+"""A server over an engine that is a script: what the real one does only when it is slow, broken or killed happens on request.
+
+Run as a program it serves like ``headrace serve``. A request's seed picks its behaviour (the names below); any other seed, or
+none, streams ``max_tokens`` tokens ("tok0 tok1 …", or the prompt's own ids with temperature 0), one a TOKEN_SECONDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from headrace.config import EngineConfig, ModelConfig, ServerConfig
+from headrace.engine.info import EngineInfo
+from headrace.engine.inputs import InputProcessor, ParsedPrompt
+from headrace.engine.output import RequestDelta
+from headrace.engine.tokenizer import load_tokenizer
+from headrace.errors import EngineDead
+from headrace.models.source import find_model
+from headrace.request import SamplingParams, TokenLogprobs
+from headrace.server import lifecycle, stream
+from headrace.server.run import run_server
+
+SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
+DIES = 1002  # two tokens, then the engine is dead
+STEP_FAILS = 1003  # two tokens, then this request's step failed
+DEFECT = 1004  # a defect of ours: an exception nobody expected
+ENDLESS = 1005  # large deltas as fast as they are taken
+SEPARATORS = 1006  # text with what some clients take for line ends
+FAST = 1007  # no waiting between tokens
+
+Deltas = AsyncIterator[Sequence[RequestDelta]]
+
+TOKEN_SECONDS = 0.01
+SILENT_SECONDS = 1.5
+
+
+class FakeEngine:
+    def __init__(self, max_model_len: int) -> None:
+        self.source = find_model(ModelConfig())
+        self.tokenizer = load_tokenizer(self.source)
+        assert self.tokenizer is not None
+        self.info = EngineInfo(
+            model="demo", served_names=("demo", "org/alias"), max_model_len=max_model_len, max_sequence_tokens=max_model_len,
+            vocab_size=self.tokenizer.vocab_size, max_num_seqs=64, eos_token_ids=(), device="none", dtype="none",
+        )  # fmt: skip
+        self.inputs = InputProcessor(self.info, self.tokenizer, None)
+        self.generation_defaults: Mapping[str, Any] = {}
+        self.alive = True
+        self.live = 0
+
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Deltas:
+        return self._stream(prompt, params)
+
+    async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> Deltas:
+        self.live += 1
+        try:
+            if params.seed == SILENT:
+                await asyncio.sleep(SILENT_SECONDS)
+            if params.seed == DEFECT:
+                raise KeyError("planted")
+            for position in range(params.max_tokens or 1):
+                await asyncio.sleep(0 if params.seed in (ENDLESS, FAST) else TOKEN_SECONDS)
+                self._misbehave(params.seed, position)
+                yield [self._delta(index, position, prompt, params) for index in range(params.n)]
+        finally:
+            self.live -= 1
+
+    def _misbehave(self, seed: int | None, position: int) -> None:
+        if position == 2 and seed == DIES:
+            self.alive = False
+            raise EngineDead("the engine was killed")
+
+    def _delta(self, index: int, position: int, prompt: ParsedPrompt, params: SamplingParams) -> RequestDelta:
+        assert self.tokenizer is not None and prompt.token_ids is not None
+        token = prompt.token_ids[position % len(prompt.token_ids)]
+        text = {ENDLESS: "x" * 4096, SEPARATORS: "a\u2028b\u2029c\u0085d\U0001f600é"}.get(params.seed or 0, f"tok{position} ")
+        delta = RequestDelta(index, text, (token,))
+        if params.logprobs is not None:
+            best = tuple(range(params.logprobs))
+            delta.logprobs = (TokenLogprobs((token, *best), (-0.5, *(float("-inf") if i else -0.25 for i in best)), 2),)
+        if position == 0:
+            delta.num_cached_tokens = 1
+        if position == 2 and params.seed == STEP_FAILS:
+            delta.finish_reason, delta.error = "error", "the logits of this row were not finite; send it again"
+        elif position + 1 == params.max_tokens:
+            delta.finish_reason = "length"
+            delta.last = index == params.n - 1
+        return delta
+
+    async def stats(self) -> Mapping[str, Any]:
+        return {"num_running": self.live, "num_waiting": 0, "num_blocks": 100, "num_used_blocks": self.live, "counters": {}}
+
+    async def shutdown(self, timeout: float = 5.0) -> None:
+        self.alive = False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--max-queue", type=int, default=64)
+    parser.add_argument("--max-body-bytes", type=int, default=1 << 20)
+    parser.add_argument("--shutdown-timeout", type=float, default=5.0)
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--ping-seconds", type=float, default=0.3)
+    parser.add_argument("--laggard-seconds", type=float, default=2.0)
+    args = parser.parse_args()
+    stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
+    lifecycle.LAST_WORDS_SECONDS = 0.5
+
+    async def create() -> FakeEngine:
+        await asyncio.sleep(args.load_seconds)
+        return FakeEngine(args.max_model_len)
+
+    names = ("max_queue", "max_body_bytes", "shutdown_timeout")
+    config = ServerConfig(port=0, api_key=tuple(args.api_key), **{name: getattr(args, name) for name in names})
+    return run_server(EngineConfig(), config, "0", create)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
