@@ -1,0 +1,120 @@
+"""A GGUF file's tensors as a Checkpoint: dequantised where they must be, as Hugging Face has them.
+
+What lives here: reading bytes, calling the gguf library's dequantisers, and undoing what the converter changed.
+What may not: names (gguf_names.py), the container (gguf_file.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import ModelError
+from headrace.models.checkpoint import MappedFiles
+from headrace.models.gguf_config import read_gguf_config
+from headrace.models.gguf_file import BF16, F16, F32, GGUFTensor, read_gguf
+from headrace.models.gguf_names import Change, Origin, origins
+
+_PLAIN: Mapping[int, torch.dtype] = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+_CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: the library's temporaries are several times its result
+
+
+class GGUFCheckpoint:
+    """Tensors of F32, F16 and BF16 are views of the file; others are dequantised to float32 when they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        file = read_gguf(path)
+        config, _ = read_gguf_config(path)
+        self._tensors = file.tensors
+        self._origins = origins(file, config)
+        self._files = MappedFiles()
+        self._check_sizes()
+
+    def keys(self) -> Iterable[str]:
+        return self._origins.keys()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        origin = self._origins[key]
+        shape = self._tensors[origin.tensor].shape
+        if origin.part is not None:
+            return shape[1:]
+        return tuple(reversed(shape)) if origin.change is Change.TRANSPOSED else shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        return _PLAIN.get(self._tensors[self._origins[key].tensor].type, torch.float32)
+
+    def read(self, key: str) -> Tensor:
+        origin = self._origins[key]
+        return _restored(self._values(origin), origin)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _values(self, origin: Origin) -> Tensor:
+        """The tensor, or one of the slices it stacks, as stored."""
+        tensor = self._tensors[origin.tensor]
+        shape, start, size = tensor.shape, tensor.start, _num_bytes(tensor)
+        if origin.part is not None:
+            shape, size = shape[1:], size // shape[0]
+            start += origin.part * size
+        if tensor.type in _PLAIN:
+            return self._files.tensor(self._path, _PLAIN[tensor.type], start, size).view(shape)
+        return _dequantised(self._files.tensor(self._path, torch.uint8, start, size), tensor.type).view(shape)
+
+    def _check_sizes(self) -> None:
+        file_size = self._path.stat().st_size
+        for name, tensor in self._tensors.items():
+            if tensor.type not in _block_sizes():
+                raise ModelError(f"{self._path}: tensor {name[:80]} has GGUF type {tensor.type}, which is not known; convert the model to F16, BF16 or Q8_0.")
+            per_block, _ = _block_sizes()[tensor.type]
+            if tensor.shape and tensor.shape[-1] % per_block:
+                raise ModelError(f"{self._path} is damaged: rows of {name[:80]} have {tensor.shape[-1]} elements, not a multiple of {per_block}. Download it again.")
+            end = tensor.start + _num_bytes(tensor)
+            if end > file_size:
+                raise ModelError(f"{self._path} is truncated: {file_size} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
+
+
+def _block_sizes() -> Mapping[int, tuple[int, int]]:
+    """type → (elements, bytes) of one quantisation block. Imported here: only GGUF models pay for the library."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    return GGML_QUANT_SIZES
+
+
+def _num_bytes(tensor: GGUFTensor) -> int:
+    elements, size = _block_sizes()[tensor.type]
+    return math.prod(tensor.shape) // elements * size
+
+
+def _dequantised(data: Tensor, kind: int) -> Tensor:
+    """Flat float32 from flat quantised bytes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    quant = GGMLQuantizationType(kind)
+    elements, size = GGML_QUANT_SIZES[quant]
+    blocks = data.numpy().reshape(-1, size)
+    result = np.empty((len(blocks), elements), dtype=np.float32)
+    step = max(1, _CHUNK_ELEMENTS // elements)
+    for start in range(0, len(blocks), step):
+        try:
+            result[start : start + step] = dequantize(blocks[start : start + step], quant).reshape(-1, elements)
+        except NotImplementedError as error:
+            raise ModelError(f"weights of GGUF type {quant.name} cannot be dequantised; use a file in F16, BF16, Q8_0 or a K-quant.") from error
+    return torch.from_numpy(result).flatten()
+
+
+def _restored(tensor: Tensor, origin: Origin) -> Tensor:
+    if origin.change is Change.INTERLEAVED:
+        # [heads, head_dim / 2, 2, …] → [heads, 2, head_dim / 2, …]: neighbours (2i, 2i + 1) become halves (i, i + head_dim / 2)
+        split = tensor.reshape(origin.heads, -1, 2, *tensor.shape[1:])
+        return split.transpose(1, 2).reshape(tensor.shape)
+    if origin.change is Change.TRANSPOSED:
+        return tensor.t()
+    return tensor - 1.0 if origin.change is Change.PLUS_ONE else tensor

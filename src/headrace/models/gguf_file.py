@@ -1,0 +1,169 @@
+"""The GGUF container: metadata and a table of tensors, read once, with every size checked against the file's.
+
+What lives here: parsing the head of a little-endian GGUF file of version 2 or 3. What may not: torch, numpy, what keys mean
+(gguf_config.py), names of models, dequantising (gguf_checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.errors import ModelError
+
+MAX_ENTRIES = 1 << 17  # metadata keys or tensors; real files have a few thousand
+MAX_NAME = 1 << 10
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+F32, F16, BF16 = 0, 1, 30  # tensor types that need no dequantising
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """``shape`` in torch's order (rows first); ``start`` is the byte offset in the file."""
+
+    type: int
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+
+    def get(self, key: str, kind: type[T] | tuple[type[T], ...], default: T | None = None) -> T | None:
+        """A metadata value of the type expected, or ``default``. Raises ModelError for another type."""
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.damaged(f"{key} is a {type(value).__name__}")
+        return value
+
+    def require(self, key: str, kind: type[T] | tuple[type[T], ...]) -> T:
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path} has no {key} in its metadata; it is not a complete model. Convert it again.")
+        return value
+
+    def damaged(self, what: str) -> ModelError:
+        return ModelError(f"{self.path} is damaged: {what}. Download or convert it again.")
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Raises ModelError for anything that is not a whole GGUF head."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions.") from error
+    return _read_cached(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_cached(path: Path, size: int, _modified: int) -> GGUFFile:
+    """The last file read is kept: config, tokenizer and tensors each ask for it during one start."""
+    if size < 24:
+        raise ModelError(f"{path} is not a GGUF file: it has {size} bytes. Download it again.")
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, data).file()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}. Check the path and its permissions.") from error
+
+
+class _Reader:
+    """A cursor over the file; every read is checked against what is left."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._at, self._size = path, data, 0, len(data)
+
+    def file(self) -> GGUFFile:
+        magic, version = self._data[:4], self._unpack("I", skip=4)
+        if magic != b"GGUF":
+            raise ModelError(f"{self._path} is not a GGUF file (it begins with {magic!r}). Check the path.")
+        if version not in (2, 3):
+            raise ModelError(f"{self._path} is GGUF version {version if version < 2**16 else 'big-endian'}; versions 2 and 3, little-endian, are read. Convert it again.")
+        num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
+        if max(num_tensors, num_keys) > MAX_ENTRIES:
+            raise self._damaged(f"it claims {num_tensors} tensors and {num_keys} keys")
+        metadata = {self._string(MAX_NAME): self._value(self._unpack("I")) for _ in range(num_keys)}
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        return GGUFFile(self._path, metadata, self._placed(infos, metadata.get("general.alignment", 32)))
+
+    def _placed(self, infos: list[tuple[str, int, tuple[int, ...], int]], alignment: Any) -> dict[str, GGUFTensor]:
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment is {alignment!r}")
+        base = (self._at + alignment - 1) // alignment * alignment
+        return {name: GGUFTensor(kind, shape, base + offset) for name, kind, shape, offset in infos}
+
+    def _damaged(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} is damaged or truncated: {what}. Download or convert it again.")
+
+    def _take(self, count: int) -> int:
+        """Moves past ``count`` bytes; gives where they begin."""
+        start = self._at
+        if count > self._size - start:
+            raise self._damaged(f"{count} bytes are wanted at byte {start} of {self._size}")
+        self._at = start + count
+        return start
+
+    def _unpack(self, code: str, skip: int = 0) -> Any:
+        self._take(skip)
+        return struct.unpack_from("<" + code, self._data, self._take(struct.calcsize("<" + code)))[0]
+
+    def _string(self, limit: int) -> str:
+        length = self._unpack("Q")
+        if length > limit:
+            raise self._damaged(f"a name of {length} bytes")
+        start = self._take(length)
+        return self._data[start : start + length].decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string(self._size)
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise self._damaged(f"a value of unknown type {kind}")
+        value = self._unpack(_SCALARS[kind])
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self) -> list[Any]:
+        kind, count = self._unpack("I"), self._unpack("Q")
+        if kind == _STRING:
+            return self._strings(count)
+        if kind not in _SCALARS:
+            raise self._damaged(f"an array of unknown type {kind}")
+        values = array(_ARRAY_CODE[kind])
+        start = self._take(count * values.itemsize)
+        values.frombytes(self._data[start : self._at])
+        return values.tolist()
+
+    def _strings(self, count: int) -> list[str]:
+        if count > (self._size - self._at) // 8:
+            raise self._damaged(f"an array of {count} strings")
+        return [self._string(self._size) for _ in range(count)]
+
+    def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
+        name, dims = self._string(MAX_NAME), self._unpack("I")
+        if not 0 <= dims <= 8:
+            raise self._damaged(f"tensor {name[:80]!r} has {dims} dimensions")
+        shape = tuple(reversed([self._unpack("Q") for _ in range(dims)]))
+        kind, offset = self._unpack("I"), self._unpack("Q")
+        if offset > self._size or any(size > 2**48 for size in shape):
+            raise self._damaged(f"tensor {name[:80]!r} of shape {list(shape)} at {offset}")
+        return name, kind, shape, offset
+
+
+# array's letters for the format's types; "i" and "I" have four bytes and "q" and "Q" eight wherever CPython runs
+_ARRAY_CODE: Mapping[int, str] = dict(_SCALARS)

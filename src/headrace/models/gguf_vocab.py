@@ -1,0 +1,151 @@
+"""The tokenizer in GGUF metadata, as the files of a Hugging Face tokenizer.
+
+What lives here: vocabularies of kind ``llama`` (SentencePiece) and ``gpt2`` (byte-level BPE), the splitting rules that GGUF only
+names, special tokens, chat templates. What may not: torch, tokenizing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+from headrace.models.gguf_file import GGUFFile, read_gguf
+from headrace.models.source import TokenizerFiles
+from headrace.models.spm_vocab import Piece, PieceType, added_tokens, bpe_tokenizer
+
+_PREFIX = "tokenizer.ggml."
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # GGUF's own spelling
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+
+# --- how text is split before merging, by the names GGUF gives --------------------------------------------------------
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED % ("", "", r"\p{N}")
+_GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", r"\p{N}{1,3}")
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+
+# name → (patterns, applied one after another; NFC first; whole words skip the merges; BOS by default)
+_Split = tuple[tuple[str, ...], bool, bool, bool]
+_SPLITS: dict[str, _Split] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((_GPT2,), False, False, False)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), ((_LLAMA3,), False, True, True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), ((_LLAMA3,), False, False, False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((_QWEN2,), True, False, False)),
+    "stablelm2": ((_QWEN2,), False, False, False),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell"), ((r"\p{N}", _GPT2), False, False, False)),
+    "tekken": ((_TEKKEN,), False, True, True),
+    "gpt-4o": ((_GPT4O,), False, False, False),
+    "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False, False),
+    "default": ((_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False, False, False),
+}
+
+
+def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
+    """None when the file holds no vocabulary. Raises ModelError for a kind that is not supported."""
+    file = read_gguf(path)
+    kind = file.get(_PREFIX + "model", str)
+    templates = _templates(file)
+    whole = file.get("tokenizer.huggingface.json", str)
+    if whole is not None:
+        return TokenizerFiles(str(path), whole, _config(file, None), {}, templates)
+    if kind is None or kind == "none":
+        return None
+    if kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise ModelError(f"{path} has a tokenizer of kind {kind[:40]!r}; supported are {known}. Give a tokenizer.json with --tokenizer.")
+    tokenizer, bos = _KINDS[kind](file)
+    return TokenizerFiles(str(path), json.dumps(tokenizer), _config(file, bos), {}, templates)
+
+
+def _config(file: GGUFFile, bos_by_default: bool | None) -> dict[str, Any]:
+    """What tokenizer_config.json would say. Named tokens are those of their ids."""
+    tokens = file.get(_PREFIX + "tokens", list) or []
+    found: dict[str, Any] = {}
+    for name, key in _NAMED.items():
+        token = file.get(_PREFIX + key, int)
+        if token is not None and 0 <= token < len(tokens):
+            found[name] = tokens[token]
+    if bos_by_default is not None:
+        found["add_bos_token"] = file.get(_PREFIX + "add_bos_token", bool, bos_by_default)
+        found["add_eos_token"] = file.get(_PREFIX + "add_eos_token", bool, False)
+    return found
+
+
+def _templates(file: GGUFFile) -> dict[str, str]:
+    names = [name for name in file.get("tokenizer.chat_templates", list) or [] if isinstance(name, str)]
+    found = {name: file.get(f"tokenizer.chat_template.{name}", str) for name in names}
+    default = file.get("tokenizer.chat_template", str)
+    return {name: text for name, text in {"default": default, **found}.items() if text is not None}
+
+
+def _pieces(file: GGUFFile) -> list[Piece]:
+    tokens = _listed(file, "tokens", str)
+    scores = _listed(file, "scores", (int, float)) or [0.0] * len(tokens)
+    types = _listed(file, "token_type", int) or [int(PieceType.NORMAL)] * len(tokens)
+    if not len(tokens) == len(scores) == len(types) or not tokens:
+        raise file.damaged(f"its vocabulary has {len(tokens)} tokens, {len(scores)} scores and {len(types)} types")
+    return [Piece(*row) for row in zip(tokens, scores, types, strict=True)]
+
+
+def _listed(file: GGUFFile, key: str, kind: type | tuple[type, ...]) -> list[Any]:
+    values = file.get(_PREFIX + key, list) or []
+    if not all(isinstance(value, kind) for value in values):
+        raise file.damaged(f"{_PREFIX}{key} holds values of the wrong type")
+    return values
+
+
+def _sentencepiece(file: GGUFFile) -> tuple[dict[str, Any], bool]:
+    prefix = file.get(_PREFIX + "add_space_prefix", bool, True)
+    return bpe_tokenizer(_pieces(file), add_space_prefix=bool(prefix)), True
+
+
+def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
+    name = file.get(_PREFIX + "pre", str, "default") or "default"
+    if name not in _SPLITS:
+        raise ModelError(f"{file.path} splits text in a way named {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer.")
+    patterns, nfc, whole_words, bos = _SPLITS[name]
+    pieces = _pieces(file)
+    vocab: dict[str, int] = {}
+    for index, piece in enumerate(pieces):
+        vocab.setdefault(piece.text, index)
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added_tokens(pieces, normalized=False),
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": _pre_tokenizer(patterns),
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab, "merges": _merges(file), "ignore_merges": whole_words},
+    }
+    return tokenizer, bos
+
+
+def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
+    splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
+
+
+def _merges(file: GGUFFile) -> list[list[str]]:
+    pairs = [merge.split(" ") for merge in _listed(file, "merges", str)]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise file.damaged(f"{_PREFIX}merges holds {len(pairs)} entries, not all of them pairs")
+    return pairs
+
+
+_KINDS: Mapping[str, Callable[[GGUFFile], tuple[dict[str, Any], bool]]] = {"llama": _sentencepiece, "gpt2": _byte_level}

@@ -1,0 +1,98 @@
+"""A SentencePiece vocabulary as a tokenizer.json: pieces with scores become BPE merges with ranks.
+
+What lives here: that conversion, for pieces that GGUF metadata (gguf_vocab.py) or a tokenizer.model (sentencepiece.py) hold.
+What may not: reading files, torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+SPACE = "▁"
+
+
+class PieceType(IntEnum):
+    """As SentencePiece and GGUF number them."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    text: str
+    score: float
+    type: int
+
+
+def added_tokens(pieces: Sequence[Piece], *, normalized: bool) -> list[dict[str, Any]]:
+    """Pieces found in a text before anything else: control and unknown ones as special tokens, user-defined ones as plain."""
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)
+    return [
+        {
+            "id": index,
+            "content": piece.text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": normalized and piece.type not in special,
+            "special": piece.type in special,
+        }
+        for index, piece in enumerate(pieces)
+        if piece.text and (piece.type in special or piece.type == PieceType.USER_DEFINED)
+    ]
+
+
+def bpe_tokenizer(pieces: Sequence[Piece], *, add_space_prefix: bool) -> dict[str, Any]:
+    """tokenizer.json of SentencePiece's BPE: the adjacent pair whose union scores highest is merged first, the leftmost of equals."""
+    vocab: dict[str, int] = {}
+    for index, piece in enumerate(pieces):
+        vocab.setdefault(piece.text, index)
+    unknown = next((piece.text for piece in pieces if piece.type == PieceType.UNKNOWN), None)
+    prepend = [{"type": "Prepend", "prepend": SPACE}] if add_space_prefix else []
+    return {
+        "version": "1.0",
+        "added_tokens": added_tokens(pieces, normalized=not add_space_prefix),
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": _decoder(strip_prefix=add_space_prefix),
+        "model": {
+            "type": "BPE",
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": any(piece.type == PieceType.BYTE for piece in pieces),
+            "vocab": vocab,
+            "merges": merges_by_score(pieces, vocab),
+        },
+    }
+
+
+def _decoder(*, strip_prefix: bool) -> dict[str, Any]:
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if strip_prefix else []
+    replace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    return {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]}
+
+
+def merges_by_score(pieces: Sequence[Piece], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way of making a piece of two others, best piece first.
+
+    Ways of making one piece are equals to SentencePiece, which then takes the leftmost in the text. Symbols left of others have
+    had the first choice of partners, so they are the longer ones: ways with a longer left part go first.
+    """
+    mergeable = (PieceType.NORMAL, PieceType.USER_DEFINED, PieceType.UNUSED)
+    ranked = sorted((piece for piece in pieces if piece.type in mergeable and len(piece.text) > 1), key=lambda piece: -piece.score)
+    merges: list[tuple[str, str]] = []
+    for piece in ranked:
+        text = piece.text
+        for cut in range(len(text) - 1, 0, -1):
+            if text[:cut] in vocab and text[cut:] in vocab:
+                merges.append((text[:cut], text[cut:]))
+    return merges
