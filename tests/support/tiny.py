@@ -8,6 +8,7 @@ are initialised, so that attention is far from uniform: windows, caps and rotati
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from functools import lru_cache
@@ -119,13 +120,32 @@ def create(name: str, seed: int = 0, **fields: Any) -> Any:
     """A transformers model in float32 with eager attention, ``fields`` over the config's."""
     import transformers
 
+    config = _config(name, fields)
+    model = getattr(transformers, MODELS[name][1])(config)
+    _randomise(model, seed, one_plus=name == "gemma2")
+    return model.float().eval()
+
+
+def create_like(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of a transformers model in another precision."""
+    return copy.deepcopy(model).to(dtype).eval()
+
+
+def config_dict(name: str, **fields: Any) -> dict[str, Any]:
+    """What ``config.json`` of a tiny model holds."""
+    found: dict[str, Any] = _config(name, fields).to_dict()
+    return found
+
+
+def _config(name: str, fields: Mapping[str, Any]) -> Any:
+    import transformers
+
     config_class, model_class, own = MODELS[name]
     sizes = _GPT_SIZES if config_class.startswith("GPT") else _SIZES
-    config = getattr(transformers, config_class)(**{**sizes, **own, **fields})
+    config = getattr(transformers, config_class)(**copy.deepcopy({**sizes, **own, **fields}))  # the library edits nested mappings
     config._attn_implementation = "eager"
-    model = getattr(transformers, model_class)(config)
-    _randomise(model, seed, one_plus=config_class == "Gemma2Config")
-    return model.float().eval()
+    config.architectures = [model_class]
+    return config
 
 
 def _randomise(model: Any, seed: int, *, one_plus: bool) -> None:

@@ -25,7 +25,7 @@ def rotary_table(rope: RopeSpec, max_model_len: int, device: torch.device) -> Te
 
 
 def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
-    """[rotary_dim / 2], float32: radians a position for each pair. ``max_model_len`` decides longrope's and dynamic's regime."""
+    """[rotary_dim / 2], float32: radians a position for each pair. ``max_model_len`` decides longrope's regime."""
     if rope.kind == "llama3":
         return _llama3(rope)
     if rope.kind == "yarn":
@@ -33,9 +33,6 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
     if rope.kind == "longrope":
         factors = rope.long_factor if max_model_len > rope.original_max_positions else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(rope.theta, rope.rotary_dim))
-    if rope.kind == "dynamic" and max_model_len > rope.original_max_positions:
-        stretch = rope.factor * max_model_len / rope.original_max_positions - (rope.factor - 1.0)
-        return 1.0 / _wavelengths(rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)), rope.rotary_dim)
     plain = 1.0 / _wavelengths(rope.theta, rope.rotary_dim)
     return plain / rope.factor if rope.kind == "linear" else plain
 

@@ -93,9 +93,10 @@ def _by_type(fields: Fields, default: list[int | None], window: int | None) -> W
     types = fields.raw("layer_types")
     if types is None:
         return default
-    known = {"full_attention": None, "sliding_attention": window}
+    known = {"full_attention": None} if window is None else {"full_attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != len(default) or not all(isinstance(word, str) and word in known for word in types):
-        raise fields.error("layer_types", f"must name {len(default)} layers, each one of {', '.join(known)}; other attention types are not supported")
+        problem = f"must name {len(default)} layers as {' or '.join(known)}; other types (or sliding without a window) are not supported"
+        raise fields.error("layer_types", problem)
     return [known[word] for word in types]
 
 
@@ -149,7 +150,7 @@ def _rotary_decoder(
     positions = fields.integer("max_position_embeddings", 2048, high=2**31 - 1)
     rope = read_rope(fields, head_size, positions, default_theta=theta, partial=partial_rotation)
     max_positions = rope_context(rope, positions)
-    bias = fields.boolean("attention_bias", False) if not always_qkv_bias else False
+    bias = fields.boolean("attention_bias", False) and not always_qkv_bias
     return DecoderSpec(
         **_common(fields, tied),
         hidden_size=hidden,

@@ -59,9 +59,10 @@ def _linear(scaling: Fields, rotary_dim: int, positions: int, trained: int | Non
 
 
 def _dynamic(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:
-    """Plain rotation up to max_position_embeddings; a longer max_model_len raises theta, once for the whole run."""
+    """Plain rotation up to max_position_embeddings, where the context ends: beyond, keys already cached would have to turn."""
     scaling.raw("original_max_position_embeddings")  # the reference implementation does not look at it
-    return {"kind": "dynamic", "factor": scaling.number("factor", high=1e4), "original_max_positions": positions}
+    scaling.number("factor", high=1e4)
+    return {}
 
 
 def _llama3(scaling: Fields, rotary_dim: int, positions: int, trained: int | None) -> dict[str, Any]:

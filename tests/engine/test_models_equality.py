@@ -1,0 +1,135 @@
+"""Every family computes what transformers computes, in float32 to 1e-4: whole prompts, chunks and decode steps, packed together.
+
+The oracle sees each sequence alone and whole; the decoder sees chunks of several, over shuffled blocks of 8 tokens in a
+cache that is NaN wherever nothing was written or a window has passed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.models.decoder import Decoder
+from support import tiny
+from support.forward import PagedRun, load_decoder
+
+TOLERANCE = 1e-4
+LENGTHS = {"a": 41, "b": 8, "c": 17, "d": 1}  # below, on and above block edges; longer than three windows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, its sequences, and what transformers says about them."""
+
+    model: Any
+    folder: Path
+    sequences: dict[str, list[int]]
+    expected: dict[str, Tensor]  # name → [tokens, vocab], float32
+
+
+def oracle(model: Any, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def make_case(name: str, folder: Path, lengths: dict[str, int] = LENGTHS, **fields: Any) -> Case:
+    model = tiny.create(name, seed=3, **fields)
+    model.save_pretrained(folder)
+    source = random.Random(5)
+    sequences = {key: source.choices(range(tiny.VOCAB_SIZE), k=length) for key, length in lengths.items()}
+    return Case(model, folder, sequences, {key: oracle(model, ids) for key, ids in sequences.items()})
+
+
+@pytest.fixture(scope="module", params=tiny.MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield make_case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for key, logits in found.items():
+        assert (logits - expected[key]).abs().max() <= TOLERANCE, key  # NaN fails too
+
+
+def in_chunks(run: PagedRun, sequences: dict[str, list[int]], size: Callable[[str, int], int]) -> dict[str, Tensor]:
+    """Steps until all are computed; ``size(name, done)`` tokens of each sequence that has any left."""
+    done = dict.fromkeys(sequences, 0)
+    parts: dict[str, list[Tensor]] = {key: [] for key in sequences}
+    while left := [key for key, ids in sequences.items() if done[key] < len(ids)]:
+        chunks = {key: sequences[key][done[key] :][: size(key, done[key])] for key in left}
+        for key, logits in run.step(chunks).items():
+            parts[key].append(logits)
+            done[key] += len(logits)
+    return {key: torch.cat(logits) for key, logits in parts.items()}
+
+
+def test_whole_prompts(case: Case) -> None:
+    decoder = load_decoder(case.folder, max_model_len=64)
+    assert_close(PagedRun(decoder).step(case.sequences), case.expected)
+
+
+def test_chunks_and_decode_steps_mixed(case: Case) -> None:
+    """Prompts in uneven chunks beside others that go token by token."""
+    decoder = load_decoder(case.folder, max_model_len=64)
+    sizes = random.Random(1)
+    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 7, 8, 9)))
+    assert_close(uneven, case.expected)
+
+
+def errors(logits: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
+    """Median and root mean square of the error over all logits."""
+    differences = torch.cat([(logits[key].double() - exact[key].double()).flatten().abs() for key in exact])
+    return float(differences.median()), float(differences.square().mean().sqrt())
+
+
+def test_bfloat16_errs_no_more_than_transformers(case: Case) -> None:
+    """Against float32, our bfloat16 logits err at most 1.1 times as much as transformers' own in the median and 1.5 times in the
+    root mean square (which one token routed to another expert moves).
+    """
+    decoder = load_decoder(case.folder, dtype=torch.bfloat16, max_model_len=64)
+    median, rms = errors(PagedRun(decoder).step(case.sequences), case.expected)
+    model = tiny.create_like(case.model, torch.bfloat16)
+    their_median, their_rms = errors({key: oracle(model, ids) for key, ids in case.sequences.items()}, case.expected)
+    assert median <= 1.1 * their_median and rms <= 1.5 * their_rms
+
+
+# --- what one family alone has --------------------------------------------------------------------------------------------
+
+
+def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
+    return PagedRun(decoder).step({"a": ids})["a"]
+
+
+def test_longrope_is_decided_by_the_longest_context(tmp_path: Path) -> None:
+    """Beyond the trained 64 positions the long factors serve every position, as transformers' do once a sequence is that long."""
+    case = make_case("phi3-longrope", tmp_path, {"a": 70})
+    decoder = load_decoder(case.folder, max_model_len=128)
+    assert_close({"a": logits_of(decoder, case.sequences["a"])}, case.expected)
+    short = load_decoder(case.folder, max_model_len=64)
+    ids = case.sequences["a"][:40]
+    assert (logits_of(short, ids) - oracle(case.model, ids)).abs().max() <= TOLERANCE
+    assert (logits_of(decoder, ids) - logits_of(short, ids)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("mistral", "sliding_window", tiny.WINDOW + 1),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "sliding_window", tiny.WINDOW + 1),
+        ("llama3", "rope_parameters", None),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", False),
+    ],
+)
+def test_the_tiny_models_show_what_they_are_for(name: str, field: str, value: Any) -> None:
+    """A model whose window is one longer, or that lacks its cap or scaling, is told apart by a thousand tolerances."""
+    ids = random.Random(5).choices(range(tiny.VOCAB_SIZE), k=41)
+    difference = oracle(tiny.create(name, seed=3), ids) - oracle(tiny.create(name, seed=3, **{field: value}), ids)
+    assert difference.abs().max() > 1000 * TOLERANCE
