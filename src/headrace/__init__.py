@@ -1,0 +1,56 @@
+"""Headrace: an LLM inference and serving engine.
+
+What lives here: the public names, each imported when it is first used, so that ``import headrace`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+    from headrace.engine.client import AsyncLLM
+    from headrace.engine.llm import LLM
+    from headrace.errors import HeadraceError
+    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CacheConfig",
+    "CompletionOutput",
+    "DeviceConfig",
+    "EngineConfig",
+    "HeadraceError",
+    "Logprob",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "ServerConfig",
+    "__version__",
+]
+
+_HOMES = {
+    "headrace.config": ("CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServerConfig"),
+    "headrace.engine.client": ("AsyncLLM",),
+    "headrace.engine.llm": ("LLM",),
+    "headrace.errors": ("HeadraceError",),
+    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

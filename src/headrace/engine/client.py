@@ -1,0 +1,335 @@
+"""The asyncio side of an engine in its own process: ``AsyncLLM``.
+
+What lives here: requests in, streams out. What may not: torch, HTTP, the process's start and its socket (connection.py).
+
+Buffering is bounded by construction: a stream keeps at most MAX_PENDING deltas, then it merges new ones into the last of the
+same answer; over MAX_PENDING_COST units (about bytes) its reader counts as gone: the request is aborted and the stream raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.engine import process as frames
+from headrace.engine.connection import EngineConnection
+from headrace.engine.info import EngineInfo
+from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
+from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine.resolve import find_source
+from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.errors import EngineDead, HeadraceError, StepFailed, Unavailable
+from headrace.models.source import ModelSource
+from headrace.request import Request, RequestOutput, SamplingParams
+
+MAX_PENDING = 256  # deltas
+MAX_PENDING_COST = 1 << 20
+_DELTA_COST, _TOKEN_COST, _LOGPROB_COST = 200, 40, 100  # about bytes
+_LONG_TEXT = 1 << 14  # characters; longer prompts are tokenised in a thread
+HANG_SECONDS = 5.0  # without a beat
+
+
+class Stream:
+    """One request's deltas: ``async for deltas in stream`` gives lists of what has arrived since, never empty.
+
+    Raises EngineDead when the engine is gone, Unavailable when the reader fell too far behind. ``aclose()`` (or dropping the
+    stream) before its end aborts the request.
+    """
+
+    __slots__ = ("__weakref__", "_cost", "_error", "_llm", "_pending", "_waiter", "done", "name", "request")
+
+    def __init__(self, llm: AsyncLLM, request: Request, name: str | None) -> None:
+        self.request = request
+        self.name = name  # the caller's own; two streams may share one
+        self.done = False  # nothing more will arrive
+        self._llm = llm
+        self._pending: list[RequestDelta] = []
+        self._cost = 0
+        self._error: HeadraceError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> list[RequestDelta]:
+        if not self._pending and not self.done:
+            self._waiter = self._llm.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._pending:
+            deltas, self._pending, self._cost = self._pending, [], 0
+            return deltas
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Ends the request now; what has arrived can still be read."""
+        if not self.done:
+            self._llm.forget(self.request.request_id)
+            self.end(None)
+
+    def __del__(self) -> None:
+        if not self.done:
+            self._llm.forget_soon(self.request.request_id)
+
+    def put(self, delta: RequestDelta) -> None:
+        """From the connection: one more delta."""
+        pending = self._pending
+        self._cost += _DELTA_COST + len(delta.text) + _TOKEN_COST * len(delta.token_ids) + _scores_cost(delta)
+        earlier = _last_of(pending, delta.index) if len(pending) >= MAX_PENDING else None
+        if earlier is None:
+            pending.append(delta)
+        else:
+            earlier.absorb(delta)
+        if delta.last:
+            self.done = True
+        self._wake()
+        if self._cost > MAX_PENDING_COST and not self.done:
+            self._llm.forget(self.request.request_id)
+            self.end(Unavailable("the stream was read too slowly and has been ended; read faster or ask for fewer tokens."))
+
+    def end(self, error: HeadraceError | None) -> None:
+        self._error = error
+        self.done = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _scores_cost(delta: RequestDelta) -> int:
+    return _LOGPROB_COST * sum(len(entry.token_ids) for scores in (delta.logprobs, delta.prompt_logprobs) for entry in scores)
+
+
+def _last_of(pending: list[RequestDelta], index: int) -> RequestDelta | None:
+    return next((delta for delta in reversed(pending) if delta.index == index), None)
+
+
+class AsyncLLM:
+    """An engine in a process of its own, for one event loop. ``await AsyncLLM.start(config)`` makes one.
+
+    ``info``: what the engine says about itself. ``tokenizer``: None when the model has none. ``generation_defaults``: the
+    model's own sampling defaults; ``default_params`` the same as SamplingParams.
+    """
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, defaults: SamplingParams, connection: EngineConnection
+    ) -> None:
+        self.config = config
+        self.source = source
+        self.tokenizer = tokenizer
+        self.generation_defaults = source.generation_defaults
+        self.default_params = defaults
+        self.loop = asyncio.get_running_loop()
+        self.info: EngineInfo = connection.info
+        self.inputs = InputProcessor(connection.info, tokenizer, None)
+        self._connection = connection
+        self._outputs = OutputProcessor(tokenizer, self._finish)
+        self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # dropped streams abort themselves
+        self._ids = itertools.count()
+        self._stats: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._closing = False
+        connection.listen(self._on_event, self._on_death)
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> AsyncLLM:
+        """Returns when the engine can serve. Raises what the engine's start raised (ModelError, ConfigError, OutOfMemory …).
+
+        The tokenizer is loaded here while the process starts; a hub model is fetched once, before both.
+        """
+        source = await asyncio.to_thread(find_source, config)
+        defaults = default_params(source.generation_defaults)
+        connection = await EngineConnection.launch(config)
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, chat_template=config.model.chat_template)
+            await connection.started()
+        except BaseException:
+            await connection.close(0.0)
+            raise
+        return cls(config, source, tokenizer, defaults, connection)
+
+    # --- requests
+
+    def stream(
+        self,
+        prompt: Prompt | ParsedPrompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        truncate_prompt_tokens: int | None = None,
+        param: str = "prompt",
+    ) -> Stream:
+        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``."""
+        self._check_ready()
+        request = self.inputs.request(
+            next(self._ids),
+            prompt if isinstance(prompt, ParsedPrompt) else parse_prompt(prompt, param),
+            self.default_params if params is None else params,
+            arrival_time=time.perf_counter(),
+            priority=priority,
+            cache_salt=cache_salt,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            param=param,
+            clamp=params is None,
+        )
+        stream = Stream(self, request, request_id)
+        self._outputs.add(request)
+        self._streams[request.request_id] = stream
+        self._connection.send(frames.pack_request(request))
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        truncate_prompt_tokens: int | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer so far, again and again, until it is finished. Leaving the iterator aborts the request.
+
+        Raises InvalidRequest, StepFailed (this request's step), EngineDead. After ``abort(request_id)`` the last output is
+        finished with finish_reason "abort".
+        """
+        parsed = await self.tokenized(parse_prompt(prompt), truncate_prompt_tokens)
+        stream = self.stream(
+            parsed, params, request_id=request_id, priority=priority, cache_salt=cache_salt, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        collector = OutputCollector(request_id or str(stream.request.request_id), parsed.text, stream.request, self.tokenizer)
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    collector.add(delta)
+                    if delta.error is not None:
+                        raise StepFailed(delta.error)
+                yield collector.output()
+            if not collector.finished:
+                yield collector.aborted()
+        finally:
+            stream.abort()
+
+    async def tokenized(self, prompt: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
+        """The prompt with its token ids if it is long: long texts are tokenised beside the event loop."""
+        if prompt.token_ids is not None or prompt.text is None or len(prompt.text) < _LONG_TEXT:
+            return prompt
+        return await asyncio.to_thread(self.inputs.tokenized, prompt, truncate_prompt_tokens)
+
+    async def render_chat(self, messages: Sequence[Message], **options: Any) -> ParsedPrompt:
+        """A conversation through the chat template, beside the event loop: ``tools``, ``add_generation_prompt``, template variables."""
+        return await asyncio.to_thread(self.inputs.chat_prompt, messages, **options)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends every stream that was started under this name; unknown names are no error."""
+        for stream in [each for each in self._streams.values() if each.name == request_id]:
+            stream.abort()
+
+    # --- state
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return self._outputs.num_live
+
+    @property
+    def ailment(self) -> str | None:
+        """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its loop."""
+        connection = self._connection
+        if connection.death is not None:
+            return connection.death.message
+        beat, silence = connection.last_beat, time.perf_counter() - connection.last_heard
+        if silence > HANG_SECONDS:
+            return f"the engine has been silent for {silence:.0f} s"
+        if beat.limit and beat.seconds > beat.limit:
+            return f"the engine has been in one {beat.phase} phase for {beat.seconds:.0f} s"
+        return None
+
+    @property
+    def alive(self) -> bool:
+        return self.ailment is None
+
+    @property
+    def ready(self) -> bool:
+        return self.alive and not self._closing
+
+    async def stats(self) -> dict[str, Any]:
+        """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
+        if self._connection.death is not None:
+            raise self._connection.death
+        number = next(self._ids)
+        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
+        self._stats[number] = answer
+        self._connection.send(frames.pack(frames.AskStats(number)))
+        try:
+            return await answer
+        finally:
+            del self._stats[number]
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again."""
+        self._closing = True
+        deadline = time.perf_counter() + timeout
+        while self.num_streams and self._connection.death is None and (left := deadline - time.perf_counter()) > 0:
+            await asyncio.sleep(min(left, 0.02))
+        for stream in list(self._streams.values()):
+            stream.end(Unavailable("the server is shutting down; try again later."))
+        await self._connection.close()
+
+    # --- from streams and from the connection
+
+    def forget(self, request_id: int) -> None:
+        """Nothing more is wanted of a request."""
+        self._streams.pop(request_id, None)
+        self._outputs.drop(request_id)
+        self._connection.send(frames.pack(frames.Abort(request_id)))
+
+    def forget_soon(self, request_id: int) -> None:
+        """The same from wherever the garbage collector runs."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.forget, request_id)
+
+    def _finish(self, request_id: int, index: int, num_tokens: int) -> None:
+        self._connection.send(frames.pack(frames.Finish(request_id, index, num_tokens)))
+
+    def _on_event(self, frame: Any) -> None:
+        if isinstance(frame, frames.Step):
+            feed, streams = self._outputs.feed, self._streams
+            for out in frames.unpack_step(frame):
+                delta = feed(*out)
+                stream = streams.get(out.request_id) if delta is not None else None
+                if delta is not None and stream is not None:
+                    stream.put(delta)
+        elif isinstance(frame, frames.StatsReply) and frame.number in self._stats and not self._stats[frame.number].done():
+            self._stats[frame.number].set_result(frame.stats)
+
+    def _on_death(self, error: EngineDead) -> None:
+        for stream in list(self._streams.values()):
+            stream.end(error)
+        for answer in self._stats.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _check_ready(self) -> None:
+        if self._connection.death is not None:
+            raise self._connection.death
+        if self._closing:
+            raise Unavailable("the server is shutting down; try again later.")

@@ -1,0 +1,228 @@
+"""Starting the engine process, and the front end's end of its socket.
+
+What lives here: launch, proof of identity, frames in and out, the process's end. What may not: requests, text, torch.
+
+The socket is a file (0600) in a fresh folder (0700); both are removed as soon as the engine has connected. Who connects first
+must send this start's secret; anybody else is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace import errors
+from headrace.config import EngineConfig
+from headrace.engine import process as frames
+from headrace.engine.info import EngineInfo
+from headrace.errors import EngineDead, HeadraceError
+
+_MAX_HELLO = 4096  # bytes before the peer is known
+_EXIT_SECONDS = 5.0  # between asking and killing
+_START_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)}
+
+OnEvent = Callable[[Any], None]
+OnDeath = Callable[[EngineDead], None]
+
+
+class _Peer(asyncio.Protocol):
+    """One accepted connection; trusted once it has shown the secret."""
+
+    def __init__(self, owner: EngineConnection) -> None:
+        self._owner = owner
+        self._unpacker = frames.Unpacker(frames.Event, _MAX_HELLO)
+        self._trusted = False
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        try:
+            for frame in self._unpacker.feed(data):
+                if self._trusted:
+                    self._owner.received(frame)
+                elif not self._prove(frame):
+                    self.transport.abort()
+                    return
+        except frames.BadFrame:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._trusted:
+            self._owner.lost()
+
+    def _prove(self, frame: Any) -> bool:
+        self._trusted = isinstance(frame, frames.Hello) and self._owner.admit(self, frame.secret)
+        self._unpacker.max_frame = frames.MAX_FRAME
+        return self._trusted
+
+
+class EngineConnection:
+    """A launched engine process. ``await launch(config)``, ``await started()``, then ``listen`` and ``send``."""
+
+    def __init__(self, secret: bytes, folder: Path) -> None:
+        self._secret = secret
+        self._folder = folder
+        self._server: asyncio.Server | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._peer: _Peer | None = None
+        self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._on_event: OnEvent = lambda frame: None
+        self._on_death: OnDeath = lambda error: None
+        self._farewell = ""  # what the engine said last about its own end
+        self._closing = False
+        self._watch: asyncio.Task[None] | None = None
+        self.death: EngineDead | None = None
+        self.last_beat = frames.Beat(0, "load", 0.0, 0.0)
+        self.last_heard = time.perf_counter()
+
+    @classmethod
+    async def launch(cls, config: EngineConfig) -> EngineConnection:
+        """Starts the process; it loads while the caller goes on."""
+        folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
+        self = cls(secrets.token_bytes(32), folder)
+        try:
+            address = str(folder / "engine")
+            self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Peer(self), address)
+            os.chmod(address, 0o600)
+            self._process = await _spawn(frames.pack(frames.Launch(config, address, self._secret)))
+        except BaseException:
+            self._stop_listening()
+            raise
+        self._watch = asyncio.create_task(self._watch_process())
+        return self
+
+    async def started(self) -> EngineInfo:
+        """Waits until the engine can serve. Raises what kept it from that."""
+        return await asyncio.shield(self._info)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info.result()
+
+    def listen(self, on_event: OnEvent, on_death: OnDeath) -> None:
+        self._on_event, self._on_death = on_event, on_death
+        if self.death is not None:
+            on_death(self.death)
+
+    def send(self, data: bytes) -> None:
+        """Never blocks; dropped when the engine is gone (its death has been told)."""
+        if self._peer is not None and self._peer.transport is not None and self.death is None:
+            self._peer.transport.write(data)
+
+    async def close(self, timeout: float = _EXIT_SECONDS) -> None:
+        """Asks the process to end, kills it after ``timeout`` seconds. Nothing of it is left afterwards."""
+        self._closing = True
+        self._stop_listening()
+        process = self._process
+        if process is not None and process.returncode is None:
+            self.send(frames.pack(frames.Shutdown()))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), timeout)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if self._watch is not None:
+            await self._watch
+        if self._peer is not None and self._peer.transport is not None:
+            self._peer.transport.abort()
+
+    # --- from the peer
+
+    def admit(self, peer: _Peer, secret: bytes) -> bool:
+        """The first peer that knows the secret is the engine; from then on nobody can connect."""
+        if self._peer is not None or not hmac.compare_digest(secret, self._secret):
+            return False
+        self._peer = peer
+        self._stop_listening()
+        return True
+
+    def received(self, frame: Any) -> None:
+        self.last_heard = time.perf_counter()
+        if isinstance(frame, frames.Beat):
+            self.last_beat = frame
+        elif isinstance(frame, frames.Died):
+            self._farewell = frame.message
+        elif isinstance(frame, frames.Started):
+            if not self._info.done():
+                self._info.set_result(frame.info)
+        elif isinstance(frame, frames.StartFailed):
+            self._fail_start(_START_ERRORS.get(frame.kind, EngineDead)(frame.message))
+        else:
+            self._on_event(frame)
+
+    def lost(self) -> None:
+        """The socket is closed: whatever the process still does, nobody hears it."""
+        if self._process is not None and self._process.returncode is None and not self._closing:
+            asyncio.get_running_loop().call_later(1.0, self._kill_deaf)
+
+    # --- the process's end
+
+    async def _watch_process(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.sleep(0)  # what it said last is read first
+        self._stop_listening()
+        cause = f": {self._farewell}" if self._farewell else ""
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.death = EngineDead(f"the engine process {how}{cause}. Restart the server.")
+        self._fail_start(self.death)
+        self._on_death(self.death)
+
+    def _kill_deaf(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    def _fail_start(self, error: HeadraceError) -> None:
+        if not self._info.done():
+            self._info.set_exception(error)
+            self._info.exception()  # it may be that nobody waits any more
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _spawn(launch: bytes) -> asyncio.subprocess.Process:
+    """The process by exec, in a session of its own: a Ctrl-C in the terminal is for the front end, which lets requests drain."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # the working directory is no place to import from
+        "-m",
+        "headrace.engine.process",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=2,  # standard output is the front end's
+        env=_environment(),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it died at once: the watcher will say so
+        process.stdin.write(launch)
+        await process.stdin.drain()
+    process.stdin.close()
+    return process
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment; a package that is not installed is found where this process found it."""
+    root = str(Path(headrace.__file__).resolve().parent.parent)
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

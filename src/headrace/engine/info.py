@@ -1,0 +1,27 @@
+"""What a running engine says about itself; the same in its own process and across the socket.
+
+What lives here: one frozen description. What may not: torch, anything that changes while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.config import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Everything validators, servers and ``doctor`` need to know of an engine. Sizes in tokens unless said."""
+
+    model: str  # as the user named it, or "demo"
+    served_names: tuple[str, ...]  # names the API answers to, the first one is reported
+    max_model_len: int
+    max_sequence_tokens: int  # longest sequence that can be served: the context, or the whole cache if that is smaller
+    vocab_size: int  # width of the logits
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    decisions: tuple[Decision, ...] = ()
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose

@@ -1,0 +1,252 @@
+"""From what users write to a Request: tokenise, check, resolve. The one validator of every route.
+
+What lives here: prompts in every accepted form, and all checks that need the model's sizes. What may not: torch, wire formats, queues.
+Checks that need no model are SamplingParams' own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from headrace.engine.info import EngineInfo
+from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
+from headrace.request import Request, SamplingParams, check_token_ids
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Message = Mapping[str, Any]
+
+_MASK64 = 2**64 - 1
+_EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
+_PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "priority"})
+_DEFAULT_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+class Encoder(Protocol):
+    """What input work needs of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], /, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str: ...
+
+
+def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
+    """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out of range."""
+    found = {field: generation_defaults[name] for name, field in _DEFAULT_FIELDS.items() if generation_defaults.get(name) is not None}
+    try:
+        return SamplingParams(**found)
+    except InvalidRequest as error:
+        raise ModelError(f"generation_config.json: {error.message} Correct it or use --generation-config headrace.") from error
+
+
+def derived_seed(seed: int, ordinal: int) -> int:
+    """64 bits for the ``ordinal``-th request of an engine seeded with ``seed`` (the splitmix64 finaliser, Steele et al. 2014)."""
+    mixed = (seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return mixed ^ (mixed >> 31)
+
+
+@dataclass(slots=True)
+class ParsedPrompt:
+    """One prompt as it was given: text or ids (or both: then the text is only shown)."""
+
+    text: str | None
+    token_ids: array[int] | None
+    cache_salt: str = ""
+    priority: int | None = None
+
+
+def parse_prompt(prompt: Prompt, param: str = "prompt") -> ParsedPrompt:
+    """A text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}`` (either with "cache_salt"), or a list of ids."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt, param)
+    if isinstance(prompt, (list, tuple, array)):
+        return ParsedPrompt(None, _id_array(prompt, param))
+    forms = 'a text, {"prompt": text} or {"prompt_token_ids": [ids]}'
+    raise InvalidRequest(f"{param} is of type {type(prompt).__name__}; give {forms}.", param=param)
+
+
+def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
+    unknown = sorted(set(map(str, prompt)) - _PROMPT_FIELDS)
+    if unknown:
+        raise InvalidRequest(f"{param} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_PROMPT_FIELDS))}.", param=param)
+    text, ids, salt, priority = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt"), prompt.get("priority")
+    if text is None and ids is None:
+        raise InvalidRequest(f'{param} has neither "prompt" nor "prompt_token_ids"; give one of them.', param=param)
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"prompt is of type {type(text).__name__}; give a text.", param="prompt")
+    return ParsedPrompt(text, None if ids is None else _id_array(ids, "prompt_token_ids"), "" if salt is None else salt, priority)
+
+
+def _id_array(ids: Any, param: str) -> array[int]:
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids
+    if not isinstance(ids, (list, tuple)) or any(type(i) is not int for i in ids):
+        raise InvalidRequest(f"{param} must be a list of token ids (integers); give one.", param=param)
+    try:
+        return array("i", ids)
+    except OverflowError:
+        raise InvalidRequest(f"{param} holds an id that is no 32-bit integer; give the model's own token ids.", param=param) from None
+
+
+@dataclass(slots=True)
+class InputProcessor:
+    """``request()`` either returns a Request that the engine can serve or raises InvalidRequest naming the field.
+
+    ``seed``: requests without their own seed get one derived from it in order of arrival (offline: runs repeat); None: a random one.
+    """
+
+    info: EngineInfo
+    tokenizer: Encoder | None
+    seed: int | None
+    _ordinal: int = 0
+
+    def request(
+        self,
+        request_id: int,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str = "",
+        truncate_prompt_tokens: int | None = None,
+        param: str = "prompt",
+        clamp: bool = False,
+    ) -> Request:
+        """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may shrink to what fits."""
+        ids = prompt.token_ids
+        if ids is None:
+            ids = array("i", self.encode(prompt.text or "", param=param, truncate=truncate_prompt_tokens))
+        if truncate_prompt_tokens is not None:
+            ids = self._truncated(ids, truncate_prompt_tokens)
+        params = self._checked_params(ids, params, param, clamp)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            seed=self._seed_of(params),
+            priority=_integer("priority", prompt.priority if prompt.priority is not None else priority),
+            arrival_time=arrival_time,
+            cache_salt=_text("cache_salt", prompt.cache_salt or cache_salt),
+            bad_word_ids=self._bad_word_ids(params.bad_words),
+        )
+
+    def tokenized(self, prompt: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
+        """A text prompt with its ids."""
+        if prompt.token_ids is not None:
+            return prompt
+        ids = self.encode(prompt.text or "", truncate=truncate_prompt_tokens)
+        return replace(prompt, token_ids=array("i", ids))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", truncate: int | None = None) -> list[int]:
+        """Token ids of a text; one that is far too long is refused before it is tokenised whole."""
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{param} is a text, but this model has no tokenizer; give prompt_token_ids.", param=param)
+        if len(text) > _EARLY_CHARS and truncate is None:
+            self._refuse_early(text, param)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> ParsedPrompt:
+        """A conversation through the model's template; its special tokens are the template's own."""
+        if self.tokenizer is None:
+            raise InvalidRequest("messages need a chat template, but this model has no tokenizer; give prompt_token_ids.", param="messages")
+        text = self.tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt, **kwargs)
+        return ParsedPrompt(text, array("i", self.encode(text, add_special_tokens=False, param="messages")))
+
+    def _refuse_early(self, text: str, param: str) -> None:
+        """Pieces tokenise to about as many tokens as the whole; twice the limit in pieces is beyond it in any case."""
+        assert self.tokenizer is not None
+        limit, counted = self.info.max_sequence_tokens, 0
+        for start in range(0, len(text), _EARLY_CHARS):
+            counted += len(self.tokenizer.encode(text[start : start + _EARLY_CHARS], False))
+            if counted > 2 * limit + 1024:
+                raise ContextLengthExceeded(limit + 1, limit, param=param, what="the prompt has more than")
+
+    def _truncated(self, ids: array[int], keep: int) -> array[int]:
+        """The last ``keep`` tokens; -1 keeps as many as the context allows, with room for one more."""
+        longest = self.info.max_sequence_tokens - 1
+        if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
+            wanted = f"give an integer from 1 to {longest}, or -1 for that"
+            raise InvalidRequest(f"truncate_prompt_tokens is {keep!r}; {wanted}.", param="truncate_prompt_tokens")
+        return ids[-(longest if keep == -1 else keep) :]
+
+    def _checked_params(self, ids: array[int], params: SamplingParams, param: str, clamp: bool) -> SamplingParams:
+        info, limit = self.info, self.info.max_sequence_tokens
+        if not ids:
+            raise InvalidRequest(f"{param} is empty; give at least one token.", param=param)
+        check_token_ids(param, ids, info.vocab_size)
+        params.check_token_ids(info.vocab_size)
+        if len(ids) >= limit:
+            raise ContextLengthExceeded(len(ids), limit, param=param)
+        if params.n > info.max_num_seqs:
+            raise InvalidRequest(
+                f"n is {params.n}, but at most {info.max_num_seqs} sequences run at once; ask for fewer or raise --max-num-seqs.", param="n"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings are found in text, but this model has no tokenizer; use stop_token_ids.", param="stop")
+        return self._resolved_length(len(ids), limit, params, clamp)
+
+    def _resolved_length(self, num_prompt: int, limit: int, params: SamplingParams, clamp: bool) -> SamplingParams:
+        room = limit - num_prompt
+        if clamp and params.max_tokens is not None:
+            params = replace(params, max_tokens=min(room, params.max_tokens))
+        if params.max_tokens is not None and params.max_tokens > room:
+            what = f"{num_prompt} in the prompt and {params.max_tokens} asked for (max_tokens) make"
+            raise ContextLengthExceeded(num_prompt + params.max_tokens, limit, param="max_tokens", what=what)
+        if params.min_tokens > room:
+            raise InvalidRequest(f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens; lower it.", param="min_tokens")
+        return params if params.max_tokens is not None else replace(params, max_tokens=room)
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        if params.seed is not None:
+            return params.seed & _MASK64
+        return secrets.randbits(64) if self.seed is None else derived_seed(self.seed, ordinal)
+
+    def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenised at the start of a text and after a space (where that is another token, not another cut)."""
+        if words and self.tokenizer is None:
+            raise InvalidRequest("bad_words are texts, but this model has no tokenizer; use logit_bias with token ids.", param="bad_words")
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            assert self.tokenizer is not None
+            stem = word.lstrip() or word
+            bare = tuple(self.tokenizer.encode(stem, False))
+            spaced = tuple(self.tokenizer.encode(" " + stem, False))
+            found.append(bare)
+            if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        sequences = tuple(ids for ids in found if ids)
+        for ids in sequences:
+            check_token_ids("bad_words", ids, self.info.vocab_size)
+        return sequences
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int or not -(2**31) <= value < 2**31:
+        raise InvalidRequest(f"{name} is {value!r}; give a 32-bit integer.", param=name)
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 1024:
+        raise InvalidRequest(f"{name} must be a text of at most 1024 characters; shorten it.", param=name)
+    return value

@@ -1,0 +1,305 @@
+"""The engine in this process, and the offline API: prompts in, RequestOutputs out.
+
+What lives here: ``create_engine`` and ``LLM``. What may not: scheduling, mathematics, the server, asyncio (client.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, cast
+
+from headrace.clock import RealClock
+from headrace.config import Decision, EngineConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Executor
+from headrace.engine.info import EngineInfo
+from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
+from headrace.engine.interrupts import deferred_interrupts
+from headrace.engine.keywords import create_config
+from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine.progress import Progress, ProgressLine
+from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
+from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.errors import EngineDead, InvalidRequest
+from headrace.metrics import StepRecorder
+from headrace.models.source import ModelSource
+from headrace.request import Request, RequestOutput, SamplingParams
+
+Sink = Callable[[RequestDelta], None]
+Conversation = Sequence[Message]
+
+
+@dataclass(slots=True)
+class Engine:
+    """One model's engine in this process: the core and what stands around it."""
+
+    core: EngineCore
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    info: EngineInfo
+    default_params: SamplingParams
+    recorder: StepRecorder
+
+    def close(self) -> None:
+        self.core.executor.close()
+
+
+def create_engine(config: EngineConfig, *, wrap: Callable[[Executor], Executor] | None = None, with_tokenizer: bool = True) -> Engine:
+    """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
+
+    Raises ModelError, ConfigError or OutOfMemory.
+    """
+    source = find_source(config)
+    tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template) if with_tokenizer else None
+    defaults = default_params(source.generation_defaults)
+    config, executor, decisions, recorder = _create_executor(config, source)
+    eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
+    core = EngineCore(
+        executor if wrap is None else wrap(executor),
+        scheduler=config.scheduler,
+        cache=config.cache,
+        eos_token_ids=frozenset(eos),
+        clock=RealClock(),
+        depth=config.device.overlap or 0,
+        observer=recorder,
+    )
+    return Engine(core, source, tokenizer, describe(config, source, core, eos, decisions), defaults, recorder)
+
+
+def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
+    if config.device.executor == "keyed-hash":
+        config, decisions = resolve_config(config, "none")
+        return config, create_hash_executor(config, source), decisions, StepRecorder()
+    from headrace.worker.worker import create_executor, device_kind  # torch
+
+    config, decisions = resolve_config(config, device_kind(config.device.device))
+    executor, loaded = create_executor(config, source)
+    return config, executor, (*decisions, *loaded), StepRecorder()
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    ``model``: folder, .gguf file or hub id; None is the bundled demo. Keywords are the fields of the config classes by name
+    (dtype, max_model_len, gpu_memory_utilization, max_num_seqs, enable_prefix_caching, seed, …); ``technique`` maps switches
+    to values: ``technique={"chunked_prefill": False}``. Raises ConfigError or ModelError. Calls from several threads take turns.
+
+    An answer whose step failed in the engine has finish_reason "error" and the cause as its stop_reason; others are not affected.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, technique: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+        self._open(create_config(model, technique=technique, **keywords))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """An LLM from a whole config, as commands have it."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self._engine: Engine | None = None
+        engine = create_engine(config)
+        self._engine = engine
+        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed)
+        self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)
+        self._sinks: dict[int, Sink] = {}
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+
+    @property
+    def engine(self) -> Engine:
+        """Raises EngineDead after shutdown()."""
+        if self._engine is None:
+            raise EngineDead("this LLM has been shut down; make a new one.")
+        return self._engine
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own defaults (generation_config.json)."""
+        return self.engine.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Progress] = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list of those.
+
+        Raises InvalidRequest before anything runs when one cannot be served, naming its index.
+        """
+        parsed = _for_each(_as_list(prompts), parse_prompt)
+        return self._run(parsed, sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Progress] = True,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, through the model's chat template."""
+        conversations = cast("list[Conversation]", [messages] if messages and isinstance(messages[0], Mapping) else list(messages))
+
+        def render(conversation: Conversation) -> ParsedPrompt:
+            return self._inputs.chat_prompt(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {}))
+
+        return self._run(_for_each(conversations, render), sampling_params, use_tqdm, priority)
+
+    def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, **chat_options: Any) -> Iterator[RequestDelta]:
+        """One prompt (or one conversation), delta by delta. Closing the iterator early aborts the request."""
+        is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        parsed = self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options) if is_chat else parse_prompt(cast(Prompt, prompt))
+        return self._stream(self._requests([parsed], sampling_params, None)[0])
+
+    def shutdown(self) -> None:
+        """Frees the model. The LLM cannot be used afterwards."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: list[ParsedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Progress],
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        requests = self._requests(prompts, sampling_params, priority)
+        collectors = [OutputCollector(str(r.request_id), p.text, r, self.engine.tokenizer) for p, r in zip(prompts, requests, strict=True)]
+        bar = _progress(use_tqdm, len(requests))
+        try:
+            for request, collector in zip(requests, collectors, strict=True):
+                self._submit(request, _counting(collector, bar))
+            while not all(collector.finished for collector in collectors):
+                self._turn()
+        finally:
+            self._abandon([r.request_id for r, c in zip(requests, collectors, strict=True) if not c.finished])
+            if bar is not None:
+                bar.close()
+        return [collector.output() for collector in collectors]
+
+    def _stream(self, request: Request) -> Iterator[RequestDelta]:
+        arrived: list[RequestDelta] = []
+        self._submit(request, arrived.append)
+        last = False
+        try:
+            while not last:
+                while not arrived:
+                    self._turn()
+                taken, arrived[:] = list(arrived), []
+                for delta in taken:
+                    last = delta.last
+                    yield delta
+        finally:
+            if not last:
+                self._abandon([request.request_id])
+
+    def _requests(
+        self, prompts: list[ParsedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None
+    ) -> list[Request]:
+        """All validated before the first one runs."""
+        count = len(prompts)
+        default = sampling_params is None
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each_params = _one_each("sampling_params", [params] * count if isinstance(params, SamplingParams) else list(params), count)
+        each_priority = _one_each("priority", [0] * count if priority is None else list(priority), count)
+        now = time.perf_counter()
+
+        def build(job: tuple[ParsedPrompt, SamplingParams, int]) -> Request:
+            return self._inputs.request(next(self._ids), job[0], job[1], arrival_time=now, priority=job[2], clamp=default)
+
+        return _for_each(list(zip(prompts, each_params, each_priority, strict=True)), build)
+
+    def _submit(self, request: Request, sink: Sink) -> None:
+        with self._lock, deferred_interrupts():
+            self._sinks[request.request_id] = sink
+            self._outputs.add(request)
+            self.engine.core.add(request)
+
+    def _turn(self) -> None:
+        """One step, and everything it produced handed to whoever waits for it."""
+        with self._lock, deferred_interrupts():
+            for request_id, delta in self._outputs.process(self.engine.core.step()):
+                sink = self._sinks.pop(request_id) if delta.last else self._sinks[request_id]
+                sink(delta)
+
+    def _abandon(self, request_ids: list[int]) -> None:
+        """Aborts what still runs and lets the steps in flight end, so that blocks and rows are free again."""
+        with self._lock, deferred_interrupts():
+            for request_id in request_ids:
+                self._sinks.pop(request_id, None)
+                self._outputs.drop(request_id)
+                if self._engine is not None:
+                    self._engine.core.abort(request_id)
+            while request_ids and not self._sinks and self._engine is not None and self._engine.core.has_work:
+                self._engine.core.step()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one; a list of ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+def _for_each(items: list[Any], work: Callable[[Any], Any]) -> list[Any]:
+    """``work`` on every item; an error says at which index it happened (where there are several)."""
+    done = []
+    for index, item in enumerate(items):
+        try:
+            done.append(work(item))
+        except InvalidRequest as error:
+            if len(items) > 1:
+                error.message = f"prompt {index}: {error.message}"
+                error.args = (error.message,)
+            raise
+    return done
+
+
+def _one_each(name: str, values: list[Any], count: int) -> list[Any]:
+    if len(values) != count:
+        raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts; give one for all or one for each.", param=name)
+    return values
+
+
+def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress | None:
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc="Processed prompts")
+    return ProgressLine(total, "Processed prompts") if use_tqdm else None
+
+
+def _counting(collector: OutputCollector, bar: Progress | None) -> Sink:
+    def sink(delta: RequestDelta) -> None:
+        collector.add(delta)
+        if isinstance(bar, ProgressLine):
+            bar.add_tokens(len(delta.token_ids))
+        if bar is not None and delta.last:
+            bar.update(1)
+
+    return sink

@@ -1,0 +1,248 @@
+"""The engine process's life: start, turn after turn, end.
+
+What lives here: the loop between the socket and the core, and its pulse. What may not: the frames' schema (process.py), text, HTTP.
+
+The loop blocks on the socket when there is nothing to do and looks at it once a turn when there is, so an idle engine costs nothing
+and a command waits for at most one step. A thread sends a Beat every second with the loop's stamps, also while a step runs;
+it ends the process when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine import process as frames
+from headrace.engine.executor import Executor, ExecutorInfo, Ticket
+from headrace.errors import HeadraceError, InvalidRequest
+from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from headrace.engine.llm import Engine
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+HOST_LIMIT = 5.0  # seconds: one turn of the loop outside the device
+DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
+_LIMITS = {"host": HOST_LIMIT, "device": DEVICE_LIMIT}
+READ_BYTES = 1 << 18
+
+
+class ParentGone(Exception):
+    """The socket has closed: nobody wants anything any more."""
+
+
+class Pulse:
+    """What the loop is doing, and since when; written by the loop, read by the beating thread."""
+
+    __slots__ = ("phase", "since", "turn")
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.phase = "load"
+        self.since = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.since = phase, time.perf_counter()
+
+    def beat(self) -> frames.Beat:
+        return frames.Beat(self.turn, self.phase, time.perf_counter() - self.since, _LIMITS.get(self.phase, 0.0))
+
+
+class StampedExecutor:
+    """An executor whose calls are told apart from the host's own work: a long step is no hang, a long turn is one."""
+
+    def __init__(self, inner: Executor, pulse: Pulse) -> None:
+        self._inner = inner
+        self._pulse = pulse
+        self.info: ExecutorInfo = inner.info
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self._pulse.enter("device")
+        try:
+            return self._inner.submit(plan)
+        finally:
+            self._pulse.enter("host")
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self._pulse.enter("device")
+        try:
+            return self._inner.collect(ticket)
+        finally:
+            self._pulse.enter("host")
+
+    def recover(self) -> None:
+        self._inner.recover()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Link:
+    """The engine's end of the socket. Sending is for both threads, receiving for the loop alone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._unpacker = frames.Unpacker(frames.Command)
+
+    def send(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise ParentGone from error
+
+    def wait(self) -> list[Any]:
+        """Blocks until there is a command."""
+        select.select([self._socket], [], [])
+        return self.poll()
+
+    def poll(self) -> list[Any]:
+        """The commands that have arrived."""
+        commands: list[Any] = []
+        while True:
+            try:
+                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return commands
+            except OSError as error:
+                raise ParentGone from error
+            if not data:
+                raise ParentGone
+            commands.extend(self._unpacker.feed(data))
+            if len(data) < READ_BYTES:
+                return commands
+
+
+class EngineLoop:
+    """Commands in, one frame a step out, until the parent says so or is gone."""
+
+    def __init__(self, engine: Engine, link: Link, pulse: Pulse) -> None:
+        self._engine = engine
+        self._core = engine.core
+        self._link = link
+        self._pulse = pulse
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            frames.Add: self._add,
+            frames.Abort: lambda command: self._core.abort(command.request_id),
+            frames.Finish: lambda command: self._core.finish(command.request_id, command.index, command.num_tokens),
+            frames.AskStats: self._answer_stats,
+            frames.Shutdown: self._shut_down,
+        }
+        self._running = True
+
+    def run(self) -> None:
+        core, link, pulse = self._core, self._link, self._pulse
+        while self._running:
+            pulse.turn += 1
+            if core.has_work:
+                commands = link.poll()
+            else:
+                pulse.enter("idle")
+                commands = link.wait()
+            pulse.enter("host")
+            for command in commands:
+                self._handlers[type(command)](command)
+            if core.has_work and self._running:
+                outputs = core.step()
+                if outputs:
+                    pulse.enter("send")  # the front end may be slow to read
+                    link.send(frames.pack_step(outputs))
+
+    def _add(self, command: frames.Add) -> None:
+        try:
+            self._core.add(frames.unpack_request(command))
+        except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's
+            log.error("request refused by the core: %s", error)
+            finished = Finished(FinishReason.ERROR, message=error.message)
+            refused = [SequenceOutput(command.request_id, index, (), finished=finished) for index in range(command.params.n)]
+            self._link.send(frames.pack_step(refused))
+
+    def _answer_stats(self, command: frames.AskStats) -> None:
+        self._link.send(frames.pack(frames.StatsReply(command.number, {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()})))
+
+    def _shut_down(self, command: frames.Shutdown) -> None:
+        self._running = False
+
+
+def beat_forever(link: Link, pulse: Pulse) -> None:
+    """The pulse of the process, and its end when the parent is gone, whatever the loop is doing."""
+    while True:
+        time.sleep(BEAT_SECONDS)
+        try:
+            link.send(frames.pack(pulse.beat()))
+        except ParentGone:
+            os._exit(1)
+
+
+def _read_launch() -> frames.Launch:
+    (launch,) = frames.Unpacker(frames.Launch).feed(sys.stdin.buffer.read())
+    return launch  # type: ignore[no-any-return]
+
+
+def _connect(launch: frames.Launch) -> Link:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(launch.address)
+    link = Link(sock)
+    link.send(frames.pack(frames.Hello(launch.secret)))
+    return link
+
+
+def _start(launch: frames.Launch, link: Link, pulse: Pulse) -> Engine | None:
+    """The engine, or None after the parent has been told why not."""
+    try:
+        from headrace.engine.llm import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
+
+        return create_engine(launch.config, wrap=lambda executor: StampedExecutor(executor, pulse), with_tokenizer=False)
+    except HeadraceError as error:
+        link.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
+    except Exception as error:
+        log.exception("the engine could not start")
+        link.send(frames.pack(frames.StartFailed("", f"{type(error).__name__}: {error}")))
+    return None
+
+
+def _serve(engine: Engine, link: Link, pulse: Pulse) -> int:
+    gc.collect()
+    gc.freeze()  # the model and the modules live as long as the process: no need to look through them again
+    link.send(frames.pack(frames.Started(engine.info)))
+    try:
+        EngineLoop(engine, link, pulse).run()
+    except (ParentGone, frames.BadFrame) as error:
+        return 0 if isinstance(error, ParentGone) else 1
+    except Exception as error:
+        log.exception("the engine failed")
+        link.send(frames.pack(frames.Died(f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+def main() -> None:
+    """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    level = os.environ.get("HEADRACE_LOG_LEVEL", "info").upper()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("headrace").setLevel(level)
+    try:
+        launch, pulse = _read_launch(), Pulse()
+        link = _connect(launch)
+        threading.Thread(target=beat_forever, args=(link, pulse), daemon=True, name="pulse").start()
+        engine = _start(launch, link, pulse)
+        sys.exit(1 if engine is None else _serve(engine, link, pulse))
+    except ParentGone:
+        sys.exit(1)

@@ -1,0 +1,101 @@
+"""Choices that only the model and the device can make, each with its reason; and what an engine then says about itself.
+
+What lives here: automatic values of the engine's own fields, the executor without a model. What may not: torch, loading, the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.config import Decision, EngineConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.info import EngineInfo
+from headrace.errors import ConfigError
+from headrace.models.source import ModelSource, find_model
+
+CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
+CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a few tens of milliseconds of an 8B model
+HASH_TOKENS_A_STEP = 2048
+HASH_SLOTS = 1 << 20  # tokens, if that holds one sequence; eight bytes each
+MAX_HASH_SLOTS = 1 << 24
+
+
+def find_source(config: EngineConfig) -> ModelSource:
+    """The model's files; without a model to compute its weights are not looked for."""
+    weightless = config.device.executor == "keyed-hash"
+    return find_model(replace(config.model, load_format="dummy") if weightless else config.model)
+
+
+def resolve_config(config: EngineConfig, device: str) -> tuple[EngineConfig, tuple[Decision, ...]]:
+    """Fills max_num_batched_tokens and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash)."""
+    decisions: list[Decision] = []
+    if config.scheduler.max_num_batched_tokens is None:
+        tokens, reason = _tokens_a_step(device)
+        tokens = max(tokens, config.scheduler.max_num_seqs)
+        decisions.append(Decision("max_num_batched_tokens", tokens, reason))
+        config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
+    if config.device.overlap is None:
+        depth, reason = _overlap(device, config.device.device_time)
+        decisions.append(Decision("overlap", depth, reason))
+        config = replace(config, device=replace(config.device, overlap=depth))
+    return config, tuple(decisions)
+
+
+def _tokens_a_step(device: str) -> tuple[int, str]:
+    if device == "cuda":
+        return CUDA_TOKENS_A_STEP, "fills the device, and keeps running answers waiting for tens of milliseconds at most"
+    if device == "cpu":
+        return CPU_TOKENS_A_STEP, "prompts beside running answers are computed in chunks short enough for a CPU"
+    return HASH_TOKENS_A_STEP, "the keyed-hash executor's default"
+
+
+def _overlap(device: str, device_time: float) -> tuple[int, str]:
+    if device == "cuda":
+        return 1, "the next step is scheduled while the device runs this one"
+    if device == "cpu":
+        return 0, "scheduling would compete with computing for the same cores"
+    return (1, "the next step is scheduled while this one's device time passes") if device_time else (0, "there is no device to keep busy")
+
+
+def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHashExecutor:
+    """No model is computed; vocabulary and context are those of ``source``, so that its tokenizer fits."""
+    longest = _positive(source.config.get("max_position_embeddings"), 4096)
+    max_model_len = config.model.max_model_len or longest
+    if max_model_len > MAX_HASH_SLOTS:
+        raise ConfigError(f"max_model_len is {max_model_len}, but the keyed-hash executor holds {MAX_HASH_SLOTS} tokens at most; give less.")
+    block_size, rows = config.cache.block_size, config.scheduler.max_num_seqs
+    needed = -(-max_model_len // block_size)
+    num_blocks = config.cache.num_blocks or max(needed, min(rows * needed, HASH_SLOTS // block_size))
+    info = keyed_hash_info(
+        vocab_size=_positive(source.config.get("vocab_size"), 512),
+        max_model_len=max_model_len,
+        max_num_seqs=rows,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    return KeyedHashExecutor(info, key=config.model.seed, device_time=config.device.device_time)
+
+
+def _positive(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else otherwise
+
+
+def describe(config: EngineConfig, source: ModelSource, core: EngineCore, eos: tuple[int, ...], decisions: tuple[Decision, ...]) -> EngineInfo:
+    """The engine's own account of itself, once it stands."""
+    info = core.executor.info
+    model = config.model.model or source.name
+    return EngineInfo(
+        model=model,
+        served_names=config.model.served_model_name or (model,),
+        max_model_len=info.max_model_len,
+        max_sequence_tokens=core.scheduler.max_sequence_tokens,
+        vocab_size=info.vocab_size,
+        max_num_seqs=core.scheduler.limits.max_num_seqs,
+        eos_token_ids=eos,
+        device=info.device,
+        dtype=next((str(each.value) for each in decisions if each.name == "dtype"), config.model.dtype),
+        decisions=decisions,
+        memory=info.memory,
+    )
