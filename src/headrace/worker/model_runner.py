@@ -1,0 +1,170 @@
+"""One step on one device: rows edited, inputs gathered, forward, sample, and the result read when it is collected.
+
+What lives here: the order of a step and the two submissions it consists of. What may not: building tensors (inputs.py), picking
+tokens (sampler.py), loading or sizing (worker.py), threads.
+
+``forward`` and ``sample`` are separate so that a row may wait for something (a grammar's mask) between the two. Neither reads the
+device; ``read`` does, at collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.clock import Clock
+from headrace.kernels.sampling import score_tokens
+from headrace.layers.inputs import ForwardInputs
+from headrace.request import StepPlan, StepResult, TokenLogprobs
+from headrace.worker.inputs import Packing, forward_inputs, pack
+from headrace.worker.rows import Ints, Rows, Staging
+from headrace.worker.sampler import SampleBatch, Sampler, Samples, Scores
+
+UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
+
+
+class Computes(Protocol):
+    """What a runner needs of a decoder."""
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...  # [tokens, hidden]
+
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states."""
+
+    plan: StepPlan
+    started: float  # seconds, the runner's clock
+    packing: Packing | None = None
+    hidden: Tensor | None = None  # [tokens, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step whose tokens are (being) sampled; everything in it is still on the device."""
+
+    plan: StepPlan
+    started: float
+    samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples
+    prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
+
+
+class ModelRunner:
+    """Runs plans over one decoder, one KV cache and one set of rows.
+
+    ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
+    """
+
+    def __init__(self, decoder: Computes, kv_caches: Sequence[Tensor], rows: Rows, *, max_logits_rows: int, padded: bool, clock: Clock) -> None:
+        self._decoder = decoder
+        self._kv_caches = tuple(kv_caches)
+        self._rows = rows
+        self._sampler = Sampler(rows)
+        self._max_logits_rows = max_logits_rows
+        self._padded = padded
+        self._clock = clock
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """The whole step."""
+        with torch.inference_mode():
+            return self.read(self.sample(self.forward(plan)))
+
+    def forward(self, plan: StepPlan) -> Forwarded:
+        """Edits rows, copies blocks, computes every planned token."""
+        started = self._clock.now()
+        self._rows.apply(plan)
+        self._copy_blocks(plan)
+        if not plan.rows:
+            return Forwarded(plan, started)
+        packing = pack(plan, padded=self._padded)
+        inputs = forward_inputs(plan, self._rows, packing)
+        return Forwarded(plan, started, packing, self._decoder.forward(inputs, self._kv_caches))
+
+    def sample(self, step: Forwarded) -> Sampled:
+        """Picks a token for every sampled row and scores the prompts that asked for it."""
+        if step.packing is None or step.hidden is None:
+            return Sampled(step.plan, step.started)
+        samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece) for piece in self._pieces(len(step.plan.sample_rows)))
+        prompt = tuple(
+            (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
+        )
+        return Sampled(step.plan, step.started, samples, prompt)
+
+    def read(self, step: Sampled) -> StepResult:
+        """Waits for the device and brings the step's results to the host."""
+        tokens: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
+        for samples in step.samples:
+            first = len(tokens)
+            picked, usable = samples.tokens.tolist(), samples.usable.tolist()
+            tokens += [(token,) if ok else () for token, ok in zip(picked, usable, strict=True)]
+            errors.update({first + j: UNUSABLE for j, ok in enumerate(usable) if not ok})
+            if samples.scores is not None:
+                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
+        prompt = _read_prompt(step)
+        return StepResult(step.plan.step_id, tokens, logprobs, prompt, errors, device_seconds=self._clock.now() - step.started)
+
+    def forget(self) -> None:
+        """Drops every row; KV blocks stay as they are."""
+        self._rows.clear()
+
+    # --- parts of forward
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
+            self._kv_caches[group][target].copy_(self._kv_caches[group][source], non_blocking=True)
+
+    # --- parts of sample
+
+    def _pieces(self, count: int, start: int = 0) -> Iterator[slice]:
+        for first in range(start, start + count, self._max_logits_rows):
+            yield slice(first, min(first + self._max_logits_rows, start + count))
+
+    def _sample_piece(self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice) -> Samples:
+        work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
+        starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
+        chunks, source = np.unique(work, return_inverse=True)
+        batch = SampleBatch(
+            rows=np.asarray(plan.sample_rows, dtype=np.int32)[piece],
+            positions=(starts + counts)[work],
+            source=source.astype(np.int32),
+        )
+        return self._sampler.sample(self._decoder.logits(hidden[self._ship(packing.last[chunks])]), batch)
+
+    def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""
+        row, start = plan.rows[index], plan.starts[index]
+        num_scored = min(plan.counts[index], int(self._rows.num_prompt_tokens[row]) - 1 - start)
+        num_best = self._rows.host[row].params.prompt_logprobs or 0
+        first_packed = int(packing.last[index]) + 1 - plan.counts[index]
+        for piece in self._pieces(num_scored):
+            logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
+            targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
+            yield score_tokens(logits, targets, min(num_best, logits.shape[1]))
+
+    def _ship(self, values: Ints) -> Tensor:
+        staging = Staging(self._rows.device)
+        staging.put(values)
+        return staging.ship()[0].long()
+
+
+def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:
+    lists = zip(scores.which.tolist(), scores.num_best, scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
+    for j, num_best, ids, logprobs, rank in lists:
+        yield j, TokenLogprobs(tuple(ids[: 1 + num_best]), tuple(logprobs[: 1 + num_best]), rank)
+
+
+def _read_prompt(step: Sampled) -> dict[int, tuple[TokenLogprobs, ...]]:
+    entries: dict[int, tuple[TokenLogprobs, ...]] = {index: () for index in step.plan.prompt_logprobs}
+    for index, ids, logprobs, ranks in step.prompt:
+        piece = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+        entries[index] += tuple(TokenLogprobs(tuple(i), tuple(p), rank) for i, p, rank in piece)
+    return entries

@@ -1,0 +1,51 @@
+"""Automatic choices about the device: which one, how many threads, which precision; each with its reason.
+
+What lives here: ``resolve_*`` of what only the device can tell. What may not: memory (memory.py), loading, running.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.config import Decision
+from headrace.errors import ConfigError
+from headrace.worker.host import has_fast_bf16, physical_cores
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def device_kind(requested: str) -> str:
+    """"cpu" or "cuda" for the config's "auto", "cpu" or "cuda". Raises ConfigError when a device is asked for that is not there."""
+    present = bool(torch.cuda.is_available())  # type: ignore[no-untyped-call]
+    if requested == "cuda" and not present:
+        raise ConfigError("--device is cuda, but torch finds no CUDA device here; install a CUDA build of torch, or use --device cpu.")
+    return "cuda" if present and requested != "cpu" else "cpu"
+
+
+def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:
+    """CPU threads that compute. More threads than physical cores slow matrix products down."""
+    if requested is not None:
+        return requested, None
+    cores, reason = physical_cores()
+    return cores, Decision("threads", cores, reason)
+
+
+def resolve_dtype(requested: str, checkpoint_dtype: str, device: str) -> tuple[torch.dtype, Decision]:
+    """The precision of weights, activations and KV."""
+    name = checkpoint_dtype if requested == "auto" else requested
+    origin = "as the checkpoint is stored" if requested == "auto" else "as asked for"
+    if name not in DTYPES:
+        return torch.float32, Decision("dtype", "float32", f"the checkpoint is stored as {name}, which nothing computes in")
+    if device != "cpu" or name == "float32" or (name == "bfloat16" and (requested != "auto" or has_fast_bf16())):
+        return DTYPES[name], Decision("dtype", name, origin)
+    # float16 has no fast arithmetic on CPUs; bfloat16 has, on some.
+    chosen = "bfloat16" if has_fast_bf16() else "float32"
+    why = "this CPU multiplies bfloat16 in hardware" if chosen == "bfloat16" else "this CPU has no bfloat16 arithmetic"
+    return DTYPES[chosen], Decision("dtype", chosen, f"{name} {origin}, but computed in {chosen}: {why}")
+
+
+def check_kv_dtype(requested: str, dtype: torch.dtype) -> None:
+    """The cache holds what the model computes in; anything else is refused."""
+    if requested != "auto" and DTYPES[requested] != dtype:
+        name = next(key for key, value in DTYPES.items() if value == dtype)
+        raise ConfigError(f"--kv-cache-dtype is {requested}, but the model computes in {name} and the cache cannot differ yet; leave it at auto.")

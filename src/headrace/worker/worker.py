@@ -1,0 +1,199 @@
+"""One process, one device: a model loaded, memory divided, an executor that runs plans on it.
+
+What lives here: the order in which a worker comes to be. What may not: the parts themselves (settings, memory, runner, executor).
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.clock import RealClock
+from headrace.config import Decision, EngineConfig
+from headrace.engine.executor import Executor, ExecutorInfo
+from headrace.errors import ConfigError, OutOfMemory
+from headrace.kernels import Kernels
+from headrace.models import families, loader
+from headrace.models.checkpoint import open_checkpoint
+from headrace.models.decoder import Decoder
+from headrace.models.source import ModelSource, WeightFormat
+from headrace.request import NewRow, SamplingParams, StepPlan
+from headrace.spec import DecoderSpec, KVGroup, kv_groups
+from headrace.worker.local_executor import LocalExecutor
+from headrace.worker.memory import KVPlan, Room, activation_bytes, check_weights_fit, device_memory, plan_kv, weight_bytes
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.rows import Rows
+from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
+
+__all__ = ["create_executor", "device_kind"]
+
+_log = logging.getLogger(__name__)
+_WARM_UP_TOKENS = 16
+
+
+def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor, tuple[Decision, ...]]:
+    """Loads the model, sizes the KV cache and takes the first step.
+
+    ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
+    """
+    tokens_a_step = config.scheduler.max_num_batched_tokens
+    if tokens_a_step is None or config.device.overlap is None:
+        raise ConfigError("max_num_batched_tokens and overlap must be resolved before a worker is made; resolve the config first.")
+    spec = families.spec_from_config(source.config)
+    device = torch.device(device_kind(config.device.device))
+    threads, threads_decision = resolve_threads(config.device.threads)
+    torch.set_num_threads(threads)
+    dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
+    check_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    plan, room = _plan_memory(config, spec, dtype, device, tokens_a_step)
+    decoder, kernels = _load(config, source, spec, dtype, device, plan.max_model_len)
+    rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, [group.spec.block_size for group in plan.groups], device)
+    kv_caches = [_allocate(group, dtype, device) for group in plan.groups]
+    runner = ModelRunner(
+        decoder,
+        kv_caches,
+        rows,
+        max_logits_rows=config.scheduler.max_logits_rows,
+        padded=not config.device.token_concatenation,
+        clock=RealClock(),
+    )
+    warm_up(runner, plan.groups, plan.max_model_len)
+    info = ExecutorInfo(
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        kv_groups=plan.groups,
+        device=_device_name(device, threads),
+        memory={
+            "weights": weight_bytes(decoder),
+            "kv_cache": sum(cache.numel() * cache.element_size() for cache in kv_caches),
+            "activations": room.activations,
+            "rows": rows.num_bytes,
+        },
+    )
+    executor = LocalExecutor(runner, info, overlap=config.device.overlap, threads=threads)
+    threads_said = (threads_decision,) if threads_decision is not None else ()
+    return executor, (dtype_decision, *threads_said, *plan.decisions, *_kernel_decisions(kernels))
+
+
+def _plan_memory(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, tokens_a_step: int
+) -> tuple[KVPlan, Room]:
+    weights = sum(_volume(rule.shape) for rule in families.weight_rules(spec)) * dtype.itemsize
+    logits_rows = min(config.scheduler.max_logits_rows, max(config.scheduler.max_num_seqs, tokens_a_step))
+    activations = activation_bytes(spec, tokens_a_step, logits_rows, dtype.itemsize)
+    room = Room(device_memory(device, config.cache.gpu_memory_utilization), weights, activations)
+    check_weights_fit(room, device)
+    plan = plan_kv(
+        kv_groups(spec, config.cache.block_size, dtype.itemsize),
+        config.cache,
+        room,
+        on_cpu=device.type == "cpu",
+        max_num_seqs=config.scheduler.max_num_seqs,
+        tokens_a_step=tokens_a_step,
+        max_positions=spec.max_positions,
+        requested_len=config.model.max_model_len,
+    )
+    return plan, room
+
+
+def _volume(shape: Sequence[int]) -> int:
+    volume = 1
+    for size in shape:
+        volume *= size
+    return volume
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> tuple[Decoder, Kernels]:
+    kernels = Kernels(
+        device,
+        strict=config.device.strict_kernels,
+        disabled=frozenset(config.device.disabled_kernels),
+        batch_invariant=config.device.batch_invariant,
+    )
+    decoder = Decoder(spec, kernels=kernels, dtype=dtype, device=device, max_model_len=max_model_len)
+    if source.weights is WeightFormat.DUMMY:
+        loader.fill_dummy(decoder, config.model.seed)
+    else:
+        checkpoint = open_checkpoint(source)
+        try:
+            loader.load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), dtype)
+        finally:
+            checkpoint.close()
+    with torch.inference_mode():
+        decoder.finish_loading()
+    return decoder, kernels
+
+
+def _allocate(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[blocks, layers, 2, kv_heads, block_size, head_dim]; on a CPU pages are taken at first touch."""
+    spec = group.spec
+    try:
+        return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, spec.head_dim, dtype=dtype, device=device)
+    except RuntimeError as error:
+        size = group.num_blocks * spec.bytes_per_block
+        raise OutOfMemory(f"{size / 2**30:.2f} GiB for {group.num_blocks} KV blocks could not be allocated. Lower --kv-cache-memory.") from error
+
+
+def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int) -> None:
+    """One short prompt and one decoded token in row 0, the way real ones go: kernels are compiled and first-use costs paid."""
+    num_tokens = min([_WARM_UP_TOKENS, max_model_len - 1, *(group.num_blocks * group.spec.block_size - 1 for group in groups)])
+    if num_tokens < 1:
+        return
+    blocks = [-(-(num_tokens + 1) // group.spec.block_size) for group in groups]
+    row = NewRow(0, 0, array("i", [0] * num_tokens), num_tokens, SamplingParams(temperature=1.0, top_p=0.9), seed=0, stop_token_ids=())
+    indexes = array("i", [index for count in blocks for index in range(count)])
+    of_group = array("i", [group for group, count in enumerate(blocks) for _ in range(count)])
+    runner.run(_warm_up_plan(added=(row,), groups=of_group, indexes=indexes, count=num_tokens))
+    runner.run(_warm_up_plan(start=num_tokens, count=1))
+    runner.run(_warm_up_plan(dropped=array("i", [0])))
+
+
+def _warm_up_plan(
+    *,
+    added: tuple[NewRow, ...] = (),
+    dropped: array[int] | None = None,
+    groups: array[int] | None = None,
+    indexes: array[int] | None = None,
+    start: int = 0,
+    count: int = 0,
+) -> StepPlan:
+    nothing = array("i")
+    work, edits = array("i", [0] if count else []), indexes or nothing
+    return StepPlan(
+        step_id=-1,
+        rows_dropped=dropped or nothing,
+        rows_added=added,
+        table_row=array("i", [0] * len(edits)),
+        table_group=groups or nothing,
+        table_index=edits,
+        table_block=edits,
+        copy_group=nothing,
+        copy_source=nothing,
+        copy_target=nothing,
+        rows=work,
+        starts=array("i", [start] if count else []),
+        counts=array("i", [count] if count else []),
+        sample_work=work,
+        sample_rows=work,
+    )
+
+
+def _device_name(device: torch.device, threads: int) -> str:
+    return f"cpu ({threads} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
+    """Who carries out each operation, and why those before it do not."""
+    decisions = []
+    for choice in kernels.choices:
+        facts = ", ".join(f"{name}={value}" for name, value in choice.facts)
+        declined = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined)
+        decisions.append(Decision(f"kernel {choice.op}({facts})", choice.chosen, declined or "first choice"))
+    return tuple(decisions)
