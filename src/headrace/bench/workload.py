@@ -35,11 +35,15 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a dialogue. ``think_seconds`` pass between the last answer and this turn."""
+    """One request of a dialogue. ``think_seconds`` pass between the last answer and this turn.
+
+    ``stop_after``: the answer really ends after so many tokens, though up to ``max_tokens`` were asked for (in-process only).
+    """
 
     new_ids: tuple[int, ...]
     max_tokens: int
     think_seconds: float = 0.0
+    stop_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

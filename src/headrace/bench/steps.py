@@ -1,0 +1,47 @@
+"""The steps of a run beside their floor and prediction, sorted by kind.
+
+What lives here: summing up step records. What may not: recording them (metrics.py), printing of anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from headrace.metrics import StepRecord
+
+COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "predicted ms", "measured ms", "fraction", "host ms")
+
+
+def kind_of(record: StepRecord) -> str:
+    """A step where every row computes one token is a decode step."""
+    if record.tokens == record.rows:
+        return "decode"
+    return "prefill" if record.rows == 1 or record.sampled < record.rows else "mixed"
+
+
+def summarise_steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
+    """Medians by kind; ``fraction`` None where no limit is known."""
+    groups: dict[str, list[StepRecord]] = {}
+    for record in records:
+        if not record.failed:
+            groups.setdefault(kind_of(record), []).append(record)
+    return [_medians(name, groups[name]) for name in ("decode", "mixed", "prefill") if name in groups]
+
+
+def _medians(name: str, records: Sequence[StepRecord]) -> dict[str, Any]:
+    fractions = [record.fraction for record in records if record.fraction is not None]
+    known = bool(fractions)
+    values = (
+        name,
+        len(records),
+        median(record.rows for record in records),
+        median(record.tokens for record in records),
+        median(record.floor_seconds for record in records) * 1e3 if known else None,
+        median(record.predicted_seconds for record in records) * 1e3 if known else None,
+        median(record.measured_seconds for record in records) * 1e3,
+        median(fractions) if known else None,
+        median(record.host_seconds for record in records) * 1e3,
+    )
+    return dict(zip(COLUMNS, values, strict=True))
