@@ -1,7 +1,7 @@
 """A server over an engine that is a script: what the real one does only when it is slow, broken or killed happens on request.
 
 Run as a program it serves like ``headrace serve``. A request's seed picks its behaviour (the names below); any other seed, or
-none, streams ``max_tokens`` tokens ("tok0 tok1 …", or the prompt's own ids with temperature 0), one a TOKEN_SECONDS.
+none, streams ``max_tokens`` tokens ("tok0 tok1 …", or the prompt's own ids with temperature 0), one every --token-seconds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FAST = 1007  # no waiting between tokens
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
-TOKEN_SECONDS = 0.01
 SILENT_SECONDS = 1.5
 
 
 class FakeEngine:
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, token_seconds: float) -> None:
+        self._token_seconds = token_seconds
         self.source = find_model(ModelConfig())
         self.tokenizer = load_tokenizer(self.source)
         assert self.tokenizer is not None
@@ -62,7 +62,7 @@ class FakeEngine:
             if params.seed == DEFECT:
                 raise KeyError("planted")
             for position in range(params.max_tokens or 1):
-                await asyncio.sleep(0 if params.seed in (ENDLESS, FAST) else TOKEN_SECONDS)
+                await asyncio.sleep(0 if params.seed in (ENDLESS, FAST) else self._token_seconds)
                 self._misbehave(params.seed, position)
                 yield [self._delta(index, position, prompt, params) for index in range(params.n)]
         finally:
@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20)
     parser.add_argument("--shutdown-timeout", type=float, default=5.0)
     parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--token-seconds", type=float, default=0.01)
     parser.add_argument("--ping-seconds", type=float, default=0.3)
     parser.add_argument("--laggard-seconds", type=float, default=2.0)
     args = parser.parse_args()
@@ -113,7 +114,7 @@ def main() -> int:
 
     async def create() -> FakeEngine:
         await asyncio.sleep(args.load_seconds)
-        return FakeEngine(args.max_model_len)
+        return FakeEngine(args.max_model_len, args.token_seconds)
 
     names = ("max_queue", "max_body_bytes", "shutdown_timeout")
     config = ServerConfig(port=0, api_key=tuple(args.api_key), **{name: getattr(args, name) for name in names})
