@@ -62,7 +62,7 @@ class Attention(nn.Module):
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
     ) -> Tensor:  # [tokens, hidden]
-        q, k, v = self.qkv.forward(x).view(self._shape).split(self._split, dim=1)
+        q, k, v = self.qkv.forward(x).view(self._shape).split_with_sizes(self._split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
         q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)

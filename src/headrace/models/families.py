@@ -139,6 +139,7 @@ def _rotary_decoder(
     theta: float = 10000.0,
     partial_rotation: bool = False,
     always_qkv_bias: bool = False,
+    qk_norm: bool = False,
     tied: bool = False,
     activation: str = "hidden_act",
     default_activation: str = "silu",
@@ -166,6 +167,7 @@ def _rotary_decoder(
         qkv_bias=bias or always_qkv_bias,
         output_bias=bias,
         mlp_bias=fields.boolean("mlp_bias", False),
+        qk_norm=qk_norm and fields.boolean("use_qk_norm", True),
         **{"attention_scale": head_size**-0.5, **more},
     )
 

@@ -31,6 +31,7 @@ _HARMLESS = frozenset(
         "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
         "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn", "inference_runner", "max_batch_size",
         "max_sequence_length", "pre_allocate_kv_cache", "validate_runner_input", "is_decoder", "ep_size",
+        "pad_key_length", "runner_max_sequence_length", "is_llama_config", "transformers.js_config", "neftune_noise_alpha",
     }
 )
 # fmt: on
@@ -52,6 +53,11 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pruned_heads": (({},), "pruned heads are not supported"),
     "full_attn_mod": ((1,), "only full attention at every layer is known for this field"),
     "interpolate_factor": ((1,), "only 1 is known for this field"),
+    "rope_interleaved": ((False,), "only rotation by halves is supported"),
+    "use_mrope": ((False,), "positions in several dimensions are not supported"),
+    "qkv_bias": ((False,), "this family's biases are told by attention_bias"),
+    "use_qk_norm": ((False,), "this family has no norms of q and k"),
+    "shared_expert_intermediate_size": ((0,), "shared experts are not supported yet"),
     "num_nextn_predict_layers": ((0,), "multi-token prediction layers are not supported yet"),
 }
 
