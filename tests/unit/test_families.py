@@ -197,6 +197,23 @@ def test_harmless_fields_are_known_by_name() -> None:
     assert spec_from_config({**LLAMA, **harmless}) == spec_from_config(LLAMA)
 
 
+# What published configs carry beside the fields a spec is made of.
+CARRIED: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 1, "max_sequence_length": 2048, "rope_interleaved": False, "is_llama_config": True, "mlp_bias": False},
+    "qwen2": {"use_mrope": False, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 21},
+    "qwen3_moe": {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "router_aux_loss_coef": 0.001},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window": 128, "sliding_window_size": 128},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "attention_bias": False, "embd_pdrop": 0.0},
+    "gpt2": {"summary_type": "cls_index", "task_specific_params": {"text-generation": {"do_sample": True}}, "n_ctx": 128},
+    "gpt_bigcode": {"inference_runner": 0, "pad_key_length": True, "validate_runner_input": True, "attention_softmax_in_fp32": True},
+}
+
+
+@pytest.mark.parametrize("family", CARRIED)
+def test_what_published_configs_carry_is_known(family: str) -> None:
+    assert spec_from_config({**smallest(family), **CARRIED[family]}).num_layers > 0
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
