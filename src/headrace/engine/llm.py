@@ -76,11 +76,15 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
-    from headrace.worker.worker import create_executor, device_kind  # torch
+    from headrace.worker.meter import create_recorder  # torch
+    from headrace.worker.worker import create_executor, device_kind
 
-    config, decisions = resolve_config(config, device_kind(config.device.device))
+    device = device_kind(config.device.device)
+    config, decisions = resolve_config(config, device)
     executor, loaded = create_executor(config, source)
-    return config, executor, (*decisions, *loaded), StepRecorder()
+    dtype = next(str(each.value) for each in loaded if each.name == "dtype")
+    recorder, limits = create_recorder(source.config, executor.info, dtype=dtype, device=device)
+    return config, executor, (*decisions, *loaded, limits), recorder
 
 
 class LLM:
