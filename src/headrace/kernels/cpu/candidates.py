@@ -6,10 +6,16 @@ What lives here: the ordered lists. What may not: kernels, compiling, choosing.
 from __future__ import annotations
 
 from headrace.kernels.candidate import Candidate
+from headrace.kernels.cpu import native, onednn
 
-LINEAR: tuple[Candidate, ...] = ()
-RMS_NORM: tuple[Candidate, ...] = ()
-ROTARY_WRITE: tuple[Candidate, ...] = ()
-PAGED_ATTENTION: tuple[Candidate, ...] = ()
-GATED_ACTIVATION: tuple[Candidate, ...] = ()
+NATIVE = "native"
+
+LINEAR = (
+    Candidate("onednn", onednn.create_linear, batch_invariant=False),
+    Candidate(NATIVE, native.native_kernel(native.create_linear)),
+)
+RMS_NORM = (Candidate(NATIVE, native.native_kernel(native.create_rms_norm)),)
+ROTARY_WRITE = (Candidate(NATIVE, native.native_kernel(native.create_rotary_write)),)
+PAGED_ATTENTION = (Candidate(NATIVE, native.native_kernel(native.create_paged_attention)),)
+GATED_ACTIVATION = (Candidate(NATIVE, native.native_kernel(native.create_gated_activation)),)
 MOE: tuple[Candidate, ...] = ()

@@ -1,0 +1,190 @@
+"""Compiles the package's C sources at first use and keeps the result in the user's cache.
+
+What lives here: finding a compiler, the cache, loading. What may not: what the functions mean (native.py), torch operations.
+
+A build is named by the hash of everything that shapes it: sources, flags, the compiler's version, the CPU, the OpenMP runtime. It is
+written beside its final name and renamed, so that processes that start together each see nothing or all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from headrace.kernels.candidate import Declined
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("elementwise.c", "linear.c", "attention.c", "moe.c")
+HEADERS = ("common.h",)
+FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
+COMPILE_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The loaded library. ``threads``: it was built with OpenMP, on the runtime torch already uses."""
+
+    library: ctypes.CDLL
+    path: Path
+    threads: bool
+
+
+class CompileError(Exception):
+    """The compiler was there and failed; the message ends with what it said."""
+
+
+@cache
+def native_library() -> Native | Declined:
+    """The library for this machine, from the user's cache or compiled now. The answer holds for the process."""
+    compiler = find_compiler()
+    if compiler is None:
+        return Declined("no C compiler (cc, gcc or clang) was found; install one, e.g. apt-get install gcc libc6-dev")
+    try:
+        return build(compiler, cache_folder())
+    except (CompileError, OSError) as error:
+        logger.warning("The native CPU kernels could not be built, so torch's own operations run instead: %s", error)
+        return Declined(f"building with {compiler} failed: {str(error)[:300]}")
+
+
+def find_compiler() -> str | None:
+    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "headrace" / "kernels"
+
+
+def build(compiler: str, folder: Path) -> Native:
+    """Loads the build for these sources and this machine from ``folder``, making it if need be. Raises CompileError, OSError."""
+    runtime = openmp_runtime()
+    sources = {name: _source(name) for name in (*HEADERS, *SOURCES)}
+    key = build_key(sources, compiler_version(compiler), cpu_identity(), str(runtime))
+    target = folder / f"native-{key}.so"
+    if _is_ours(target):
+        return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+    try:
+        _make_folder(folder)
+        _compile(compiler, sources, runtime, target)
+    except OSError as error:
+        logger.warning("Compiled kernels cannot be kept in %s (%s); they are built anew at each start.", folder, error)
+        return _build_unkept(compiler, sources, runtime)
+    return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+
+
+def _build_unkept(compiler: str, sources: dict[str, bytes], runtime: Path | None) -> Native:
+    with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
+        target = Path(scratch) / "native.so"
+        _compile(compiler, sources, runtime, target)
+        return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+
+
+def build_key(sources: dict[str, bytes], *facts: str) -> str:
+    digest = hashlib.sha256(repr((FLAGS, TARGET_FLAGS, facts)).encode())
+    for name in sorted(sources):
+        digest.update(hashlib.sha256(name.encode() + b"\0" + sources[name]).digest())
+    return digest.hexdigest()[:32]
+
+
+def compiler_version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"{compiler} --version failed: {done.stderr.strip()[-200:]}")
+    return done.stdout
+
+
+def cpu_identity() -> str:
+    """What -march=native depends on: a cache in a shared home folder must not serve another CPU's build."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kept = ("model name", "flags", "Features", "CPU part", "CPU variant")
+    return "\n".join(line for line in lines if line.startswith(kept)) + platform.machine()
+
+
+def openmp_runtime() -> Path | None:
+    """The OpenMP runtime already in this process (torch's). Linking that very one keeps a single pool of threads."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
+    return next((path for path in paths if path.name.startswith(("libgomp", "libiomp5"))), None)
+
+
+def _source(name: str) -> bytes:
+    return resources.files("headrace.kernels.cpu").joinpath("csrc", name).read_bytes()
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _is_ours(path: Path) -> bool:
+    """Only code that this user wrote, and nobody else can change, is loaded."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _compile(compiler: str, sources: dict[str, bytes], runtime: Path | None, target: Path) -> None:
+    """One process a source file, then the link; ``target`` appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
+        work = Path(scratch)
+        for name, text in sources.items():
+            (work / name).write_bytes(text)
+        openmp = ("-fopenmp",) if runtime else ()
+        _first_working(lambda flag: _objects(compiler, (flag, *openmp), work))
+        # --as-needed: torch's runtime serves the symbols, so the compiler's own is not linked beside it
+        libraries = ("-Wl,--as-needed", str(runtime)) if runtime else ()
+        objects = [str((work / name).with_suffix(".o")) for name in SOURCES]
+        _run([compiler, "-shared", *objects, *libraries, "-lm", "-o", str(work / "native.so")])
+        os.chmod(work / "native.so", 0o600)
+        os.replace(work / "native.so", target)
+
+
+def _first_working(attempt: Callable[[str], None]) -> None:
+    for flag in TARGET_FLAGS[:-1]:
+        try:
+            return attempt(flag)
+        except CompileError as error:
+            logger.debug("%s: %s", flag, error)
+    return attempt(TARGET_FLAGS[-1])
+
+
+def _objects(compiler: str, flags: Sequence[str], work: Path) -> None:
+    commands = [[compiler, *FLAGS, *flags, "-c", str(work / name), "-o", str((work / name).with_suffix(".o"))] for name in SOURCES]
+    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        said = [process.communicate(timeout=COMPILE_SECONDS)[1] for process in running]
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"the compiler took more than {COMPILE_SECONDS} s") from error
+    finally:
+        for process in running:
+            process.kill()
+    for process, errors in zip(running, said, strict=True):
+        if process.returncode != 0:
+            raise CompileError(errors.strip()[-300:])
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    if done.returncode != 0:
+        raise CompileError(done.stderr.strip()[-300:])

@@ -1,0 +1,218 @@
+/* Matrix products for few rows over a weight left as it is, row after row: y[M, N] = x[M, K] . w[N, K]^T (+ bias).
+ *
+ * What lives here: the dense product and the chosen experts' feed-forward. What may not: packed layouts, large-M blocking (the vendor's job).
+ *
+ * A decode step reads every weight once, so the aim is to stream w at memory speed and to have the arithmetic of a few dozen rows hidden
+ * behind it. Rows of w are read one at a time, front to back, by the first four rows of x (one stream a thread: several would fall into
+ * the same cache sets when K is a power of two); the other rows of x meet them in the cache, four by four.
+ *
+ * Each output has one accumulator of 16 lanes that runs over K in order, and one tree adds the lanes: its bits do not depend on M, N, the
+ * tile it fell into or the number of threads. (A lone row may use four accumulators instead, where that promise is not asked for.)
+ */
+#include "common.h"
+
+#define TILE 4     /* rows of x and rows of w in a tile: 16 accumulators */
+#define CHUNK_N 64 /* rows of w a thread takes at a time */
+
+typedef struct {
+    int type;
+    int64_t m, n, k;
+    const char *x, *w, *bias; /* bias [n] or NULL */
+    char *y;
+    int64_t x_row, w_row, y_row; /* strides, elements */
+    int invariant;               /* the bits of a row must not depend on m */
+} Product;
+
+/* acc[i] holds 16 partial sums; lane i of the result is the sum of acc[i], by the tree of sum16. */
+INLINE v16 sum_lanes(v16 *acc) {
+#if defined(__AVX512F__)
+    __m512 a[16];
+    UNROLL for (int i = 0; i < 16; i++) a[i] = (__m512)acc[i];
+    /* Fold lanes 8 apart: pairs (i, i + 8) share a register, halves in halves. */
+    __m512 b[8], c[4], d[2];
+    UNROLL for (int i = 0; i < 8; i++)
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xEE));
+    /* Lanes 4 apart: quarters now stand for (i, i + 8) x halves; keep quarter order (i, i + 4, i + 8, i + 12). */
+    UNROLL for (int i = 0; i < 4; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 4], 0xDD));
+    /* Lanes 2 apart, then 1, inside each quarter. */
+    UNROLL for (int i = 0; i < 2; i++)
+        d[i] = _mm512_add_ps(_mm512_shuffle_ps(c[i], c[i + 2], 0x44), _mm512_shuffle_ps(c[i], c[i + 2], 0xEE));
+    __m512 e = _mm512_add_ps(_mm512_shuffle_ps(d[0], d[1], 0x88), _mm512_shuffle_ps(d[0], d[1], 0xDD));
+    /* Quarter q, lane l of e: which accumulator? c/b quarters: 0 -> i, 1 -> i + 8, 2 -> i + 4, 3 -> i + 12; lanes: 0 -> 0, 1 -> 2, 2 -> 1, 3 -> 3. */
+    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    return (v16)_mm512_permutexvar_ps(order, e);
+#else
+    v16 out;
+    for (int i = 0; i < 16; i++) out[i] = sum16(acc[i]);
+    return out;
+#endif
+}
+
+/* ---- a step of the dot products: 32 elements where bf16 dot instructions are, else 16 ---- */
+
+#if HAVE_BF16_DOT
+#define STEP(type) ((type) == BF16 ? 32 : 16)
+#else
+#define STEP(type) 16
+#endif
+
+INLINE v16 load_step(const char *from, int64_t at, int64_t left, const int type) { /* `left` elements remain */
+#if HAVE_BF16_DOT
+    if (type == BF16) {
+        const __mmask32 mask = left >= 32 ? 0xFFFFFFFFu : (1u << left) - 1;
+        return (v16)_mm512_maskz_loadu_epi16(mask, from + at * 2);
+    }
+#endif
+    return load_upto(from, at, left, type);
+}
+
+INLINE v16 multiply_add(v16 sum, v16 a, v16 b, const int type) {
+#if HAVE_BF16_DOT
+    if (type == BF16) return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)type;
+    return sum + a * b;
+}
+
+/* out[r * TILE] = partial sums of x row r . w, for `rows` (1 to 4) rows of x and one of w. */
+INLINE void dot_stream(v16 *out, const char *const *x, const char *w, int64_t k, const int rows, const int type) {
+    const int step = STEP(type);
+    v16 sums[TILE];
+    int64_t at = 0;
+    UNROLL for (int r = 0; r < rows; r++) sums[r] = splat(0.0f);
+    for (; at + step <= k; at += step) {
+        const v16 right = load_step(w, at, step, type);
+        UNROLL for (int r = 0; r < rows; r++) sums[r] = multiply_add(sums[r], load_step(x[r], at, step, type), right, type);
+    }
+    if (at < k)
+        UNROLL for (int r = 0; r < rows; r++)
+            sums[r] = multiply_add(sums[r], load_step(x[r], at, k - at, type), load_step(w, at, k - at, type), type);
+    UNROLL for (int r = 0; r < rows; r++) out[r * TILE] = sums[r];
+}
+
+/* The same for one row of x with four accumulators: no waiting for the one before. */
+INLINE v16 dot_alone(const char *x, const char *w, int64_t k, const int type) {
+    const int step = STEP(type);
+    v16 sums[4];
+    int64_t at = 0;
+    UNROLL for (int i = 0; i < 4; i++) sums[i] = splat(0.0f);
+    for (; at + 4 * step <= k; at += 4 * step)
+        UNROLL for (int i = 0; i < 4; i++)
+            sums[i] = multiply_add(sums[i], load_step(x, at + i * step, step, type), load_step(w, at + i * step, step, type), type);
+    for (; at < k; at += step) sums[0] = multiply_add(sums[0], load_step(x, at, k - at, type), load_step(w, at, k - at, type), type);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+INLINE void tile_step(v16 *sums, const char *const *x, const char *const *w, int64_t at, int64_t left, const int rows, const int cols, const int type) {
+    v16 from_x[TILE], from_w[TILE];
+    UNROLL for (int r = 0; r < rows; r++) from_x[r] = load_step(x[r], at, left, type);
+    UNROLL for (int c = 0; c < cols; c++) from_w[c] = load_step(w[c], at, left, type);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < cols; c++) sums[r * TILE + c] = multiply_add(sums[r * TILE + c], from_x[r], from_w[c], type);
+}
+
+/* out[r * TILE + c] = partial sums of x row r . w row c; both are in the cache. */
+INLINE void dot_tile(v16 *out, const char *const *x, const char *const *w, int64_t k, const int rows, const int cols, const char *const *next,
+                     const int ahead, const int type) {
+    const int step = STEP(type);
+    v16 sums[16];
+    int64_t at = 0;
+    UNROLL for (int i = 0; i < 16; i++) sums[i] = splat(0.0f);
+    for (; at + step <= k; at += step) {
+        UNROLL for (int i = 0; i < ahead; i++) __builtin_prefetch(next[i] + at * size_of(type));
+        tile_step(sums, x, w, at, step, rows, cols, type);
+    }
+    if (at < k) tile_step(sums, x, w, at, k - at, rows, cols, type);
+    UNROLL for (int i = 0; i < 16; i++) out[i] = sums[i];
+}
+
+/* ---- tiles of y ---- */
+
+/* Lane r * TILE + c of `out` to y[m0 + r, n0 + c], with the bias. */
+INLINE void store_tile(const Product *p, v16 out, int64_t m0, int64_t n0, const int rows, const int cols, const int type) {
+    for (int r = 0; r < rows; r++) {
+        v16 line = splat(0.0f);
+        for (int c = 0; c < cols; c++) line[c] = out[r * TILE + c];
+        if (p->bias) line += load_some(p->bias, n0, cols, type);
+        store_some(p->y, (m0 + r) * p->y_row + n0, cols, line, type);
+    }
+}
+
+/* A pass over `cols` rows of w by `rows` rows of x. `lone`: no other pass follows, so w is read row by row; else `ahead` rows of the next
+ * tile, from row `skip` of it on, are fetched meanwhile. */
+INLINE void pass(const Product *p, int64_t m0, int64_t n0, const int rows, const int cols, const int lone, int skip, const int ahead, const int type) {
+    const int64_t size = size_of(type);
+    const char *x[TILE], *w[TILE], *next[TILE];
+    v16 acc[16];
+    UNROLL for (int r = 0; r < rows; r++) x[r] = p->x + (m0 + r) * p->x_row * size;
+    UNROLL for (int c = 0; c < cols; c++) w[c] = p->w + (n0 + c) * p->w_row * size;
+    UNROLL for (int i = 0; i < ahead; i++) next[i] = p->w + (n0 + TILE + skip + i) * p->w_row * size;
+    UNROLL for (int i = 0; i < 16; i++) acc[i] = splat(0.0f);
+    if (lone)
+        for (int c = 0; c < cols; c++) dot_stream(acc + c, x, w[c], p->k, rows, type);
+    else
+        dot_tile(acc, x, w, p->k, rows, cols, next, ahead, type);
+    store_tile(p, sum_lanes(acc), m0, n0, rows, cols, type);
+}
+
+/* TILE columns of y from n0 on, the last one to four rows: one pass. */
+INLINE void few_rows(const Product *p, int64_t m0, int64_t n0, const int lone, const int type) {
+    switch (p->m - m0) {
+        case 1: pass(p, m0, n0, 1, TILE, lone, 0, 0, type); break;
+        case 2: pass(p, m0, n0, 2, TILE, lone, 0, 0, type); break;
+        case 3: pass(p, m0, n0, 3, TILE, lone, 0, 0, type); break;
+        case 4: pass(p, m0, n0, 4, TILE, lone, 0, 0, type); break;
+    }
+}
+
+/* TILE columns of y from n0 on, all rows. The first two passes fetch the next tile of w, two rows each. */
+INLINE void columns(const Product *p, int64_t n0, const int type) {
+    if (p->m <= TILE) {
+        few_rows(p, 0, n0, 1, type);
+        return;
+    }
+    int64_t m = 0;
+    for (; m + TILE <= p->m; m += TILE) {
+        if (m < 2 * TILE)
+            pass(p, m, n0, TILE, TILE, 0, (int)(m / 2), 2, type);
+        else
+            pass(p, m, n0, TILE, TILE, 0, 0, 0, type);
+    }
+    few_rows(p, m, n0, 0, type);
+}
+
+/* Sixteen columns of y's only row share one reduction and one store. */
+INLINE void sixteen_columns(const Product *p, int64_t n0, const int type) {
+    v16 acc[16];
+    for (int c = 0; c < 16; c++) acc[c] = dot_alone(p->x, p->w + (n0 + c) * p->w_row * size_of(type), p->k, type);
+    v16 out = sum_lanes(acc);
+    if (p->bias) out += load16(p->bias, n0, type);
+    store16(p->y, n0, out, type);
+}
+
+INLINE void product_range(const Product *p, int64_t from, int64_t to, const int type) {
+    int64_t n = from;
+    if (p->m == 1 && !p->invariant)
+        for (; n + 16 <= to; n += 16) sixteen_columns(p, n, type);
+    for (; n + TILE <= to; n += TILE) columns(p, n, type);
+    for (; n < to; n++)
+        for (int64_t m = 0; m < p->m; m++) pass(p, m, n, 1, 1, 1, 0, 0, type);
+}
+
+static void product_chunk(const Product *p, int64_t from, int64_t to) {
+    if (p->type == F32)
+        product_range(p, from, to, F32);
+    else if (p->type == BF16)
+        product_range(p, from, to, BF16);
+    else
+        product_range(p, from, to, F16);
+}
+
+void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const char *w, int64_t w_row, const char *bias,
+                     char *y, int64_t y_row, int invariant, int threads) {
+    const Product p = {type, m, n, k, x, w, bias, y, x_row, w_row, y_row, invariant};
+    const int64_t chunks = (n + CHUNK_N - 1) / CHUNK_N;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && chunks > 1 && m * n * k > 65536)
+    for (int64_t i = 0; i < chunks; i++) product_chunk(&p, i * CHUNK_N, (i + 1) * CHUNK_N < n ? (i + 1) * CHUNK_N : n);
+}
