@@ -169,11 +169,14 @@ def _pick_from_all(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _pick_from_kept(scores: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """As ``_pick_from_all``, with noise for the kept tokens alone: they are laid out as [rows, most kept in a row]."""
+    """As ``_pick_from_all``, with noise for the kept tokens alone: they are laid out as [rows, most kept in a row].
+
+    A row of NaN keeps nothing and gets token 0; its caller knows.
+    """
     counts = kept.sum(-1)
     row, token = kept.nonzero(as_tuple=True)
     column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    noisy = torch.full((len(scores), int(counts.max())), float("-inf"), device=scores.device)
+    noisy = torch.full((len(scores), max(1, int(counts.max()))), float("-inf"), device=scores.device)
     noisy[row, column] = scores[row, token] + token_noise(seeds[row], positions[row], token)
     tokens = torch.zeros(noisy.shape, dtype=torch.int64, device=scores.device)
     tokens[row, column] = token

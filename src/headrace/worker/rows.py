@@ -203,8 +203,8 @@ class Rows:
         if added:
             self._build(added, staged)
         for group, table in enumerate(self.tables):
-            row, index, block = staged[len(staged) - 3 * (len(self.tables) - group) :][:3]
-            table[row.long(), index.long()] = block
+            which, index, block = staged[len(staged) - 3 * (len(self.tables) - group) :][:3]
+            table[which.long(), index.long()] = block
 
     def clear(self) -> None:
         for row in list(self.host):

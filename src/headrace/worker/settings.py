@@ -16,7 +16,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def device_kind(requested: str) -> str:
     """"cpu" or "cuda" for the config's "auto", "cpu" or "cuda". Raises ConfigError when a device is asked for that is not there."""
-    present = bool(torch.cuda.is_available())  # type: ignore[no-untyped-call]
+    present = bool(torch.cuda.is_available())
     if requested == "cuda" and not present:
         raise ConfigError("--device is cuda, but torch finds no CUDA device here; install a CUDA build of torch, or use --device cpu.")
     return "cuda" if present and requested != "cpu" else "cpu"

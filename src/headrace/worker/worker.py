@@ -190,10 +190,9 @@ def _device_name(device: torch.device, threads: int) -> str:
 
 
 def _kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
-    """Who carries out each operation, and why those before it do not."""
-    decisions = []
+    """Who carries out each operation, and why those before it do not; call sites that agree are said once."""
+    said: dict[tuple[str, str, str], None] = {}
     for choice in kernels.choices:
-        facts = ", ".join(f"{name}={value}" for name, value in choice.facts)
         declined = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined)
-        decisions.append(Decision(f"kernel {choice.op}({facts})", choice.chosen, declined or "first choice"))
-    return tuple(decisions)
+        said[(choice.op, choice.chosen, declined or "the first that serves this device")] = None
+    return tuple(Decision(f"kernel {op}", chosen, reason) for op, chosen, reason in said)

@@ -1,0 +1,197 @@
+"""What requests ask of sampling, over a decoder whose logits are a table: the next token's logits depend on the last token alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.clock import VirtualClock
+from headrace.engine.executor import ExecutorInfo
+from headrace.errors import StepFailed
+from headrace.layers.inputs import ForwardInputs
+from headrace.request import SamplingParams
+from headrace.worker.local_executor import LocalExecutor
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.rows import Rows
+from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
+
+VOCAB = 50
+
+
+class TableDecoder:
+    """Logits of the token after t are ``table[t]``; ``fault`` is raised by the next forward."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        self.fault: Exception | None = None
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return inputs.token_ids[:, None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0].long()].clone()
+
+
+def _successors() -> Tensor:
+    """t is followed by t + 1 most likely, then by t + 2, then by 0."""
+    table = torch.zeros(VOCAB, VOCAB)
+    for token in range(VOCAB):
+        table[token, (token + 1) % VOCAB] = 10.0
+        table[token, (token + 2) % VOCAB] = 8.0
+        table[token, 0] = 6.0
+    return table
+
+
+def _random_table(seed: int = 0) -> Tensor:
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def _executor(table: Tensor, overlap: int = 0) -> tuple[LocalExecutor, TableDecoder]:
+    decoder = TableDecoder(table)
+    rows = Rows(8, 64, VOCAB, (), torch.device("cpu"))
+    runner = ModelRunner(decoder, (), rows, max_logits_rows=100, padded=False, clock=VirtualClock())
+    return LocalExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), overlap=overlap, threads=1), decoder
+
+
+def _output(
+    params: SamplingParams, prompt: Sequence[int] = (1, 2), *, table: Tensor | None = None, num_tokens: int = 6, **sequence: object
+) -> list[int]:
+    """What a request gets in the company of a plain greedy one, which must not notice."""
+    executor, _ = _executor(_successors() if table is None else table)
+    asked, neighbour = Planned(3, list(prompt), params, **sequence), Planned(0, [20], GREEDY)  # type: ignore[arg-type]
+    generate(executor, [neighbour, asked], num_tokens)
+    if table is None:
+        assert neighbour.output == list(range(21, 21 + num_tokens))
+    return asked.output
+
+
+def test_logit_bias_moves_a_choice() -> None:
+    assert _output(SamplingParams(temperature=0.0, logit_bias={4: -3.0, 7: 4.5})) == [3, 5, 7, 8, 9, 10]
+
+
+def test_only_allowed_ids_are_chosen() -> None:
+    allowed = SamplingParams(temperature=0.0, allowed_token_ids=(0, 4, 5, 30))
+    assert _output(allowed) == [4, 5, 0, 0, 0, 0]
+    assert set(_output(SamplingParams(temperature=5.0, allowed_token_ids=(4, 5, 30)))) <= {4, 5, 30}
+
+
+def test_bad_words_are_banned_where_they_would_be_completed() -> None:
+    assert _output(GREEDY, bad_word_ids=((5,),)) == [3, 4, 6, 7, 8, 9]
+    assert _output(GREEDY, bad_word_ids=((4, 5), (6, 7, 8))) == [3, 4, 6, 7, 9, 10]
+
+
+def test_a_bad_word_that_begins_in_the_prompt_is_not_matched() -> None:
+    assert _output(GREEDY, prompt=(1, 2), bad_word_ids=((2, 3),))[0] == 3
+
+
+def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
+    assert _output(SamplingParams(temperature=0.0, min_tokens=3), stop_token_ids=(4, 5, 6)) == [3, 0, 1, 2, 3, 4]
+
+
+def test_penalties_equal_counting_by_hand() -> None:
+    table = _random_table()
+    params = SamplingParams(temperature=0.0, presence_penalty=0.8, frequency_penalty=1.1, repetition_penalty=1.4)
+    ids = [7, 7, 9]
+    for _ in range(20):
+        logits, counts = table[ids[-1]].tolist(), Counter(ids[3:])
+        for token in set(ids):
+            logits[token] = logits[token] / 1.4 if logits[token] > 0 else logits[token] * 1.4
+            logits[token] -= 1.1 * counts[token] + 0.8 * (counts[token] > 0)
+        ids.append(max(range(VOCAB), key=logits.__getitem__))
+    assert _output(params, (7, 7, 9), table=table, num_tokens=20) == ids[3:]
+
+
+def test_each_penalty_works_alone() -> None:
+    table = torch.zeros(VOCAB, VOCAB)
+    table[:, 5], table[:, 6] = 2.0, 1.0
+    assert _output(SamplingParams(temperature=0.0, presence_penalty=1.5), table=table, num_tokens=3) == [5, 6, 5]
+    assert _output(SamplingParams(temperature=0.0, frequency_penalty=0.6), table=table, num_tokens=4) == [5, 5, 6, 5]
+    assert _output(SamplingParams(temperature=0.0, repetition_penalty=3.0), (5,), table=table, num_tokens=2) == [6, 5]
+
+
+MIXED = (
+    GREEDY,
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.8),
+    SamplingParams(temperature=1.5, top_k=5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.9, min_p=0.1, logprobs=3),
+    SamplingParams(temperature=0.0, logit_bias={3: 2.0}, repetition_penalty=0.7),
+)
+
+
+def test_a_mixed_batch_equals_each_row_alone() -> None:
+    table = _random_table(1)
+    executor, _ = _executor(table)
+    together = [Planned(row, [row + 1], params, seed=-row) for row, params in enumerate(MIXED)]
+    generate(executor, together, 12)
+    for sequence in together:
+        alone = Planned(6, sequence.prompt, sequence.params, seed=sequence.seed)
+        generate(executor, [alone], 12)
+        assert alone.output == sequence.output
+
+
+def test_the_seed_and_the_position_decide() -> None:
+    uniform = torch.zeros(VOCAB, VOCAB)
+    draws = {seed: tuple(_output(SamplingParams(), table=uniform, seed=seed, num_tokens=20)) for seed in (0, 1, 2**63, 2**64 - 1)}
+    assert len(set(draws.values())) == 4
+    assert all(len(set(tokens)) > 5 for tokens in draws.values())
+    assert draws[1] == tuple(_output(SamplingParams(), (9, 9, 9), table=uniform, seed=1, num_tokens=20))  # position in the output, not in the row
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0, min_tokens=2, logprobs=1)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_unusable_logits_are_that_rows_error_alone(params: SamplingParams, value: float) -> None:
+    table = _successors()
+    table[30, 4] = value
+    executor, _ = _executor(table)
+    bad, good = Planned(1, [30], params, stop_token_ids=(4,)), Planned(2, [10], GREEDY)
+    planner = Planner(())
+    planner.add(bad), planner.add(good)
+    result = run(executor, planner.plan([(good, 0, 1), (bad, 0, 1)]))
+    assert list(result.tokens) == [(11,), ()]
+    assert list(result.errors) == [1] and "unusable" in result.errors[1]
+    assert not result.logprobs
+
+
+def test_ruling_out_every_token_is_that_rows_error() -> None:
+    executor, _ = _executor(_successors())
+    params = SamplingParams(temperature=0.5, allowed_token_ids=(4, 5), min_tokens=1)
+    sequence, planner = Planned(1, [3], params, stop_token_ids=(4, 5)), Planner(())
+    planner.add(sequence)
+    assert list(run(executor, planner.plan([(sequence, 0, 1)])).errors) == [0]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_failed_step_is_told_at_collect_and_recovered_from(overlap: int) -> None:
+    executor, decoder = _executor(_successors(), overlap)
+    first, planner = Planned(0, [1], GREEDY), Planner(())
+    planner.add(first)
+    take(run(executor, planner.plan([(first, 0, 1)])), [first])
+    decoder.fault = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+    failing = [executor.submit(planner.plan([(first, 1, 1)])), executor.submit(planner.plan([(first, 2, 1)]))]
+    with pytest.raises(StepFailed, match="--max-num-batched-tokens"):
+        executor.collect(failing[0])
+    with pytest.raises(StepFailed, match="builds on"):
+        executor.collect(failing[1])
+    executor.recover()
+    planner.add(first)
+    take(run(executor, planner.plan([(first, 1, 1)])), [first])
+    assert first.output == [2, 3]
+    executor.close()
+
+
+def test_other_failures_say_no_more_than_a_client_may_read() -> None:
+    executor, decoder = _executor(_successors())
+    sequence, planner = Planned(0, [1], GREEDY), Planner(())
+    planner.add(sequence)
+    decoder.fault = ValueError("secret detail at /usr/lib")
+    with pytest.raises(StepFailed, match="ValueError") as caught:
+        run(executor, planner.plan([(sequence, 0, 1)]))
+    assert "secret" not in str(caught.value)
