@@ -21,7 +21,7 @@ from support import tiny
 from support.forward import PagedRun, load_decoder
 
 TOLERANCE = 1e-4
-LENGTHS = {"a": 41, "b": 8, "c": 17, "d": 1}  # below, on and above block edges; longer than three windows
+LENGTHS = {"a": 64, "b": 8, "c": 17, "d": 1, "e": 39}  # one token, below, on and above block edges, the whole context; up to five windows
 
 
 @dataclass(frozen=True)
