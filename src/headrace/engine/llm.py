@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -169,11 +169,42 @@ class LLM:
 
         return self._run(_for_each(conversations, render), sampling_params, use_tqdm, priority)
 
-    def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, **chat_options: Any) -> Iterator[RequestDelta]:
-        """One prompt (or one conversation), delta by delta. Closing the iterator early aborts the request."""
+    def stream(
+        self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, *, clamp: bool = False, **chat_options: Any
+    ) -> Generator[RequestDelta, None, None]:
+        """One prompt (or one conversation), delta by delta. Closing the generator early aborts the request.
+
+        ``clamp``: max_tokens may shrink to what the context leaves, instead of being refused.
+        """
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         parsed = self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options) if is_chat else parse_prompt(cast(Prompt, prompt))
-        return self._stream(self._requests([parsed], sampling_params, None)[0])
+        return self._stream(self._request(parsed, sampling_params, clamp=clamp))
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, clamp: bool = False) -> OutputCollector:
+        """Queues one prompt; ``turn()`` until its collector is ``finished``, then take its ``output()``."""
+        return self._collected(parse_prompt(prompt), sampling_params, clamp=clamp)
+
+    def submit_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        clamp: bool = False,
+        cache_salt: str = "",
+        priority: int = 0,
+        **chat_options: Any,
+    ) -> OutputCollector:
+        """Queues one conversation; see ``submit``."""
+        parsed = self._inputs.chat_prompt(messages, **chat_options)
+        parsed.cache_salt, parsed.priority = cache_salt, priority
+        return self._collected(parsed, sampling_params, clamp=clamp)
+
+    def turn(self) -> None:
+        """One step of the engine, and everything it produced handed to whoever waits for it."""
+        with self._lock, deferred_interrupts():
+            for request_id, delta in self._outputs.process(self.engine.core.step()):
+                sink = self._sinks.pop(request_id) if delta.last else self._sinks[request_id]
+                sink(delta)
 
     def shutdown(self) -> None:
         """Frees the model. The LLM cannot be used afterwards."""
@@ -201,21 +232,21 @@ class LLM:
             for request, collector in zip(requests, collectors, strict=True):
                 self._submit(request, _counting(collector, bar))
             while not all(collector.finished for collector in collectors):
-                self._turn()
+                self.turn()
         finally:
             self._abandon([r.request_id for r, c in zip(requests, collectors, strict=True) if not c.finished])
             if bar is not None:
                 bar.close()
         return [collector.output() for collector in collectors]
 
-    def _stream(self, request: Request) -> Iterator[RequestDelta]:
+    def _stream(self, request: Request) -> Generator[RequestDelta, None, None]:
         arrived: list[RequestDelta] = []
         self._submit(request, arrived.append)
         last = False
         try:
             while not last:
                 while not arrived:
-                    self._turn()
+                    self.turn()
                 taken, arrived[:] = list(arrived), []
                 for delta in taken:
                     last = delta.last
@@ -224,34 +255,38 @@ class LLM:
             if not last:
                 self._abandon([request.request_id])
 
+    def _request(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool, priority: int = 0) -> Request:
+        chosen = self.get_default_sampling_params() if params is None else params
+        return self._inputs.request(
+            next(self._ids), prompt, chosen, arrival_time=time.perf_counter(), priority=priority, clamp=clamp or params is None
+        )
+
+    def _collected(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool) -> OutputCollector:
+        request = self._request(prompt, params, clamp=clamp)
+        collector = OutputCollector(str(request.request_id), prompt.text, request, self.engine.tokenizer)
+        self._submit(request, collector.add)
+        return collector
+
     def _requests(
         self, prompts: list[ParsedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None
     ) -> list[Request]:
         """All validated before the first one runs."""
         count = len(prompts)
-        default = sampling_params is None
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each_params = _one_each("sampling_params", [params] * count if isinstance(params, SamplingParams) else list(params), count)
-        each_priority = _one_each("priority", [0] * count if priority is None else list(priority), count)
-        now = time.perf_counter()
-
-        def build(job: tuple[ParsedPrompt, SamplingParams, int]) -> Request:
-            return self._inputs.request(next(self._ids), job[0], job[1], arrival_time=now, priority=job[2], clamp=default)
-
-        return _for_each(list(zip(prompts, each_params, each_priority, strict=True)), build)
+        single = sampling_params is None or isinstance(sampling_params, SamplingParams)
+        params = [sampling_params] * count if single else list(cast("Sequence[SamplingParams]", sampling_params))
+        jobs = zip(
+            prompts,
+            _one_each("sampling_params", params, count),
+            _one_each("priority", [0] * count if priority is None else list(priority), count),
+            strict=True,
+        )
+        return _for_each(list(jobs), lambda job: self._request(job[0], job[1], clamp=False, priority=job[2]))
 
     def _submit(self, request: Request, sink: Sink) -> None:
         with self._lock, deferred_interrupts():
             self._sinks[request.request_id] = sink
             self._outputs.add(request)
             self.engine.core.add(request)
-
-    def _turn(self) -> None:
-        """One step, and everything it produced handed to whoever waits for it."""
-        with self._lock, deferred_interrupts():
-            for request_id, delta in self._outputs.process(self.engine.core.step()):
-                sink = self._sinks.pop(request_id) if delta.last else self._sinks[request_id]
-                sink(delta)
 
     def _abandon(self, request_ids: list[int]) -> None:
         """Aborts what still runs and lets the steps in flight end, so that blocks and rows are free again."""

@@ -22,7 +22,7 @@ class Progress(Protocol):
 
 
 class ProgressLine:
-    """Requests done of all, and tokens a second so far."""
+    """Requests done of all (``total`` 0: unknown), and tokens a second so far."""
 
     def __init__(self, total: int, desc: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -52,6 +52,7 @@ class ProgressLine:
             return
         self._drawn = now
         filled = _WIDTH * self._done // max(1, self._total)
+        bar = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done}/{self._total}" if self._total else f"{self._done} done"
         rate = self._tokens / max(1e-9, now - self._start)
-        self._stream.write(f"\r{self._desc} [{'#' * filled}{'.' * (_WIDTH - filled)}] {self._done}/{self._total}, {rate:.0f} tokens/s ")
+        self._stream.write(f"\r{self._desc} {bar}, {rate:.0f} tokens/s ")
         self._stream.flush()
