@@ -26,6 +26,11 @@ FAKE = (sys.executable, str(ROOT / "tests" / "server" / "fake_engine.py"))
 SERVE = (sys.executable, "-m", "headrace", "serve", "--port", "0")
 
 
+def environment() -> dict[str, str]:
+    """For processes that use the package as it stands here."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
@@ -50,9 +55,14 @@ class Server:
     """A server process. ``lines`` is what it said on stderr so far."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, seconds: float = 30.0) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **(env or {})}
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
+            command,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**environment(), **(env or {})},
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

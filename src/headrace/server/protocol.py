@@ -22,7 +22,8 @@ MAX_LABEL = 4096  # characters of a label or salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _LARGEST_INTEGER = 2**64
 
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+# A model's generation_config.json, by the names of SamplingParams.
+_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {"max_new_tokens": "max_tokens"}
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -276,7 +277,7 @@ def parse_detokenize(raw: Mapping[str, Any]) -> DetokenizeRequest:
 
 
 def _model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: defaults[name] for name in _DEFAULTED if defaults.get(name) is not None}
+    return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
 
 
 def _sampling_params(body: Body, values: dict[str, Any], wire_names: Mapping[str, str], *, echo_logprobs: bool = False) -> SamplingParams:

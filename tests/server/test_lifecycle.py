@@ -1,0 +1,161 @@
+"""A server's life seen from outside: loading, a full queue, draining, death, and starts that fail."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+DIES = 1002  # a behaviour of fake_engine.py
+
+
+def streams(server: Server, count: int, **fields: Any) -> list[socket.socket]:
+    """Open streams that have had their first event."""
+    socks = [server.raw(post_bytes("/v1/chat/completions", {**CHAT, **fields, "stream": True}, "Connection: close")) for _ in range(count)]
+    for sock in socks:
+        read_until(sock, b"\r\n\r\n")
+    return socks
+
+
+def test_while_loading_everything_is_answered_and_nothing_is_ready() -> None:
+    server = Server([*FAKE, "--load-seconds", "0.6"])
+    try:
+        for path in ("/health", "/ready", "/v1/models", "/metrics"):
+            answer = server.ask("GET", path)
+            if path == "/metrics":
+                assert answer.status == 200
+                continue
+            assert answer.status == 503 and answer.error["type"] == "service_unavailable_error"
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+        assert server.ask("POST", "/v1/chat/completions", CHAT).status == 503
+        server.wait_ready()
+        assert server.ask("GET", "/health").status == 200
+    finally:
+        server.stop()
+
+
+def test_a_signal_while_loading_ends_the_start() -> None:
+    server = Server([*FAKE, "--load-seconds", "30"])
+    try:
+        server.signal()
+        assert server.wait(3) == 0
+    finally:
+        server.stop()
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with serving("--max-queue", "2") as server:
+        held = streams(server, 2, max_tokens=400)
+        answer = server.ask("POST", "/v1/chat/completions", CHAT)
+        assert answer.status == 429 and answer.error["code"] == "queue_full"
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        assert server.ask("POST", "/v1/completions", {"prompt": ["a", "b", "c"]}).error["param"] == "prompt"
+        assert server.ask("POST", "/tokenize", {"prompt": "x"}).status == 200
+        for sock in held:
+            sock.close()
+        server.wait_idle()
+        assert server.ask("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 1}).status == 200
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones() -> None:
+    with serving() as server:
+        held = streams(server, 4, max_tokens=80)
+        idle = server.connect()
+        idle.connect()
+        server.signal()
+        begun = time.monotonic()
+        while server.ask("GET", "/ready").status != 503:
+            assert time.monotonic() - begun < 0.5
+        refused = server.ask("POST", "/v1/chat/completions", CHAT)
+        assert refused.status == 503 and refused.headers["retry-after"] and server.ask("GET", "/health").status == 200
+        for sock in held:
+            data = b"x-head\r\ntransfer-encoding: chunked\r\n\r\n" + read_until_closed(sock)
+            _, body, complete = split_response(data)
+            events = events_of(body)
+            assert complete and events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait(5) == 0
+
+
+def test_after_the_timeout_streams_end_in_an_error_event_and_the_exit_is_clean() -> None:
+    with serving("--shutdown-timeout", "0.4") as server:
+        held = streams(server, 3, max_tokens=400)
+        whole = server.raw(post_bytes("/v1/chat/completions", {**CHAT, "max_tokens": 400}))
+        time.sleep(0.1)
+        server.signal()
+        for sock in held:
+            _, body, complete = split_response(b"x\r\ntransfer-encoding: chunked\r\n\r\n" + read_until_closed(sock))
+            assert not complete and "error" in events_of(body)[-1]
+        assert b" 503 " in read_until_closed(whole).split(b"\r\n")[0]
+        assert server.wait(4) == 0
+
+
+def test_a_second_signal_ends_within_two_seconds() -> None:
+    with serving("--shutdown-timeout", "60") as server:
+        held = streams(server, 2, max_tokens=400)
+        server.signal()
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.signal(signal.SIGINT)
+        assert server.wait(2) == 1
+        for sock in held:
+            assert b"[DONE]" not in read_until_closed(sock)
+
+
+def test_a_dead_engine_ends_every_stream_visibly_and_the_process_with_an_error() -> None:
+    with serving() as server:
+        held = streams(server, 2, max_tokens=400)
+        with server.raw(post_bytes("/v1/chat/completions", {**CHAT, "seed": DIES, "stream": True})) as sock:
+            _, body, complete = split_response(read_until_closed(sock))
+        assert not complete and "error" in events_of(body)[-1]
+        for sock in held:
+            _, body, complete = split_response(b"x\r\ntransfer-encoding: chunked\r\n\r\n" + read_until_closed(sock))
+            assert not complete and events_of(body)[-1]["error"]["type"] == "service_unavailable_error"
+        assert server.wait(5) == 1
+        assert any("died" in line for line in server.lines)
+
+
+def failing_start(*arguments: str, seconds: float = 15.0) -> tuple[int, list[str]]:
+    """Exit status and lines on stderr of a start that fails, with nothing left behind."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": environment()}
+    done = subprocess.run([*SERVE, *arguments], timeout=seconds, check=False, **options)
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_port_in_use_is_one_line_and_a_failure() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, lines = failing_start("--port", str(taken.getsockname()[1]))
+    assert status == 2 and len(lines) == 1 and "address already in use" in lines[0] and "--port" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--port", "http"), "--port"),
+        (("--port", "70000"), "port"),
+        (("--host", "0.0.0.0"), "--api-key"),
+        (("--host", "no.such.host.invalid", "--api-key", "k"), "--host"),
+        (("--max-num-seqs", "0"), "num_seqs"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_status_two(arguments: tuple[str, ...], word: str) -> None:
+    status, lines = failing_start(*arguments)
+    assert status == 2 and len(lines) == 1 and word in lines[0] and lines[0].startswith("headrace: ")
+
+
+def test_serving_imports_no_torch_and_no_framework() -> None:
+    """The front end's process stays light; the engine's has the rest."""
+    heavy = ("torch", "fastapi", "starlette", "pydantic", "transformers")
+    code = f"import sys, headrace.server.run, headrace.server.app, headrace.server.connection; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, env=environment())
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,193 @@
+"""Bodies to requests: which fields a route takes, and that an error names the field that caused it. No server runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.errors import InvalidRequest
+from headrace.server.fields import CHAT, COMPLETION, Use
+from headrace.server.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+
+USER = [{"role": "user", "content": "hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def chat(**fields: Any) -> Any:
+    return parse_chat({"messages": USER, **fields}, {})
+
+
+def completion(**fields: Any) -> Any:
+    return parse_completion({"prompt": "x", **fields}, {})
+
+
+BOTH = (chat, completion)
+
+
+def error_of(parse: Callable[..., Any], **fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    return caught.value
+
+
+NUMBERS = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty n seed min_tokens max_tokens priority "
+    "truncate_prompt_tokens prompt_logprobs"
+).split()
+
+
+@pytest.mark.parametrize("parse", BOTH)
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["1", True, [], {}, 10**300, -(10**300)])
+def test_wrong_values_are_named(parse: Callable[..., Any], name: str, value: Any) -> None:
+    assert error_of(parse, **{name: value}).param == name
+
+
+LISTS = (("stop", 5), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("bad_words", "x"), ("bad_words", [1]))
+FLAGS = (("ignore_eos", 1), ("include_stop_str_in_output", "yes"), ("skip_special_tokens", 0), ("stream", "true"), ("return_token_ids", 1))
+OTHERS = (
+    ("logit_bias", {"x": 1}), ("logit_bias", {"5": "1"}), ("logit_bias", {"-5": 1}), ("logit_bias", {"9" * 5000: 1}), ("logit_bias", {"5": 10**400}),
+    ("allowed_token_ids", []), ("cache_salt", 5), ("cache_salt", "x" * 5000), ("user", 5), ("metadata", "x"), ("model", 5), ("min_tokens", 10**9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("parse", BOTH)
+@pytest.mark.parametrize(("name", "value"), LISTS + FLAGS + OTHERS)
+def test_wrong_lists_flags_and_maps_are_named(parse: Callable[..., Any], name: str, value: Any) -> None:
+    assert error_of(parse, max_tokens=5, **{name: value}).param == name
+
+
+@pytest.mark.parametrize(("parse", "fields"), [(chat, CHAT), (completion, COMPLETION)])
+def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing(parse: Callable[..., Any], fields: Any) -> None:
+    refused = [field for field in fields if field.use is Use.REFUSED]
+    assert refused
+    for field in refused:
+        error = error_of(parse, **{field.name: "surely not neutral"})
+        assert (error.param, error.code) == (field.name, "unsupported_parameter")
+        for neutral in (None, *field.neutral):
+            parse(**{field.name: neutral})
+
+
+def test_no_field_is_declared_twice() -> None:
+    for fields in (CHAT, COMPLETION):
+        names = [field.name for field in fields]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("parse", BOTH)
+def test_unknown_fields_are_refused_even_as_null(parse: Callable[..., Any]) -> None:
+    assert error_of(parse, temprature=None).param == "temprature"
+
+
+def test_stream_options_need_a_stream_and_known_names() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).options.include_usage
+    assert not chat(stream=True, stream_options={"include_usage": False, "include_obfuscation": False}).options.include_usage
+    for fields in (
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"usage": True}},
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+    ):
+        assert error_of(chat, **fields).param == "stream_options"
+
+
+def test_logprobs_of_the_two_apis() -> None:
+    assert chat(logprobs=True).params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).params.logprobs == 4
+    assert chat().params.logprobs is None and chat(logprobs=False).params.logprobs is None
+    assert error_of(chat, top_logprobs=4).param == "top_logprobs"
+    too_many = error_of(chat, logprobs=True, top_logprobs=21)
+    assert too_many.param == "top_logprobs" and "top_logprobs is 21" in too_many.message
+    assert completion(logprobs=3, echo=True).params.prompt_logprobs == 3
+    assert error_of(completion, logprobs=True).param == "logprobs"
+    assert error_of(completion, stream=True, prompt_logprobs=1).param == "prompt_logprobs"
+
+
+def test_max_tokens_by_both_names() -> None:
+    assert chat(max_tokens=5).params.max_tokens == chat(max_completion_tokens=5).params.max_tokens == 5
+    assert chat().params.max_tokens is None and completion().params.max_tokens == 16
+    assert error_of(chat, max_tokens=5, max_completion_tokens=6).param == "max_tokens"
+    assert error_of(chat, max_completion_tokens=0).param == "max_completion_tokens"
+
+
+def test_model_defaults_apply_unless_given() -> None:
+    defaults = {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.1, "max_new_tokens": 9, "transformers_version": "4", "top_p": None}
+    params = parse_chat({"messages": USER, "temperature": 0.0}, defaults).params
+    assert (params.temperature, params.top_k, params.repetition_penalty, params.max_tokens, params.top_p) == (0.0, 7, 1.1, 9, 1.0)
+    assert parse_completion({"prompt": "x"}, defaults).params.max_tokens == 9
+
+
+@pytest.mark.parametrize("prompt", [None, [], 5, {}, [None], ["a", 1], [1, "a"], [[1], "a"], [True], [1.5], [[1.5]], ["a"] * 1025])
+def test_prompts_of_no_form_are_refused(prompt: Any) -> None:
+    assert error_of(completion, prompt=prompt).param == "prompt"
+
+
+def test_prompts_of_every_form_are_taken() -> None:
+    assert completion(prompt="a").prompts == ["a"]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=[[1], [2, 3]]).prompts == [[1], [2, 3]]
+    assert error_of(completion, prompt=["a"] * 1000, n=100).param == "n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        (USER * 10_001, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([*USER, {"role": "robot", "content": "hi"}], "messages[1].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "messages[0].tool_calls[0].function.arguments"),
+    ],
+)
+def test_messages_are_refused_by_place(messages: Any, param: str) -> None:
+    assert error_of(chat, messages=messages).param == param
+
+
+def test_messages_reach_the_template_in_its_shape() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *USER]
+    read = chat(messages=messages).messages
+    assert read[0] == {"role": "system", "content": "ab"}
+    assert read[1]["content"] == "" and read[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_tools_go_to_the_template_unless_none_shall_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert chat(tools=tools).conversation.tools == tools and chat(tools=tools, tool_choice="auto").conversation.tools == tools
+    assert chat(tools=tools, tool_choice="none").conversation.tools is None and chat(tools=[]).conversation.tools is None
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        assert error_of(chat, tools=tools, tool_choice=choice).param == "tool_choice"
+    assert error_of(chat, tools=[{"type": "web"}]).param == "tools[0]"
+    assert error_of(chat, tools=[{"type": "function"}]).param == "tools[0].function"
+    assert error_of(chat, tools=tools * 129).param == "tools"
+
+
+def test_template_variables_may_not_replace_ours() -> None:
+    assert chat(chat_template_kwargs={"thinking": False}).conversation.variables == {"thinking": False}
+    for name in ("messages", "chat_template", "tokenize", "_x"):
+        assert error_of(chat, chat_template_kwargs={name: 1}).param == "chat_template_kwargs"
+
+
+def test_tokenize_takes_text_or_messages() -> None:
+    assert parse_tokenize({"prompt": ""}).add_special_tokens and not parse_tokenize({"messages": USER}).add_special_tokens
+    for body in ({}, {"prompt": "x", "messages": USER}):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_tokenize(body)
+        assert caught.value.param == "prompt"
+    for tokens in (None, "x", [1.5], [True], {"0": 1}):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_detokenize({"tokens": tokens})
+        assert caught.value.param == "tokens"
