@@ -151,9 +151,12 @@ class ChatTemplate:
             return next(iter(self._templates))
         if self._templates:
             names = ", ".join(sorted(self._templates))
-            raise InvalidRequest(f"the model has chat templates named {names} and none named default; choose one with --chat-template.", param="messages")
+            raise InvalidRequest(
+                f"the model has chat templates named {names} and none named default; choose one with --chat-template.", param="messages"
+            )
         raise InvalidRequest(
-            "the model has no chat template, so it does not say how a conversation is written; use completions, or give --chat-template.", param="messages"
+            "the model has no chat template, so it does not say how a conversation is written; use completions, or give --chat-template.",
+            param="messages",
         )
 
     @contextlib.contextmanager
@@ -176,7 +179,9 @@ def _render_frame(name: str, variables: Mapping[str, Any], seconds: float) -> by
     try:
         return encode_frame({"render": name, "variables": variables, "seconds": seconds, "max_bytes": MAX_OUTPUT_BYTES})
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"messages, tools and template variables must be plain JSON values ({error}); convert them first.", param="messages") from error
+        raise InvalidRequest(
+            f"messages, tools and template variables must be plain JSON values ({error}); convert them first.", param="messages"
+        ) from error
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

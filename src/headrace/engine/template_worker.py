@@ -31,7 +31,7 @@ MEMORY_BYTES = 2**30  # of address space, far above what the interpreter and any
 class GenerationTag(jinja2.ext.Extension):
     """``{% generation %}…{% endgeneration %}`` marks what the model said, for training; here it only renders its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 - the base class says a set
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

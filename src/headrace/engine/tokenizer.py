@@ -154,9 +154,9 @@ class _Pieces:
 
     def token_bytes(self, token: int) -> bytes:
         if self._bytes:
-            return self._tables[False][token]
+            return bytes(self._tables[False][token])
         if self._rules is None:
-            return self._backend.decode([token], skip_special_tokens=False).encode()
+            return str(self._backend.decode([token], skip_special_tokens=False)).encode()
         piece = self._tables[False][token]
         return bytes([piece]) if isinstance(piece, int) else (piece or "").replace("▁", " ").encode()
 

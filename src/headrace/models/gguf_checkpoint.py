@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +72,26 @@ class GGUFCheckpoint:
         file_size = self._path.stat().st_size
         for name, tensor in self._tensors.items():
             if tensor.type not in _block_sizes():
-                raise ModelError(f"{self._path}: tensor {name[:80]} has GGUF type {tensor.type}, which is not known; convert the model to F16, BF16 or Q8_0.")
+                raise ModelError(
+                    f"{self._path}: tensor {name[:80]} has GGUF type {tensor.type}, which is not known; convert the model to F16, BF16 or Q8_0."
+                )
             per_block, _ = _block_sizes()[tensor.type]
             if tensor.shape and tensor.shape[-1] % per_block:
-                raise ModelError(f"{self._path} is damaged: rows of {name[:80]} have {tensor.shape[-1]} elements, not a multiple of {per_block}. Download it again.")
+                raise ModelError(
+                    f"{self._path} is damaged: rows of {name[:80]} have {tensor.shape[-1]} "
+                    f"elements, not a multiple of {per_block}. Download it again."
+                )
             end = tensor.start + _num_bytes(tensor)
             if end > file_size:
                 raise ModelError(f"{self._path} is truncated: {file_size} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
 
 
+@cache
 def _block_sizes() -> Mapping[int, tuple[int, int]]:
     """type → (elements, bytes) of one quantisation block. Imported here: only GGUF models pay for the library."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    return GGML_QUANT_SIZES
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
 def _num_bytes(tensor: GGUFTensor) -> int:

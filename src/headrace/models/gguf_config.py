@@ -29,7 +29,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ModelError(f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those.")
     _refuse_parts(file)
     config = {**_common(file), **ARCHITECTURES[architecture](_Values(file, architecture))}
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    ids: dict[str, Any] = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
     return {name: value for name, value in config.items() if value is not None}, ids
 
 
@@ -47,12 +47,12 @@ class _Values:
         self._prefix = architecture + "."
 
     def integer(self, key: str) -> int | None:
-        value = self.file.get(self._prefix + key, (int, list))
+        value: Any = self.file.get(self._prefix + key, (int, list))
         if isinstance(value, list):  # one entry a layer; only models whose layers are alike are supported
             if not value or len(set(value)) != 1 or not isinstance(value[0], int):
                 raise ModelError(f"{self.file.path}: {self._prefix}{key} differs from layer to layer, which is not supported; use another model.")
             value = value[0]
-        return value
+        return None if value is None else int(value)
 
     def need(self, key: str) -> int:
         value = self.integer(key)

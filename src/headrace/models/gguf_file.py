@@ -92,7 +92,10 @@ class _Reader:
         if magic != b"GGUF":
             raise ModelError(f"{self._path} is not a GGUF file (it begins with {magic!r}). Check the path.")
         if version not in (2, 3):
-            raise ModelError(f"{self._path} is GGUF version {version if version < 2**16 else 'big-endian'}; versions 2 and 3, little-endian, are read. Convert it again.")
+            raise ModelError(
+                f"{self._path} is GGUF version {version if version < 2**16 else 'big-endian'}; "
+                "versions 2 and 3, little-endian, are read. Convert it again."
+            )
         num_tensors, num_keys = self._unpack("Q"), self._unpack("Q")
         if max(num_tensors, num_keys) > MAX_ENTRIES:
             raise self._damaged(f"it claims {num_tensors} tensors and {num_keys} keys")

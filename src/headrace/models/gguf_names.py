@@ -80,7 +80,12 @@ _BLOCKS: Mapping[str, Mapping[str, str]] = {
     "gpt_bigcode": _GPT_BLOCK,
 }
 _LLAMA_TOP: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GPT_TOP: Mapping[str, str] = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f", "output": "lm_head"}
+_GPT_TOP: Mapping[str, str] = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 
 _INTERLEAVED = ("llama", "mistral", "mixtral")  # model types that are written as architecture "llama"
 _TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")  # gpt2's Conv1D

@@ -34,7 +34,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_CASED = _WORDS + r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", r"\p{N}{1,3}")
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
@@ -117,7 +118,9 @@ def _sentencepiece(file: GGUFFile) -> tuple[dict[str, Any], bool]:
 def _byte_level(file: GGUFFile) -> tuple[dict[str, Any], bool]:
     name = file.get(_PREFIX + "pre", str, "default") or "default"
     if name not in _SPLITS:
-        raise ModelError(f"{file.path} splits text in a way named {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer.")
+        raise ModelError(
+            f"{file.path} splits text in a way named {name[:40]!r}, which is not known; give the model's tokenizer.json with --tokenizer."
+        )
     patterns, nfc, whole_words, bos = _SPLITS[name]
     pieces = _pieces(file)
     vocab: dict[str, int] = {}

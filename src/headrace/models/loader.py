@@ -22,9 +22,7 @@ _WRAPPERS = ("model.", "transformer.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_weights(
-    decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[WeightRule], ignored: Sequence[str], dtype: torch.dtype
-) -> None:
+def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[WeightRule], ignored: Sequence[str], dtype: torch.dtype) -> None:
     """Every parameter is filled and every key used (or ignored), or ModelError names the first few.
 
     ``dtype`` is the parameters' type, into which tensors are cast while they are copied. The decoder's ``finish_loading`` is the caller's.
@@ -116,7 +114,8 @@ def _fill_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: C
     wrong = rows != target.shape[0] or any(shape[1:] != tuple(target.shape[1:]) for shape in shapes)
     if wrong:
         raise ModelError(
-            f"{' + '.join(keys[:3])} has shape {' + '.join(str(list(shape)) for shape in shapes[:3])}, but the config calls for {list(target.shape)}. "
+            f"{' + '.join(keys[:3])} has shape {' + '.join(str(list(shape)) for shape in shapes[:3])}, "
+            f"but the config calls for {list(target.shape)}. "
             f"Check that config.json belongs to these weights."
         )
     start = 0
@@ -131,7 +130,10 @@ def _oriented(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
 
 def _copy(target: Tensor, key: str, checkpoint: Checkpoint, *, transpose: bool) -> None:
     if checkpoint.dtype(key) not in _FLOATS:
-        raise ModelError(f"tensor {key} is stored as {checkpoint.dtype(key)}, which needs a quantization format that is not supported; use an unquantized checkpoint.")
+        raise ModelError(
+            f"tensor {key} is stored as {checkpoint.dtype(key)}, which needs a "
+            "quantization format that is not supported; use an unquantized checkpoint."
+        )
     tensor = checkpoint.read(key)
     target.copy_(tensor.t() if transpose and tensor.dim() == 2 else tensor)
 

@@ -73,15 +73,17 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[s
 
 
 def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:
-    fields = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key, ()) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ModelError(f"{file}: the header's entry for {name[:80]!r} is damaged. {_AGAIN}")
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"{file}: tensor {name[:80]!r} has dtype {dtype[:20]!r}, which is not known; known are {', '.join(DTYPE_BYTES)}.")
     wanted = math.prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != wanted:
-        raise ModelError(f"{file}: tensor {name[:80]!r} of shape {shape[:8]} and {dtype} needs {wanted} bytes but has {offsets[1] - offsets[0]}. {_AGAIN}")
+        raise ModelError(
+            f"{file}: tensor {name[:80]!r} of shape {shape[:8]} and {dtype} needs {wanted} bytes but has {offsets[1] - offsets[0]}. {_AGAIN}"
+        )
     return TensorEntry(file, dtype, tuple(shape), base + offsets[0], wanted)
 
 
@@ -114,7 +116,9 @@ def _read_index(folder: Path) -> dict[str, TensorEntry]:
         found.update(read_header(folder / shard))
     lost = sorted(set(weight_map) - set(found))
     if lost:
-        raise ModelError(f"{index} names {len(lost)} tensors that no shard holds (first: {', '.join(lost[:3])}); index and shards do not belong together. {_AGAIN}")
+        raise ModelError(
+            f"{index} names {len(lost)} tensors that no shard holds (first: {', '.join(lost[:3])}); index and shards do not belong together. {_AGAIN}"
+        )
     return found
 
 

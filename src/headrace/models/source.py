@@ -125,7 +125,9 @@ def _weight_format(path: Path, load_format: str) -> WeightFormat:
         return WeightFormat.GGUF
     pickles = [name for name in _PICKLES if (path / name).exists()]
     if pickles:
-        raise ModelError(f"{path} holds {pickles[0]} but no safetensors; pickled weights can run code and are never loaded. Convert them to safetensors.")
+        raise ModelError(
+            f"{path} holds {pickles[0]} but no safetensors; pickled weights can run code and are never loaded. Convert them to safetensors."
+        )
     raise ModelError(f"{path} holds no weights (*.safetensors); download them, or use --load-format dummy for random ones.")
 
 
