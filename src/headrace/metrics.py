@@ -107,6 +107,10 @@ class StepRecorder:
         self._ring.append(record)
         self._add(record, sum(map(len, result.tokens)) if result is not None else 0)
 
+    def predict(self, plan: StepPlan) -> float:
+        """Seconds this step should take; 0.0 without a cost model."""
+        return self._cost_model.estimate(plan).seconds if self._cost_model is not None else 0.0
+
     def _record(self, plan: StepPlan, measured: float, host_seconds: float, *, failed: bool) -> StepRecord:
         rows, sampled = len(plan.rows), len(plan.sample_work)
         if self._cost_model is None:

@@ -50,18 +50,20 @@ class Engine:
         self.core.executor.close()
 
 
-def create_engine(config: EngineConfig, *, wrap: Callable[[Executor], Executor] | None = None, with_tokenizer: bool = True) -> Engine:
+def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
     source = find_source(config)
-    tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template) if with_tokenizer else None
+    tokenizer = None
+    if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
+        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
     core = EngineCore(
-        executor if wrap is None else wrap(executor),
+        executor if wrap is None else wrap(executor, recorder),
         scheduler=config.scheduler,
         cache=config.cache,
         eos_token_ids=frozenset(eos),

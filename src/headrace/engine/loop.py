@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine import process as frames
 from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.errors import HeadraceError, InvalidRequest
+from headrace.metrics import StepRecorder
 from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 HOST_LIMIT = 5.0  # seconds: one turn of the loop outside the device
 DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
-_LIMITS = {"host": HOST_LIMIT, "device": DEVICE_LIMIT}
+DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
+_LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction: they cannot take long
 READ_BYTES = 1 << 18
 
 
@@ -46,41 +48,45 @@ class ParentGone(Exception):
 class Pulse:
     """What the loop is doing, and since when; written by the loop, read by the beating thread."""
 
-    __slots__ = ("phase", "since", "turn")
+    __slots__ = ("limit", "phase", "since", "turn")
 
     def __init__(self) -> None:
         self.turn = 0
-        self.phase = "load"
-        self.since = time.perf_counter()
+        self.enter("load")
 
-    def enter(self, phase: str) -> None:
-        self.phase, self.since = phase, time.perf_counter()
+    def enter(self, phase: str, limit: float = 0.0) -> None:
+        """``limit``: seconds after which the phase counts as a hang; 0 is none."""
+        self.phase, self.since, self.limit = phase, time.perf_counter(), limit
 
     def beat(self) -> frames.Beat:
-        return frames.Beat(self.turn, self.phase, time.perf_counter() - self.since, _LIMITS.get(self.phase, 0.0))
+        return frames.Beat(self.turn, self.phase, time.perf_counter() - self.since, self.limit)
 
 
 class StampedExecutor:
     """An executor whose calls are told apart from the host's own work: a long step is no hang, a long turn is one."""
 
-    def __init__(self, inner: Executor, pulse: Pulse) -> None:
+    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse) -> None:
         self._inner = inner
+        self._recorder = recorder
         self._pulse = pulse
+        self._limits: dict[int, float] = {}  # by step in flight
         self.info: ExecutorInfo = inner.info
 
     def submit(self, plan: StepPlan) -> Ticket:
-        self._pulse.enter("device")
+        predicted = self._recorder.predict(plan) if plan.num_tokens >= _LONG_STEP_TOKENS else 0.0
+        self._limits[plan.step_id] = max(DEVICE_LIMIT, DEVICE_FACTOR * predicted)
+        self._pulse.enter("device", sum(self._limits.values()))  # an inline executor computes here
         try:
             return self._inner.submit(plan)
         finally:
-            self._pulse.enter("host")
+            self._pulse.enter("host", HOST_LIMIT)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        self._pulse.enter("device")
+        self._pulse.enter("device", self._limits.pop(ticket.step_id, DEVICE_LIMIT))
         try:
             return self._inner.collect(ticket)
         finally:
-            self._pulse.enter("host")
+            self._pulse.enter("host", HOST_LIMIT)
 
     def recover(self) -> None:
         self._inner.recover()
@@ -152,7 +158,7 @@ class EngineLoop:
             else:
                 pulse.enter("idle")
                 commands = link.wait()
-            pulse.enter("host")
+            pulse.enter("host", HOST_LIMIT)
             for command in commands:
                 self._handlers[type(command)](command)
             if core.has_work and self._running:
@@ -205,7 +211,7 @@ def _start(launch: frames.Launch, link: Link, pulse: Pulse) -> Engine | None:
     try:
         from headrace.engine.llm import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
 
-        return create_engine(launch.config, wrap=lambda executor: StampedExecutor(executor, pulse), with_tokenizer=False)
+        return create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse), with_tokenizer=False)
     except HeadraceError as error:
         link.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
     except Exception as error:
