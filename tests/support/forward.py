@@ -19,7 +19,7 @@ from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_weights
-from headrace.spec import DecoderSpec, KVSpec, kv_groups
+from headrace.spec import KVSpec, kv_groups
 
 CPU = torch.device("cpu")
 
@@ -112,18 +112,3 @@ class PagedRun:
 def _poisoned(group: KVSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
     shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
     return torch.full(shape, float("nan"), dtype=dtype)
-
-
-def greedy(decoder: Decoder, prompt: Sequence[int], count: int, **options: int) -> tuple[list[int], Tensor]:
-    """The ``count`` most probable next tokens one after another, and the log-probabilities of each step, [count, vocab]."""
-    run = PagedRun(decoder, **options)
-    rows = [run.step({"a": prompt})["a"][-1]]
-    ids = [int(rows[0].argmax())]
-    while len(ids) < count:
-        rows.append(run.step({"a": ids[-1:]})["a"][-1])
-        ids.append(int(rows[-1].argmax()))
-    return ids, torch.log_softmax(torch.stack(rows).double(), dim=-1)
-
-
-def spec_of(folder: Path) -> DecoderSpec:
-    return families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
