@@ -3,9 +3,10 @@
 What lives here: Philox noise, the Gumbel-max pick with top-k, top-p and min-p, penalties, scores of chosen tokens.
 What may not: row state, plans, request parameters (worker/sampler.py gathers them into the tensors used here).
 
-The noise of one token is ``Philox4x32-10(key = seed, counter = (token_id // 4, output position, 0, 0))[token_id % 4]``
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). It depends on nothing else, so which other rows,
-chunks or tokens are computed beside it cannot change it, and computing it for the kept tokens alone is exact.
+The noise of one token is word ``(t // 64) % 4`` of Philox4x32-10 with the seed as key and ``((t // 256) * 64 + t % 64,
+output position, 0, 0)`` as counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): four tokens, 64 apart,
+share a call, so that runs of 64 are contiguous. It depends on nothing else: which other rows, chunks or tokens are computed
+beside it cannot change it, and computing it for the kept tokens alone is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _WEYL_1 = 0xBB67AE85
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
 _LANES = 4  # 32-bit words one Philox call gives
-_QUADS_AT_ONCE = 2**15  # int64 counters worked on together: a quarter of a megabyte stays in the second-level cache
+_RUN = 64  # consecutive tokens that take the same word of consecutive calls
+_CALLS_AT_ONCE = 2**15  # int64 counters worked on together: a quarter of a megabyte stays in the second-level cache
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 _MIN_TEMPERATURE = 1e-5
 _LEADING = 2048  # scores looked at before a whole row is sorted
@@ -37,10 +39,16 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     for _ in range(_ROUNDS):
         p0 = c0 * _MULTIPLIER_0  # may wrap to a negative int64; the bits are those of the unsigned product
         p1 = c2 * _MULTIPLIER_1
-        c0, c1, c2, c3 = ((p1 >> 32) ^ (c1 ^ k0)) & _WORD, p1 & _WORD, ((p0 >> 32) ^ (c3 ^ k1)) & _WORD, p0 & _WORD
+        # The second and fourth word are only ever combined with words that are cut to 32 bits afterwards.
+        c0, c1, c2, c3 = _mixed(p1, c1, k0), p1, _mixed(p0, c3, k1), p0
         k0 = (k0 + _WEYL_0) & _WORD
         k1 = (k1 + _WEYL_1) & _WORD
-    return c0, c1, c2, c3
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def _mixed(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    """(upper half of ``product``) ^ word ^ key, in 32 bits."""
+    return ((product >> 32) ^ word).bitwise_xor_(key).bitwise_and_(_WORD)
 
 
 def _key_words(seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,8 +68,9 @@ def token_noise(
 ) -> Tensor:  # [n], float32
     """The Gumbel noise of single tokens."""
     zero = torch.zeros_like(positions)
-    words = philox4x32((token_ids // _LANES, positions, zero, zero), _key_words(seeds))
-    return _gumbel(torch.stack(words).gather(0, (token_ids % _LANES)[None])[0])
+    call = token_ids // (_LANES * _RUN) * _RUN + token_ids % _RUN
+    words = philox4x32((call, positions, zero, zero), _key_words(seeds))
+    return _gumbel(torch.stack(words).gather(0, (token_ids // _RUN % _LANES)[None])[0])
 
 
 def vocabulary_noise(
@@ -70,18 +79,18 @@ def vocabulary_noise(
     vocab_size: int,
 ) -> Tensor:  # [rows, vocab_size], float32
     """The Gumbel noise of every token: equal to ``token_noise`` bit for bit, at a quarter of the Philox calls."""
-    quads = -(-vocab_size // _LANES)
-    counter = torch.arange(quads, dtype=torch.int64, device=seeds.device)[None]
-    rows_at_once = max(1, _QUADS_AT_ONCE // quads)
-    out = torch.empty(len(seeds), quads * _LANES, dtype=torch.float32, device=seeds.device)
+    runs = -(-vocab_size // (_LANES * _RUN))
+    counter = torch.arange(runs * _RUN, dtype=torch.int64, device=seeds.device)[None]
+    rows_at_once = max(1, _CALLS_AT_ONCE // (runs * _RUN))
+    out = torch.empty(len(seeds), runs, _LANES, _RUN, dtype=torch.float32, device=seeds.device)
     for start in range(0, len(seeds), rows_at_once):
         piece = slice(start, start + rows_at_once)
         position = positions[piece, None]
         zero = torch.zeros_like(position)
         k0, k1 = _key_words(seeds[piece, None])
-        words = philox4x32((counter, position, zero, zero), (k0, k1))
-        out[piece] = _gumbel(torch.stack(words, dim=-1).flatten(1))
-    return out[:, :vocab_size]
+        for lane, word in enumerate(philox4x32((counter, position, zero, zero), (k0, k1))):
+            out[piece, :, lane] = _gumbel(word).view(-1, runs, _RUN)
+    return out.view(len(seeds), -1)[:, :vocab_size]
 
 
 def _leading(values: Tensor, width: int) -> Tensor:
@@ -125,7 +134,7 @@ def _thresholds_among(leading: Tensor, scores: Tensor, top_k: Tensor, top_p: Ten
     kth = leading.gather(1, (rank.clamp(max=width) - 1)[:, None])[:, 0]
     kth = torch.where(rank < vocab_size, kth, float("-inf"))
     floor = torch.maximum(kth, min_p.log())  # log 0 = −inf: off
-    mass = leading.exp().masked_fill_(leading < floor[:, None], 0.0).cumsum(-1)
+    mass = (leading.exp() * (leading >= floor[:, None])).cumsum(-1)
     total = torch.where(floor > lowest, mass[:, -1], _mass_above(scores, floor)) if width < vocab_size else mass[:, -1]
     last = torch.searchsorted(mass, (top_p * total)[:, None]).clamp_(max=width - 1)
     nucleus = torch.where(top_p < 1.0, leading.gather(1, last)[:, 0], float("-inf"))
@@ -159,7 +168,7 @@ def pick_tokens(
     if len(narrow_rows):
         picked[narrow_rows] = _pick_from_kept(scores[narrow_rows], kept[narrow_rows], seeds[narrow_rows], positions[narrow_rows])
     if len(wide_rows):
-        masked = scores[wide_rows].masked_fill_(~kept[wide_rows], float("-inf"))
+        masked = torch.where(kept[wide_rows], scores[wide_rows], float("-inf"))
         picked[wide_rows] = _pick_from_all(masked, seeds[wide_rows], positions[wide_rows])
     return picked
 
