@@ -14,23 +14,28 @@ import pytest
 from support.serving import Server, send, serving
 
 COUNT = 1000
-ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 + 1, 10**400, 1e-30, 1e308, -0.5, "", "x", "1", "\x00", "\u2028", "é" * 2000, [], [[]], [None], [1, "a"],
-    {}, {"type": "text"}, {"a": {"b": {"c": []}}}, [True], ["x"] * 70, list(range(50)), [2**40], [-1], {"5": 1}, "auto", "none", "user", [{"role": "user"}],
-)  # fmt: skip
-RAW_TOKENS = (b"NaN", b"Infinity", b"-Infinity", b"1e400", b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\x00", b"\xef\xbb\xbf", b"[" * 2000, b"}", b",,", b"'", b"//")
+ODD_NUMBERS: tuple[Any, ...] = (None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 + 1, 10**400, 1e-30, 1e308, -0.5)
+ODD_TEXTS: tuple[Any, ...] = ("", "x", "1", "\x00", "\u2028", "é" * 2000, "auto", "none", "user")
+ODD_LISTS: tuple[Any, ...] = ([], [[]], [None], [1, "a"], [True], ["x"] * 70, list(range(50)), [2**40], [-1], [{"role": "user"}])
+ODD_OBJECTS: tuple[Any, ...] = ({}, {"type": "text"}, {"a": {"b": {"c": []}}}, {"5": 1})
+ODD_VALUES = ODD_NUMBERS + ODD_TEXTS + ODD_LISTS + ODD_OBJECTS
+RAW_NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e400")
+RAW_TEXTS = (b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\x00", b"\xef\xbb\xbf", b"[" * 2000, b"}", b",,", b"'", b"//")
 
 SAMPLING = {"n": 1, "temperature": 0.5, "top_p": 0.9, "seed": 1007, "stop": ["zz"], "logit_bias": {"5": 1}, "max_tokens": 2, "stream": False}
 FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+CHAT = {
+    **SAMPLING, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "tools": [FUNCTION], "tool_choice": "auto",
+    "stream_options": None, "user": "u", "chat_template_kwargs": {"a": 1},
+}  # fmt: skip
+COMPLETION = {**SAMPLING, "prompt": "hello", "echo": False, "logprobs": 2, "prompt_logprobs": None, "stop_token_ids": [1], "bad_words": ["x"]}
 BASES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        **SAMPLING, "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}], "logprobs": True,
-        "top_logprobs": 2, "tools": [FUNCTION], "tool_choice": "auto", "stream_options": None, "user": "u", "chat_template_kwargs": {"a": 1},
-    },
-    "/v1/completions": {**SAMPLING, "prompt": "hello", "echo": False, "logprobs": 2, "prompt_logprobs": None, "stop_token_ids": [1], "bad_words": ["x"]},
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
     "/tokenize": {"prompt": "hello", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3], "skip_special_tokens": True},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,7 @@ def change_bytes(rng: random.Random, body: bytes) -> bytes:
     if kind == 0:
         return body[:place]
     if kind == 1:
-        return body[:place] + rng.choice(RAW_TOKENS) + body[place:]
+        return body[:place] + rng.choice(RAW_NUMBERS + RAW_TEXTS) + body[place:]
     if kind == 2:
         return body[:place] + bytes([rng.randrange(256)]) + body[place + 1 :]
     if kind == 3:

@@ -32,10 +32,22 @@ def error_of(parse: Callable[..., Any], **fields: Any) -> InvalidRequest:
     return caught.value
 
 
-NUMBERS = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty n seed min_tokens max_tokens priority "
-    "truncate_prompt_tokens prompt_logprobs"
-).split()
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "n",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+    "priority",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+]
 
 
 @pytest.mark.parametrize("parse", BOTH)

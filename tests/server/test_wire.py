@@ -180,7 +180,9 @@ def test_bytes_that_are_not_http_get_json_too(server: Server) -> None:
 
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
-    with server.raw(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")) as sock:
+    with server.raw(
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")
+    ) as sock:
         data = read_until_closed(sock)
     assert data.index(b'"version"') < data.index(b'"text_completion"')
 

@@ -111,7 +111,7 @@ class _Base:
             f'data: {{"id":"{self.id}","object":"{self.chunk_kind}","created":{self.created},"model":{quote(shape.model)},'
             f'"system_fingerprint":"{shape.fingerprint}","choices":['
         )
-        self._tail = ']' + (',"usage":null' if shape.include_usage else "") + "}\n\n"
+        self._tail = "]" + (',"usage":null' if shape.include_usage else "") + "}\n\n"
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(len(state.token_ids) for state in self.prompts)

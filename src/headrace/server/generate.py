@@ -46,9 +46,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions) -> ParsedPrompt:
     """Templates are programs and may take their time: not on the event loop."""
     render = service.any_engine().inputs.chat_prompt
-    return await asyncio.to_thread(
-        render, messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables
-    )
+    return await asyncio.to_thread(render, messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
