@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from support import tiny
-from support.gguf_files import write_gguf
-from support.outside import shared
 
 from headrace.config import ModelConfig
 from headrace.engine.tokenizer import load_tokenizer
@@ -21,6 +18,9 @@ from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.gguf_file import read_gguf
 from headrace.models.source import find_model
+from support import tiny
+from support.gguf_files import write_gguf
+from support.outside import shared
 
 FAMILIES = [
     "llama",
@@ -120,7 +120,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     whole = write_gguf(tiny.save("llama", tmp_path / "folder"), tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(whole[:-100])
-    with pytest.raises(ModelError, match="truncated: .* ends at"):
+    with pytest.raises(ModelError, match=r"truncated: .* ends at"):
         open_checkpoint(source_of(tmp_path / "m.gguf"))
 
 

@@ -155,10 +155,14 @@ def _incomplete_tail(run: bytes | bytearray) -> int:
 
 
 class WindowDecoder:
-    """Any decoder whose text at one place depends on a few ids before it: decodes a window with and without the new ids."""
+    """Any decoder whose text at one place depends on a few ids before it: decodes a window with and without the new ids.
 
-    def __init__(self, decode: Callable[[list[int]], str], context: int = 6) -> None:
+    ``table[id]`` is None for an id that says nothing (skipped, or without a token): a window of such ids would have no context.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], table: Mapping[int, object], context: int = 6) -> None:
         self._decode = decode
+        self._table = table
         self._context = context
         self._restart()
 
@@ -167,7 +171,7 @@ class WindowDecoder:
         self._given = 0  # how many of the window's ids have been given out
 
     def push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
+        self._ids.extend([token for token in ids if self._table[token] is not None])
         return self._advance(final=False)
 
     def flush(self) -> str:

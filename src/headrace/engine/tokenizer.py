@@ -150,7 +150,7 @@ class _Pieces:
             return ByteDecoder(table)
         if self._rules is not None:
             return PieceDecoder(table, self._rules.strip_left, self._rules.drop_first_marks)
-        return WindowDecoder(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return WindowDecoder(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens), table)
 
     def token_bytes(self, token: int) -> bytes:
         if self._bytes:
