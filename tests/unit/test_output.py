@@ -1,0 +1,280 @@
+"""Token ids to text: stop strings, segmentation, logprobs, ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
+from headrace.engine.stops import StopMatcher
+from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SamplingParams, SequenceOutput, TokenLogprobs
+
+STOP_CALL = tuple[int, int, int]
+TIMES = RequestTimes(1.0, 2.0, 3.0, 4.0)
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter; 100 + b is the raw byte b, 99 a special token without text."""
+
+    def stream_decoder(self, skip_special_tokens: bool = True, /) -> LetterDecoder:
+        return LetterDecoder(skip_special_tokens)
+
+    def token_text(self, token: int, /) -> str:
+        return f"<{token}>"
+
+
+class LetterDecoder:
+    def __init__(self, skip: bool) -> None:
+        self._skip = skip
+        self._bytes = b""
+
+    def push(self, ids: Sequence[int]) -> str:
+        for i in ids:
+            self._bytes += b"" if i == 99 and self._skip else b"[eos]" if i == 99 else bytes([i - 100]) if i >= 100 else bytes([97 + i])
+        whole = self._bytes.decode("utf-8", "ignore")
+        self._bytes = self._bytes[len(whole.encode()) :]
+        return whole
+
+    def flush(self) -> str:
+        tail, self._bytes = self._bytes, b""
+        return tail.decode("utf-8", "replace")
+
+
+def request(**params: object) -> Request:
+    return Request(request_id=5, prompt_token_ids=array("i", [1, 2]), params=SamplingParams(**{"max_tokens": 100, **params}))  # type: ignore[arg-type]
+
+
+def score(token: int) -> TokenLogprobs:
+    return TokenLogprobs((token, 50, token), (-1.0, -0.5, -1.0), 2)
+
+
+def play(
+    asked: Request, groups: Sequence[Sequence[int]], reason: FinishReason = FinishReason.LENGTH
+) -> tuple[RequestOutput, list[RequestDelta], list[STOP_CALL]]:
+    """Tokens in the given groups, the last one with ``finished``; what came out, and what the core was told."""
+    calls: list[STOP_CALL] = []
+    processor = OutputProcessor(Letters(), lambda *call: calls.append(call))
+    processor.add(asked)
+    collector = OutputCollector("r", None, asked, Letters())
+    deltas = []
+    for number, group in enumerate(groups):
+        end = Finished(reason, times=TIMES) if number == len(groups) - 1 else None
+        scores = tuple(score(i) for i in group) if asked.params.logprobs is not None else ()
+        for _, delta in processor.process([SequenceOutput(5, 0, tuple(group), scores, finished=end)]):
+            deltas.append(delta)
+            collector.add(delta)
+    assert processor.num_live == 0
+    return collector.output(), deltas, calls
+
+
+def ids(text: str) -> list[int]:
+    return [ord(c) - 97 for c in text]
+
+
+# --- the matcher
+
+
+def first_complete(text: str, words: Sequence[str], armed_from: int) -> tuple[int, str] | None:
+    """Oracle: the smallest end of a match beyond ``armed_from``, the longest word that ends there."""
+    for end in range(armed_from + 1, len(text) + 1):
+        complete = [word for word in words if text[:end].endswith(word)]
+        if complete:
+            return end, max(complete, key=len)
+    return None
+
+
+def longest_beginning(text: str, words: Sequence[str]) -> int:
+    return max(k for k in range(len(text) + 1) if k == 0 or any(len(word) > k and word.startswith(text[-k:]) for word in words))
+
+
+letters = st.text("ab", max_size=12)
+stop_words = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=600, deadline=None)
+@given(pieces=st.lists(letters, max_size=8), words=stop_words, include=st.booleans(), unarmed=st.integers(0, 3))
+def test_matcher_cuts_at_the_first_complete_string_and_holds_back_no_more_than_it_must(
+    pieces: list[str], words: tuple[str, ...], include: bool, unarmed: int
+) -> None:
+    matcher = StopMatcher(words, include)
+    shown = whole = ""
+    armed_from = len("".join(pieces[:unarmed]))
+    for number, piece in enumerate(pieces):
+        whole += piece
+        expected = first_complete(whole, words, min(armed_from, len(whole)))
+        text, word = matcher.push(piece, armed=number >= unarmed)
+        shown += text
+        if expected is not None:
+            end, stop = expected
+            assert (shown, word) == (whole[: end if include else end - len(stop)], stop)
+            return
+        assert word is None
+        held = 0 if include else longest_beginning(whole, words)
+        assert shown == whole[: len(whole) - held]
+    assert shown + matcher.flush() == whole
+
+
+def test_matcher_cost_does_not_grow_with_the_length_of_stop_strings() -> None:
+    """A text that almost matches long strings again and again: work a character stays constant (counted, not timed)."""
+    steps = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __getitem__(self, index: object) -> str:  # type: ignore[override]
+            nonlocal steps
+            steps += 1
+            return str.__getitem__(self, index)  # type: ignore[index]
+
+    matcher = StopMatcher((Counted("a" * 1000 + "b"),), False)
+    for _ in range(300):
+        matcher.push("a" * 10 + "c", True)
+    assert steps < 20_000
+
+
+# --- the processor
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+FINAL = st.sampled_from([FinishReason.LENGTH, FinishReason.STOP])
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    data=st.data(),
+    sequence=tokens,
+    words=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple),
+    reason=FINAL,
+    include=st.booleans(),
+)
+def test_any_segmentation_gives_the_same_answer(
+    data: st.DataObject, sequence: list[int], words: tuple[str, ...], reason: FinishReason, include: bool
+) -> None:
+    asked = request(stop=words, include_stop_str_in_output=include, min_tokens=data.draw(st.integers(0, 4)), logprobs=1)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sequence) - 1)))) if len(sequence) > 1 else []
+    groups = [sequence[a:b] for a, b in zip([0, *cuts], [*cuts, len(sequence)], strict=True)]
+    whole, _, _ = play(asked, [sequence], reason)
+    parts, deltas, calls = play(asked, groups, reason)
+    single, _, _ = play(asked, [[i] for i in sequence], reason)
+    assert strip(whole) == strip(parts) == strip(single)
+    answer = parts.outputs[0]
+    assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids)
+    assert "".join(delta.text for delta in deltas) == answer.text
+    if answer.stop_reason is not None:
+        assert answer.finish_reason == "stop"
+        assert calls == ([(5, 0, len(answer.token_ids))] if sum(map(len, groups[:-1])) >= len(answer.token_ids) else [])
+    assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def strip(output: RequestOutput) -> tuple[object, ...]:
+    answer = output.outputs[0]
+    return answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason, answer.cumulative_logprob
+
+
+def test_a_stop_string_ends_text_ids_and_logprobs_and_surplus_is_never_seen() -> None:
+    output, _, calls = play(request(stop=("cd",), logprobs=1), [ids("ab"), ids("cdef"), ids("gh")])
+    answer = output.outputs[0]
+    assert (answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason) == ("ab", ids("abcd"), "stop", "cd")
+    assert len(answer.logprobs or []) == 4 and answer.cumulative_logprob == -4.0
+    assert calls == [(5, 0, 4)]
+
+
+def test_the_string_that_is_complete_first_wins_and_of_two_at_once_the_longer() -> None:
+    assert play(request(stop=("bcd", "c")), [ids("abcd"), ids("z")])[0].outputs[0].text == "ab"
+    output, _, _ = play(request(stop=("c", "bc")), [ids("abcd"), ids("z")])
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("a", "bc")
+
+
+def test_min_tokens_text_is_not_searched_but_may_begin_a_match() -> None:
+    assert play(request(stop=("b",), min_tokens=2), [ids("abab"), ids("x")])[0].outputs[0].text == "aba"
+    assert play(request(stop=("bc",), min_tokens=2), [ids("ab"), ids("c"), ids("x")])[0].outputs[0].text == "a"
+
+
+def test_the_token_that_stops_has_no_text_unless_asked_for() -> None:
+    for include, text in ((False, "ab"), (True, "abc")):
+        answer = play(request(stop_token_ids=[2], include_stop_str_in_output=include), [ids("ab"), ids("c")], FinishReason.STOP)[0].outputs[0]
+        assert (answer.text, answer.token_ids) == (text, ids("abc"))
+    assert play(request(skip_special_tokens=False), [ids("ab"), [99]], FinishReason.LENGTH)[0].outputs[0].text == "ab[eos]"
+
+
+def test_half_a_character_waits_and_is_flushed_at_the_end() -> None:
+    euro = [100 + b for b in "€".encode()]
+    output, deltas, _ = play(request(), [[0], euro[:1], euro[1:2], euro[2:], euro[:2]])
+    assert [delta.text for delta in deltas] == ["a", "", "", "€", "\N{REPLACEMENT CHARACTER}"]
+    assert output.outputs[0].text == "a€\N{REPLACEMENT CHARACTER}"
+
+
+def test_logprobs_name_the_chosen_token_first_and_no_token_twice() -> None:
+    entry = play(request(logprobs=2), [[3]])[0].outputs[0].logprobs
+    assert entry is not None
+    assert [(token, e.logprob, e.rank, e.decoded_token) for token, e in entry[0].items()] == [(3, -1.0, 2, "<3>"), (50, -0.5, 1, "<50>")]
+
+
+def test_answers_end_one_by_one_and_the_request_with_the_last() -> None:
+    calls: list[STOP_CALL] = []
+    processor = OutputProcessor(Letters(), lambda *call: calls.append(call))
+    asked = request(n=2, stop=("b",))
+    processor.add(asked)
+    collector = OutputCollector("r", None, asked, Letters())
+    steps = [
+        SequenceOutput(5, 0, (0,)),
+        SequenceOutput(5, 1, (1,)),
+        SequenceOutput(5, 1, (2,)),
+        SequenceOutput(5, 0, (2,), finished=Finished(FinishReason.LENGTH)),
+    ]
+    seen = []
+    for _, delta in processor.process(steps):
+        collector.add(delta)
+        seen.append((delta.index, delta.text, delta.last))
+    assert seen == [(0, "a", False), (1, "", False), (0, "c", True)]
+    assert calls == [(5, 1, 1)]
+    assert [each.finish_reason for each in collector.output().outputs] == ["length", "stop"]
+
+
+def test_a_failed_step_says_why_and_shows_what_was_held_back() -> None:
+    asked = request(stop=("abc",))
+    processor = OutputProcessor(Letters(), lambda *call: None)
+    processor.add(asked)
+    collector = OutputCollector("r", None, asked, Letters())
+    for _, delta in processor.process(
+        [SequenceOutput(5, 0, (0, 1)), SequenceOutput(5, 0, (), finished=Finished(FinishReason.ERROR, message="broken"))]
+    ):
+        collector.add(delta)
+    answer = collector.output().outputs[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "error", "broken")
+
+
+def test_dropped_and_unknown_requests_are_ignored() -> None:
+    processor = OutputProcessor(Letters(), lambda *call: pytest.fail("the core was told of a request nobody wants"))
+    processor.add(request(stop=("a",)))
+    processor.drop(5)
+    assert list(processor.process([SequenceOutput(5, 0, (0,)), SequenceOutput(6, 0, (0,))])) == []
+
+
+def test_without_a_tokenizer_ids_come_without_text() -> None:
+    asked = request(detokenize=False)
+    processor = OutputProcessor(None, lambda *call: None)
+    processor.add(asked)
+    delta = processor.feed(5, 0, (1, 2))
+    assert delta is not None and (delta.text, delta.token_ids) == ("", (1, 2))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut=st.integers(0, 6))
+def test_absorbed_deltas_add_up_to_the_same_answer(cut: int) -> None:
+    """What a slow reader gets (deltas merged) is what a fast one gets."""
+    asked = request(logprobs=1)
+    output, deltas, _ = play(asked, [[i] for i in ids("abcdefg")])
+    merged = deltas[:cut]
+    if cut < len(deltas):
+        last = deltas[cut]
+        for later in deltas[cut + 1 :]:
+            last.absorb(later)
+        merged.append(last)
+    collector = OutputCollector("r", None, asked, Letters())
+    for delta in merged:
+        collector.add(delta)
+    assert strip(collector.output()) == strip(output) and collector.finished
