@@ -18,7 +18,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 
 _MAX_HELLO = 4096  # bytes before the peer is known
+_FRAMES_A_TURN = 16  # well below the deltas that a stream may have pending
 _EXIT_SECONDS = 5.0  # between asking and killing
 _START_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)}
 
@@ -45,14 +47,22 @@ class _Peer(asyncio.Protocol):
         self._unpacker = frames.Unpacker(frames.Event, _MAX_HELLO)
         self._trusted = False
         self.transport: asyncio.Transport | None = None
+        self._frames: Iterator[Any] = iter(())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass of it
 
     def data_received(self, data: bytes) -> None:
+        self._frames = self._unpacker.feed(data)
+        self._take(paused=False)
+
+    def _take(self, paused: bool) -> None:
+        """Some frames a turn of the event loop: streams are served in between, and an engine faster than its readers has to wait."""
         assert self.transport is not None
+        taken = 0
         try:
-            for frame in self._unpacker.feed(data):
+            for frame in islice(self._frames, _FRAMES_A_TURN):
+                taken += 1
                 if self._trusted:
                     self._owner.received(frame)
                 elif not self._prove(frame):
@@ -60,6 +70,20 @@ class _Peer(asyncio.Protocol):
                     return
         except frames.BadFrame:
             self.transport.abort()
+            return
+        self._go_on(more=taken == _FRAMES_A_TURN, paused=paused)
+
+    def _go_on(self, *, more: bool, paused: bool) -> None:
+        """Nothing is read while frames of the last read are left."""
+        assert self.transport is not None
+        if self.transport.is_closing():
+            return
+        if more:
+            if not paused:
+                self.transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take, True)
+        elif paused:
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._trusted:
