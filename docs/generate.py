@@ -64,7 +64,7 @@ TECHNIQUES = """# Techniques
 
 A technique is a mechanism from the literature with a room of its own in the source, one switch, and an on/off benchmark.
 Switch one on the command line with `--technique NAME=on|off|VALUE` (repeatable, in a config file under `technique:`), in Python with
-`LLM(..., technique={"NAME": False})`. "Off" keeps the same kernels, and an equality test holds that the tokens stay the same.
+`LLM(..., technique={"kv_caching": False, "overlap": 0})`. "Off" keeps the same kernels, and an equality test holds that the tokens stay the same.
 `headrace techniques` prints this list; this page is written from the same register by `python docs/generate.py`.
 
 """

@@ -28,7 +28,7 @@ ELSEWHERE: dict[str, str] = {
     "--no-enable-chunked-prefill": "use --technique chunked_prefill=off",
     "--num-gpu-blocks-override": "use --num-blocks",
     "--kv-cache-memory-bytes": "use --kv-cache-memory",
-    "--async-scheduling": "it is on; --overlap sets the depth",
+    "--async-scheduling": "--overlap sets the depth; without it, what suits the device",
     "--no-async-scheduling": "use --overlap 0",
     "--revision": "write the revision behind the model: org/name@revision",
     "--download-dir": "set HF_HOME",

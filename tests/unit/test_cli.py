@@ -60,7 +60,7 @@ def test_help_takes_less_than_300_ms_of_processor_time() -> None:
 def test_help_lists_every_command_and_every_command_has_its_module() -> None:
     text = run("--help").stdout
     folder = Path(cli.__file__).parent / "commands"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")}
     assert {name for name in cli.COMMANDS if f"\n    {name}" in text} == set(cli.COMMANDS) == modules
 
 
