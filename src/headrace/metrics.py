@@ -10,10 +10,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.cost.cost_model import CostModel
 from headrace.request import StepPlan, StepResult
+
+if TYPE_CHECKING:  # the web process counts without pricing: it need not load numpy
+    from headrace.cost.cost_model import CostModel
 
 # Upper bounds in seconds. Time to first token spans a cached prompt to a queue of minutes; gaps between tokens are finer.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
