@@ -63,7 +63,7 @@ class _Renderer:
         reply = self._receive()
         if reply is None or "text" not in reply:
             self.close()
-            reason = "took too long to compile" if reply is None else f"is not valid Jinja ({reply['error']})"
+            reason = "takes too long to compile" if reply is None else f"is not valid Jinja ({reply['error'] or reply['kind']})"
             raise ModelError(f"the model's chat template {reason}; give another with --chat-template.")
 
     def request(self, frame: bytes) -> dict[str, Any] | None:

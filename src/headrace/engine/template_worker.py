@@ -25,7 +25,7 @@ import jinja2.sandbox
 
 from headrace.engine.template_frames import encode_frame, read_frame
 
-MEMORY_BYTES = 2**30  # of address space, far above what the interpreter and any honest render need
+MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter and any honest render need
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -42,6 +42,10 @@ class GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
+class OutputTooLong(Exception):
+    """A render went over its limit of bytes."""
+
+
 def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -55,10 +59,19 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, se
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Operators go through the sandbox, which keeps the compiler from computing ``'a' * 10**9`` where it stands."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+
 def create_environment() -> jinja2.Environment:
     """The environment that chat templates are written for, as transformers sets it up."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    environment = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # rendering has a limit of its own, so nothing is computed while compiling
+        extensions=[GenerationTag, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
@@ -92,11 +105,11 @@ class Renderer:
         for part in self._compiled[name].generate(variables):
             size += len(part)
             if size > max_bytes:
-                raise OverflowError
+                raise OutputTooLong
             parts.append(part)
         text = "".join(parts)
         if len(text.encode("utf-8", "surrogatepass")) > max_bytes:
-            raise OverflowError
+            raise OutputTooLong
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         return text
 
@@ -110,7 +123,7 @@ def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
                 renderer.compile(name, text)
             return {"text": ""}
         return {"text": renderer.render(frame["render"], frame["variables"], frame["seconds"], frame["max_bytes"])}
-    except OverflowError:
+    except OutputTooLong:
         return {"kind": "size", "error": ""}
     except MemoryError:
         return {"kind": "memory", "error": ""}
