@@ -1,1 +1,4 @@
-"""One module a command: ``add_arguments(parser)`` and ``run(args) -> int``. It is imported only when its command is chosen. No engine code lives here."""
+"""The commands, one module each: ``add_arguments(parser)`` and ``run(args) -> int``. A module is imported only when its command is chosen.
+
+What lives here: reading arguments, calling the engine's public face, printing. What may not: anything another command or a library needs.
+"""
