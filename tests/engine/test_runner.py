@@ -190,6 +190,18 @@ def _check_entry(ids: tuple[int, ...], logprobs: tuple[float, ...], rank: int, c
     assert rank == int((expected > expected[chosen]).sum()) + 1
 
 
+def test_of_two_edits_of_one_place_the_later_holds(executor: Executor) -> None:
+    expected, edited = _prompts((20,))[0], _prompts((20,))[0]
+    generate(executor, [expected], 4)
+    planner = Planner(executor.info.kv_groups)
+    planner.add(edited)
+    planner._edits += [(edited.row, 0, index, 95) for index in (1, 0, 1)]  # the planner's own edits come after these
+    take(run(executor, planner.plan([(edited, 0, 20)])), [edited])
+    for _ in range(3):
+        take(run(executor, planner.plan([(edited, len(edited.ids) - 1, 1)])), [edited])
+    assert edited.output == expected.output
+
+
 def test_an_empty_plan_is_legal(executor: Executor) -> None:
     nothing = array("i")
     plan = StepPlan(77, nothing, (), *[nothing] * 12)

@@ -116,6 +116,12 @@ def test_each_penalty_works_alone() -> None:
     assert _output(SamplingParams(temperature=0.0, repetition_penalty=3.0), (5,), table=table, num_tokens=2) == [6, 5]
 
 
+def test_only_the_output_is_counted() -> None:
+    table = torch.zeros(VOCAB, VOCAB)
+    table[:, 5], table[:, 6] = 2.0, 1.0
+    assert _output(SamplingParams(temperature=0.0, frequency_penalty=2.0), (5, 5), table=table, num_tokens=2) == [5, 6]
+
+
 MIXED = (
     GREEDY,
     SamplingParams(temperature=1.0),
@@ -145,7 +151,16 @@ def test_the_seed_and_the_position_decide() -> None:
     assert draws[1] == tuple(_output(SamplingParams(), (9, 9, 9), table=uniform, seed=1, num_tokens=20))  # position in the output, not in the row
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0, min_tokens=2, logprobs=1)])
+UNUSABLE = (
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(top_p=0.5),
+    SamplingParams(temperature=0.0, min_tokens=2, logprobs=1),
+    SamplingParams(temperature=0.0, allowed_token_ids=(31, 32)),  # the bad column is ruled out, yet the row cannot be trusted
+)
+
+
+@pytest.mark.parametrize("params", UNUSABLE)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_unusable_logits_are_that_rows_error_alone(params: SamplingParams, value: float) -> None:
     table = _successors()
@@ -158,6 +173,16 @@ def test_unusable_logits_are_that_rows_error_alone(params: SamplingParams, value
     assert list(result.tokens) == [(11,), ()]
     assert list(result.errors) == [1] and "unusable" in result.errors[1]
     assert not result.logprobs
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.0, logprobs=1)])
+def test_samples_find_their_chunk(params: SamplingParams) -> None:
+    executor, _ = _executor(_successors())
+    rows, planner = [Planned(row, [10 * row], params) for row in range(4)], Planner(())
+    for sequence in rows:
+        planner.add(sequence)
+    work = [(rows[1], 0, 1), (rows[2], 0, 1)]
+    assert list(run(executor, planner.plan(work, [(1, rows[0]), (0, rows[1]), (1, rows[2])])).tokens) == [(21,), (11,), (21,)]
 
 
 def test_ruling_out_every_token_is_that_rows_error() -> None:
