@@ -123,7 +123,7 @@ def next_token(info: ExecutorInfo, context: list[int], request: Request, index: 
 def assert_at_rest(core: EngineCore) -> None:
     """Nothing runs, nothing is held: every block is free or merely remembered, every row is back."""
     stats = core.stats()
-    assert not core.has_work
+    assert not core.has_work, f"stuck: {stats}"
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), stats
     assert core.scheduler.cache.num_leaving == 0
     assert len(core.scheduler._free_rows) == core.scheduler.limits.max_num_seqs

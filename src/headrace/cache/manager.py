@@ -75,9 +75,12 @@ NO_MATCH = PrefixMatch((), 0)
 
 
 class CacheManager:
-    """Blocks of all KV groups. ``prefix_caching`` off: nothing is named, so nothing is found."""
+    """Blocks of all KV groups. ``prefix_caching`` off: nothing is named, so nothing is found.
 
-    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, namespace: bytes = b"") -> None:
+    ``sliding`` off: blocks behind a window are kept (who recomputes or reserves everything needs them all).
+    """
+
+    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes = b"") -> None:
         self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
@@ -87,16 +90,17 @@ class CacheManager:
         self._written: dict[int, list[PrefixNode]] = {}  # step in flight → nodes whose blocks it writes
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
         self._retired = -1  # the last step collected
-        self._sliding = tuple(index for index, spec in enumerate(self.specs) if spec.window is not None)
+        self._windows = tuple(spec.window if sliding else None for spec in self.specs)
+        self._sliding = tuple(index for index, window in enumerate(self._windows) if window is not None)
 
     # --- sizes
 
     def capacity_tokens(self, max_chunk: int) -> int:
         """The longest sequence this cache can hold alone, computed ``max_chunk`` tokens at a time at most."""
         longest = 2**31 - 1
-        for spec, pool in zip(self.specs, self.pools, strict=True):
+        for spec, pool, window in zip(self.specs, self.pools, self._windows, strict=True):
             whole = pool.num_blocks * spec.block_size
-            slides = spec.window is not None and whole >= spec.window + min(max_chunk, spec.block_size) + 2 * spec.block_size
+            slides = window is not None and whole >= window + min(max_chunk, spec.block_size) + 2 * spec.block_size
             longest = longest if slides else min(longest, whole)
         return longest
 
@@ -144,7 +148,7 @@ class CacheManager:
 
     def _first_needed(self, group: int, start: int) -> int:
         """The first token whose keys a query at position ``start`` reads."""
-        window = self.specs[group].window
+        window = self._windows[group]
         return 0 if window is None else max(0, start - window + 1)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int) -> bool:
@@ -154,8 +158,9 @@ class CacheManager:
             reused = [block for node in match.nodes for block in node.blocks[group] or ()] if match.nodes else []
             idle = sum(1 for block in reused[first // spec.block_size :] if pool.is_cached(block))
             fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
-            if spec.window is not None:
-                fresh = min(fresh, -(-spec.window // spec.block_size) + 1)
+            window = self._windows[group]
+            if window is not None:
+                fresh = min(fresh, -(-window // spec.block_size) + 1)
             if fresh + idle + headroom > pool.num_available:
                 return False
         return True
@@ -215,7 +220,7 @@ class CacheManager:
     def _evict_from(self, group: int) -> Callable[[int], None]:
         def evict(block: int) -> None:
             node = self._node_of[group][block]
-            if self.specs[group].window is None:
+            if self._windows[group] is None:
                 self.forget(node)  # nothing below can be reached without it
             else:
                 self._unname(node, group)
@@ -274,13 +279,18 @@ class CacheManager:
         kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
 
     def _shared_tail(self, kv: SequenceKV, start: int) -> dict[int, int]:
-        """Group → index of the partly filled block at ``start``, where others hold it too."""
+        """Group → index of the partly filled block at ``start``, where others hold it too.
+
+        Holders that have let go but wait for a step in flight do not count: what they read comes before this write.
+        """
         shared = {}
         for group, spec in enumerate(self.specs):
             index, offset = divmod(start, spec.block_size)
             block = kv.tables[group][index] if offset and index < len(kv.tables[group]) else None
-            if block is not None and self.pools[group].references(block) > 1:
-                shared[group] = index
+            if block is not None:
+                leaving = sum(1 for entry in self._leaving if entry[1:] == (group, block))
+                if self.pools[group].references(block) - leaving > 1:
+                    shared[group] = index
         return shared
 
     def _copy_block(self, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:

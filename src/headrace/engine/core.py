@@ -155,7 +155,12 @@ def create_scheduler(
 ) -> Scheduler:
     """The control plane that fits an executor: its rows, its blocks, its context length."""
     info = executor.info
-    manager = CacheManager(info.kv_groups, prefix_caching=cache.enable_prefix_caching and cache.kv_caching, namespace=namespace)
+    manager = CacheManager(
+        info.kv_groups,
+        prefix_caching=cache.enable_prefix_caching and cache.kv_caching,
+        sliding=cache.kv_caching and cache.paged_allocation,
+        namespace=namespace,
+    )
     limits = SchedulerLimits(
         max_model_len=info.max_model_len,
         max_num_seqs=min(config.max_num_seqs, info.max_num_seqs),

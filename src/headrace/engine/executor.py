@@ -168,7 +168,9 @@ class KeyedHashExecutor:
             first = 0 if spec.window is None else max(0, start - spec.window + 1)
             for position in range(first, end):
                 block, offset = table[position // spec.block_size], position % spec.block_size
-                assert kv[block * spec.block_size + offset] == chain[position], f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
+                assert kv[block * spec.block_size + offset] == chain[position], (
+                    f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
+                )
 
     def _sample(self, plan: StepPlan, heads: list[int]) -> StepResult:
         tokens, logprobs, vocab = [], {}, self.info.vocab_size
@@ -197,7 +199,13 @@ class KeyedHashExecutor:
 
 
 def keyed_hash_info(
-    *, vocab_size: int = 512, max_model_len: int = 4096, max_num_seqs: int = 256, num_blocks: int = 4096, block_size: int = 16, window: int | None = None
+    *,
+    vocab_size: int = 512,
+    max_model_len: int = 4096,
+    max_num_seqs: int = 256,
+    num_blocks: int = 4096,
+    block_size: int = 16,
+    window: int | None = None,
 ) -> ExecutorInfo:
     """A one-group executor's facts, for an engine without a model."""
     kind = KVKind.FULL if window is None else KVKind.SLIDING

@@ -176,6 +176,7 @@ class Scheduler:
 
     def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """One token that needs a block, a copy, or is the last: makes room by preempting from the tail."""
+        self.cache.trim(sequence.kv, sequence.num_computed_tokens, sequence.last_step)
         while not self._try_plan(sequence, plan, 1):
             if self.cache.num_leaving:
                 return  # blocks are on their way back: waiting is cheaper than pushing anyone out
@@ -202,8 +203,11 @@ class Scheduler:
         count = self._chunk(sequence, start, plan)
         if count == 0:
             return True
-        count = min(count, self.cache.tokens_available(sequence.kv) - start)
-        return count > 0 and self._try_plan(sequence, plan, count)
+        self.cache.trim(sequence.kv, start, sequence.last_step)
+        room = self.cache.tokens_available(sequence.kv) - start
+        if room < count and not self.limits.kv_caching:
+            return False  # a part would be forgotten before the next step
+        return room > 0 and self._try_plan(sequence, plan, min(count, room))
 
     def _chunk(self, sequence: Sequence, start: int, plan: PlanBuilder) -> int:
         """Tokens to compute from ``start`` within the budgets; 0 when a whole that must not be split does not fit."""
@@ -223,7 +227,6 @@ class Scheduler:
         start, kv = sequence.num_computed_tokens, sequence.kv
         end = start + count
         assert sequence.row is not None
-        self.cache.trim(kv, start, sequence.last_step)
         if not self.cache.try_prepare(kv, start, end, sequence.row, plan.edits, plan.step_id):
             return False
         sequence.num_computed_tokens = end
@@ -308,9 +311,10 @@ class Scheduler:
         return self.cache.lookup(sequence.kv, sequence.token_ids)
 
     def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Blocks for all its tokens, and one block to grow for everyone running."""
-        tokens = sequence.num_tokens if self.limits.paged_allocation else sequence.max_num_tokens
-        return self.cache.can_admit(match, tokens, headroom=len(self.running))
+        """Blocks for all its tokens, and one to grow for everyone running (who has none reserved)."""
+        if self.limits.paged_allocation:
+            return self.cache.can_admit(match, sequence.num_tokens, headroom=len(self.running))
+        return self.cache.can_admit(match, sequence.max_num_tokens, headroom=0)
 
     @staticmethod
     def _rows_wanted(sequence: Sequence) -> int:
