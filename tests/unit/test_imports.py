@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,12 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
 
 
+@cache
+def imports() -> tuple[tuple[str, str], ...]:
+    """(module, what it imports) for the whole package."""
+    return tuple((name, target) for name, path in modules() for target in imported(name, path))
+
+
 def imported(name: str, path: Path) -> Iterator[str]:
     """Absolute names that a file imports anywhere, what stands under ``if TYPE_CHECKING`` left out."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -141,21 +148,18 @@ def below(name: str, room: str) -> bool:
 
 def test_rooms_import_downwards_only() -> None:
     broken = []
-    for name, path in modules():
-        room = name.partition(".")[0]
-        allowed = longest(MAY_IMPORT, name) | NOUNS | {room}
-        for target in imported(name, path):
-            inner = target.removeprefix("headrace").lstrip(".")
-            if target.startswith("headrace") and inner and not any(below(inner, each) for each in allowed):
-                broken.append(f"{name} imports {target}")
+    for name, target in imports():
+        allowed = longest(MAY_IMPORT, name) | NOUNS | {name.partition(".")[0]}
+        inner = target.removeprefix("headrace").lstrip(".")
+        if target.startswith("headrace") and inner and not any(below(inner, each) for each in allowed):
+            broken.append(f"{name} imports {target}")
     assert not broken
 
 
 def test_nouns_import_nouns_only() -> None:
     broken = [
         f"{name} imports {target}"
-        for name, path in modules()
-        for target in imported(name, path)
+        for name, target in imports()
         if any(below(name, noun) for noun in PURE_NOUNS)
         and target.startswith("headrace.")
         and not any(below(target.removeprefix("headrace."), noun) for noun in NOUNS)
@@ -165,20 +169,17 @@ def test_nouns_import_nouns_only() -> None:
 
 def test_third_party_modules_stay_in_their_rooms() -> None:
     broken = []
-    for name, path in modules():
-        allowed = longest(THIRD_PARTY, name)
-        for target in imported(name, path):
-            top = target.partition(".")[0]
-            if top not in sys.stdlib_module_names and top != "headrace" and top not in allowed:
-                broken.append(f"{name} imports {top}")
+    for name, target in imports():
+        top = target.partition(".")[0]
+        if top not in sys.stdlib_module_names and top != "headrace" and top not in longest(THIRD_PARTY, name):
+            broken.append(f"{name} imports {top}")
     assert not broken
 
 
 def test_the_loop_knows_nothing_of_its_front() -> None:
     """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
     front = ("headrace.engine.llm", "headrace.engine.process", "headrace.engine.output", "headrace.engine.tokenizer")
-    loop = [(name, path) for name, path in modules() if name in ("engine.core", "engine.executor")]
-    assert not [(name, target) for name, path in loop for target in imported(name, path) if target in front]
+    assert not [(name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front]
 
 
 @pytest.mark.parametrize(
