@@ -1,0 +1,123 @@
+"""``headrace bench ablate NAME|all``: what a technique is worth, measured with it on and off.
+
+"Off" keeps the same kernels and gets its own best settings; the whole curve is shown, never the best point.
+
+What lives here: running ablations and showing them. What may not: what is measured (ablations/, one file a technique).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, table, write_json
+from headrace.config import EngineConfig
+from headrace.techniques import TECHNIQUES, find_technique
+
+ABLATIONS = (
+    "kv_caching",
+    "continuous_batching",
+    "token_concatenation",
+    "chunked_prefill",
+    "paged_allocation",
+    "prefix_caching",
+    "overlap",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}")
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, not what it is worth")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every curve as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw every curve (several techniques: the name is added before the ending)")
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    names = list(ABLATIONS) if args.name == "all" else [find_technique(args.name).name]
+    if args.plot:
+        load_pyplot()  # its absence is said before minutes are spent
+    facts = _facts(config, quick=args.quick)
+    print_facts(facts)
+    results = []
+    for name in names:
+        for number, result in enumerate(measure(name, config, quick=args.quick, say=_say)):
+            print(f"\n{render(result)}")
+            results.append(result)
+            if args.plot:
+                _plot(result, _plot_path(args.plot, name, number, many=len(names) > 1), facts)
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, "ablations": [asdict(result) for result in results]})
+    return 0
+
+
+def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Any]:
+    """The results (``ablations.lab.Result``) of one technique: one, or one for each workload."""
+    from headrace.bench.ablations.lab import Lab  # the engine, and torch with it
+
+    module = importlib.import_module(f"headrace.bench.ablations.{name}")
+    measured = module.measure(Lab(config, find_technique(name), quick=quick, say=say))
+    return measured if isinstance(measured, list) else [measured]
+
+
+def render(result: Any) -> str:
+    """A table with both sides at every point, and the settings each side was given."""
+    rows = []
+    for off, on in result.pairs():
+        row: list[Any] = [off[result.x]]
+        for figure in result.figures:
+            row += [off[figure.name], on[figure.name]]
+        first = result.figures[0]
+        row.append(gain(off[first.name], on[first.name], higher_is_better=first.higher_is_better))
+        rows.append(row)
+    columns = [result.x, *(f"{figure.name} {mode}" for figure in result.figures for mode in ("off", "on")), "gain"]
+    lines = [f"{result.technique}: {result.title}", table(columns, rows)]
+    lines += [f"{curve.mode}: {_settings(curve)}" for curve in result.curves]
+    if result.repeats > 1:
+        lines.append(f"medians of {result.repeats} repeats, both sides in turn")
+    if result.compared:
+        lines.append(f"answers with equal tokens on and off: {result.same} of {result.compared}")
+    return "\n".join(lines)
+
+
+def gain(off: float, on: float, *, higher_is_better: bool) -> float | None:
+    """How many times better the first figure is with the technique; None where one side shows nothing."""
+    better, worse = (on, off) if higher_is_better else (off, on)
+    return better / worse if worse > 0 and better > 0 else None
+
+
+def _settings(curve: Any) -> str:
+    chosen = ", ".join(f"{name}={value}" for name, value in curve.settings.items()) or "the engine's own choices"
+    return f"{chosen} (best of {len(curve.tried)} settings)" if len(curve.tried) > 1 else chosen
+
+
+def _facts(config: EngineConfig, *, quick: bool) -> dict[str, Any]:
+    from headrace.worker.profile import glance_limits
+
+    model = config.model.model or "the bundled demo"
+    note = "quick form: shows that it runs, not what it is worth" if quick else "full form"
+    return machine_facts(str(glance_limits()), model=f"{model}, {config.model.dtype}", form=note)
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
+def _plot_path(path: Path, name: str, number: int, *, many: bool) -> Path:
+    marks = ([name] if many else []) + ([str(number + 1)] if number else [])
+    return path.with_name("-".join([path.stem, *marks]) + path.suffix) if marks else path
+
+
+def _plot(result: Any, path: Path, facts: dict[str, Any]) -> None:
+    panels = [{"x": result.x, "y": figure.name, "log": result.log, "curves": _curves(result, figure.name)} for figure in result.figures]
+    note = "; ".join(facts[name] for name in ("machine", "versions", "limits", "date"))
+    plot_curves(path, f"{result.technique}: {result.title}", panels, note=note)
+
+
+def _curves(result: Any, figure: str) -> dict[str, list[tuple[float, float]]]:
+    return {f"{result.technique} {curve.mode}": [(point[result.x], point[figure]) for point in curve.points] for curve in result.curves}
