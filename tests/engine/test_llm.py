@@ -77,10 +77,11 @@ def test_a_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
 
 
 def test_a_stream_left_early_frees_its_blocks(llm: LLM) -> None:
-    before = used_blocks(llm)
+    before, generated = used_blocks(llm), llm.engine.recorder.summary()["generated_tokens"]
     for _ in llm.stream("Once", SamplingParams(max_tokens=200, ignore_eos=True)):
         break
     assert used_blocks(llm) == before and not llm.engine.core.has_work
+    assert llm.engine.recorder.summary()["generated_tokens"] - generated < 5
 
 
 def test_streams_and_calls_may_interleave(llm: LLM) -> None:

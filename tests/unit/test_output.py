@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.engine import stops
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.stops import StopMatcher
 from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SamplingParams, SequenceOutput, TokenLogprobs
@@ -116,6 +118,21 @@ def test_matcher_cuts_at_the_first_complete_string_and_holds_back_no_more_than_i
         held = 0 if include else longest_beginning(whole, words)
         assert shown == whole[: len(whole) - held]
     assert shown + matcher.flush() == whole
+
+
+def test_a_match_may_begin_inside_a_failed_one() -> None:
+    """Every word of seven letters in every text of nine: the fallbacks within a word are all walked."""
+    for word in map("".join, itertools.product("ab", repeat=7)):
+        for text in map("".join, itertools.product("ab", repeat=9)):
+            shown, found = StopMatcher((word,), False).push(text, True)
+            where = text.find(word)
+            assert (found is not None, shown) == ((True, text[:where]) if where >= 0 else (False, shown)), (word, text)
+
+
+def test_failure_links_are_the_longest_borders() -> None:
+    for word in map("".join, itertools.product("ab", repeat=11)):
+        borders = [max(k for k in range(end) if word[:end].startswith(word[end - k : end])) for end in range(1, len(word) + 1)]
+        assert list(stops._failure_links(word)) == borders, word
 
 
 def test_matcher_cost_does_not_grow_with_the_length_of_stop_strings() -> None:
