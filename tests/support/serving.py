@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,14 @@ class Server:
     """A server process. ``lines`` is what it said on stderr so far."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, seconds: float = 30.0) -> None:
+        self._mark = f"SERVED_FOR_TEST={uuid.uuid4().hex}"
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={**environment(), **(env or {})},
+            env={**environment(), **(env or {}), **dict([self._mark.split("=")])},
             start_new_session=True,
         )
         self.lines: list[str] = []
@@ -136,26 +138,39 @@ class Server:
 
     def stop(self) -> None:
         """Ends it and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in (self.process.pid, *self.children()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
 
     def children(self) -> list[int]:
-        """Processes of its session other than itself."""
-        return [pid for pid in _pids() if pid != self.process.pid and _session_of(pid) == self.process.pid]
+        """Processes that it started and that are alive, also after its own end: by descent, and by a mark in their environment."""
+        parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
+        found = {pid for pid in parents if _has_mark(pid, self._mark)}
+        family = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        return sorted((family | found) - {self.process.pid})
 
 
 def _pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
-def _session_of(pid: int) -> int | None:
+def _parent_of(pid: int) -> int | None:
     """None for a process that is gone or only waits to be collected."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else int(fields[3])
+    return None if fields[0] == "Z" else int(fields[1])
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 def send(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:

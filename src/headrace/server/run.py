@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -65,9 +66,12 @@ async def _serve(
 
 
 def describe(engine: Engine) -> list[str]:
-    """The model and every automatic choice with its reason."""
+    """The model and every automatic choice with its reason; kernels, of which there are many, only by number."""
     info = engine.info
     lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]
-    width = max((len(decision.name) for decision in info.decisions), default=0)
-    lines += [f"  {decision.name:<{width}}  {decision.value}: {decision.reason}" for decision in info.decisions]
-    return lines
+    kernels = Counter(str(decision.value) for decision in info.decisions if decision.name.startswith("kernel "))
+    shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in info.decisions if not decision.name.startswith("kernel ")]
+    if kernels:
+        shown.append(("kernels", ", ".join(f"{count} {name}" for name, count in kernels.items()) + ": headrace doctor says which and why"))
+    width = max((len(name) for name, _ in shown), default=0)
+    return lines + [f"  {name:<{width}}  {text}" for name, text in shown]

@@ -1,0 +1,90 @@
+"""The server and its engine process together: whichever of them dies, nothing hangs, lies or stays behind. (No model: keyed hash.)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+
+HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
+TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+def wait_for(condition: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def engine_of(server: Server) -> int:
+    """The engine is the child that was started as headrace.engine.process."""
+    found = [pid for pid in server.children() if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server() -> None:
+    with serving(*HASH, command=SERVE) as server:
+        socks = [server.raw(post_bytes("/v1/completions", TEXT)) for _ in range(4)]
+        heads = [read_until(sock, b"\n\n\r\n") for sock in socks]
+        whole = server.raw(post_bytes("/v1/completions", {**TEXT, "stream": False}))
+        os.kill(engine_of(server), signal.SIGKILL)
+        begun = time.monotonic()
+        for sock, head in zip(socks, heads, strict=True):
+            _, body, complete = split_response(head + read_until_closed(sock))
+            last = events_of(body)[-1]
+            assert not complete and last["error"]["type"] == "service_unavailable_error"
+        assert b" 503 " in read_until_closed(whole).split(b"\r\n")[0]
+        assert server.wait(10) == 1 and time.monotonic() - begun < 5
+        wait_for(lambda: not server.children(), 5)
+
+
+def test_a_killed_server_takes_its_engine_along() -> None:
+    with serving(*HASH, command=SERVE) as server:
+        read_until(server.raw(post_bytes("/v1/completions", TEXT)), b"\n\n")
+        assert server.children()
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_for(lambda: not server.children(), 5)
+
+
+def test_a_terminated_server_leaves_nothing() -> None:
+    with serving(*HASH, command=SERVE) as server:
+        sock = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 100}, "Connection: close"))
+        head = read_until(sock, b"\n\n")
+        server.signal()
+        _, body, complete = split_response(head + read_until_closed(sock))
+        assert complete and events_of(body)[-1] == "[DONE]"
+        assert server.wait(5) == 0
+        assert not server.children()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_clients_that_leave_give_their_blocks_back(streamed: bool) -> None:
+    with serving(*HASH, command=SERVE) as server:
+        for wait in (0.0, 0.02, 0.2):
+            socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "n": 2, "stream": streamed})) for _ in range(6)]
+            time.sleep(wait)
+            for sock in socks:
+                sock.close()
+        server.wait_idle(2)
+        page = server.ask("GET", "/metrics").body.decode()
+        usage = next(line for line in page.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
+        assert float(usage.split()[-1]) == 0.0
+
+
+def test_a_model_that_is_not_there_is_one_line_and_leaves_nothing() -> None:
+    server = Server([*SERVE, "--model", "/nowhere/at/all"])
+    try:
+        assert server.wait(15) == 1
+        errors = [line for line in server.lines if "headrace:" in line]
+        assert len(errors) == 1 and "/nowhere/at/all" in errors[0] and not any("Traceback" in line for line in server.lines)
+        assert not server.children()
+    finally:
+        server.stop()

@@ -1,0 +1,185 @@
+"""The real OpenAI client against the real server and the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from support.serving import SERVE, Server, serving
+
+IGNORE_EOS = {"ignore_eos": True}
+ASK: Any = [{"role": "user", "content": "What does a mill do?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "32MiB", "--served-model-name", "demo", "org/demo")
+    with serving(*flags, command=SERVE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo", "org/demo"]
+    assert client.models.retrieve("org/demo").id == "org/demo"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-4")
+    assert caught.value.code == "model_not_found"
+
+
+def test_chat_streamed_and_whole_are_the_same_answer(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "messages": ASK, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole.choices[0].message.content == text and text
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.system_fingerprint and whole.system_fingerprint == chunks[0].system_fingerprint
+    assert whole.model == "demo" and whole.id.startswith("chatcmpl-")
+
+
+def test_usage_counts_tokens_and_says_what_was_cached(client: openai.OpenAI) -> None:
+    words = "the river turns the wheel and the wheel turns the stone " * 5
+    asked: Any = {"model": "demo", "prompt": words, "max_tokens": 5, "temperature": 0, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    first, second = client.completions.create(**asked), client.completions.create(**asked)
+    ids = first.choices[0].model_extra or {}
+    assert first.usage is not None and second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert (
+        (first.usage.prompt_tokens, first.usage.completion_tokens)
+        == (len(ids["prompt_token_ids"]), len(ids["token_ids"]))
+        == (len(ids["prompt_token_ids"]), 5)
+    )
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= 32
+    assert second.choices[0].text == first.choices[0].text
+
+
+def test_logprobs_agree_between_the_apis(client: openai.OpenAI, server: Server) -> None:
+    chat = client.chat.completions.create(model="demo", messages=ASK, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2)
+    content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
+    assert content and all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in content)
+    assert "".join(entry.token for entry in content).startswith((chat.choices[0].message.content or "")[:3])
+    prompt = server.ask("POST", "/tokenize", {"messages": ASK}).json["tokens"]
+    text = client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0, logprobs=2, echo=True)
+    scores = text.choices[0].logprobs
+    assert scores is not None and scores.tokens is not None and scores.token_logprobs is not None
+    assert scores.token_logprobs[0] is None and len(scores.tokens) == len(prompt) + len(content)
+    for ours, theirs in zip(scores.token_logprobs[len(prompt) :], content, strict=True):
+        assert ours == pytest.approx(theirs.logprob, abs=0.05)
+
+
+def test_n_answers_and_seeds(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "messages": ASK, "max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 7}
+    first, second = client.chat.completions.create(**asked), client.chat.completions.create(**asked)
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) > 1
+    assert texts == [choice.message.content for choice in second.choices]
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_stop_strings_cut_the_answer_and_are_named(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked).choices[0].text
+    stop = whole[len(whole) // 2 :][:3]
+    cut = client.completions.create(**asked, stop=[stop, "never to be seen"]).choices[0]
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop" and (cut.model_extra or {})["stop_reason"] == stop
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stop=stop, stream=True))
+    assert streamed == cut.text
+    kept = client.completions.create(**asked, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0].text
+    assert kept == cut.text + stop
+
+
+def test_prompts_in_every_form(client: openai.OpenAI, server: Server) -> None:
+    ids = server.ask("POST", "/tokenize", {"prompt": "Once upon"}).json["tokens"]
+    asked: Any = {"model": "demo", "max_tokens": 4, "temperature": 0}
+    alone = client.completions.create(**asked, prompt="Once upon").choices[0].text
+    assert client.completions.create(**asked, prompt=ids).choices[0].text == alone
+    both = client.completions.create(**asked, prompt=[ids, ids]).choices
+    assert [choice.text for choice in both] == [alone, alone]
+    assert server.ask("POST", "/detokenize", {"tokens": ids, "skip_special_tokens": True}).json == {"prompt": "Once upon"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "model"),
+        ({"temperature": 1000}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
+        ({"logit_bias": {"1000000": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, openai.BadRequestError, "structured_outputs"),
+        ({"extra_body": {"stop_token_ids": [1 << 30]}}, openai.BadRequestError, "stop_token_ids"),
+        ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority"),
+        ({"messages": [{"role": "user", "content": "long " * 2000}]}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "user", "content": "long " * 2000}], "stream": True}, openai.BadRequestError, "messages"),
+    ],
+)
+def test_errors_are_those_of_the_client(client: openai.OpenAI, fields: dict[str, Any], kind: type[openai.APIStatusError], param: str) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "demo", "messages": ASK, **fields})
+    assert caught.value.param == param
+    if param == "messages":
+        assert caught.value.code == "context_length_exceeded" and "maximum context length is 512 tokens" in caught.value.message
+
+
+def test_request_ids_are_seen_by_the_client(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(model="demo", messages=ASK, max_tokens=1, extra_headers={"X-Request-Id": "abc-1"})
+    assert raw.headers["x-request-id"] == "abc-1" == raw.parse()._request_id
+
+
+def test_leaving_a_stream_frees_its_blocks(client: openai.OpenAI, server: Server) -> None:
+    for _ in range(2):
+        stream = client.chat.completions.create(model="demo", messages=ASK, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        stream.close()
+        server.wait_idle()
+    usage = [line for line in server.ask("GET", "/metrics").body.decode().splitlines() if line.startswith("vllm:kv_cache_usage_perc")]
+    assert float(usage[0].split()[-1]) == 0.0
+
+
+def test_many_at_once_answer_as_alone(server: Server) -> None:
+    prompts = [f"{word} and then" for word in ("Ox", "Oak", "Wind", "Water", "Stones", "The wheel")]
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+
+            async def ask(prompt: str) -> str:
+                options: Any = {"seed": len(prompt), "stream": True, "extra_body": IGNORE_EOS}
+                stream = await client.completions.create(model="demo", prompt=prompt, max_tokens=8, **options)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            together = await asyncio.gather(*map(ask, prompts))
+            alone = [await ask(prompt) for prompt in prompts]
+            assert sum(a == b for a, b in zip(together, alone, strict=True)) >= len(prompts) - 1  # bf16: a batch may round one near tie otherwise
+            return alone
+
+    assert len(set(asyncio.run(ask_all()))) > 2
+
+
+def test_tools_reach_the_template(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "grind", "description": "grinds", "parameters": {"type": "object", "properties": {}}}}
+    plain = server.ask("POST", "/tokenize", {"messages": ASK}).json["count"]
+    assert server.ask("POST", "/tokenize", {"messages": ASK, "tools": [tool]}).json["count"] >= plain
+    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "max_tokens": 2, "parallel_tool_calls": False})
+    assert answer.status == 200 and answer.json["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_every_response_is_json_for_strict_readers(server: Server) -> None:
+    answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20})
+    json.loads(answer.body, parse_constant=lambda name: pytest.fail(name))
+    assert len(answer.json["choices"][0]["prompt_logprobs"][1]) >= 20
