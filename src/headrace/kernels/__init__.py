@@ -78,9 +78,7 @@ class Kernels:
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch.
     """
 
-    def __init__(
-        self, device: torch.device, *, strict: bool = False, disabled: frozenset[str] = frozenset(), batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, *, strict: bool = False, disabled: frozenset[str] = frozenset(), batch_invariant: bool = False) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
         self._strict = strict

@@ -137,9 +137,12 @@ def gated_activation(x: Tensor, kind: Activation) -> Tensor:
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token: (weights [T, top_k] float32, ids [T, top_k] int64); softmax over all, then the best."""
+    """The ``top_k`` experts of each token, best first: (weights [T, top_k] float32, ids [T, top_k] int64); softmax over all, then the best.
+
+    Of equals the lower index wins (topk leaves that open, and bf16 logits are often equal).
+    """
     probabilities = torch.softmax(router_logits.float(), dim=-1)
-    weights, experts = torch.topk(probabilities, top_k, dim=-1)
+    weights, experts = (x[..., :top_k] for x in torch.sort(probabilities, dim=-1, descending=True, stable=True))
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights, experts

@@ -22,6 +22,9 @@ class Linear(nn.Module):
     ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
     """
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -61,4 +64,5 @@ class Linear(nn.Module):
         return self._apply_weight(x)
 
     def _unfinished(self, x: Tensor) -> Tensor:
+        assert self.weight is not None, "the method created no plain weight, so the layer computes only once loading has finished"
         return F.linear(x, self.weight, self.bias)

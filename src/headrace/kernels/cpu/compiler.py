@@ -28,7 +28,7 @@ from headrace.kernels.candidate import Declined
 logger = logging.getLogger(__name__)
 
 SOURCES = ("elementwise.c", "linear.c", "attention.c", "moe.c")
-HEADERS = ("common.h",)
+HEADERS = ("common.h", "product.h")
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
 COMPILE_SECONDS = 300
@@ -75,8 +75,8 @@ def build(compiler: str, folder: Path) -> Native:
     sources = {name: _source(name) for name in (*HEADERS, *SOURCES)}
     key = build_key(sources, compiler_version(compiler), cpu_identity(), str(runtime))
     target = folder / f"native-{key}.so"
-    if _is_ours(target):
-        return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+    if (kept := _load_kept(target)) is not None:
+        return Native(kept, target, runtime is not None)
     try:
         _make_folder(folder)
         _compile(compiler, sources, runtime, target)
@@ -84,6 +84,17 @@ def build(compiler: str, folder: Path) -> Native:
         logger.warning("Compiled kernels cannot be kept in %s (%s); they are built anew at each start.", folder, error)
         return _build_unkept(compiler, sources, runtime)
     return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+
+
+def _load_kept(target: Path) -> ctypes.CDLL | None:
+    """An earlier build, or None where there is none or it is damaged."""
+    if not _is_ours(target):
+        return None
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        logger.warning("%s cannot be loaded (%s); it is built anew.", target, error)
+        return None
 
 
 def _build_unkept(compiler: str, sources: dict[str, bytes], runtime: Path | None) -> Native:

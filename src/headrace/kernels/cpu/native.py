@@ -33,6 +33,7 @@ FEW_ROWS = 48  # with more, torch's blocked product is quicker than this one, wh
 # The argument structs of the C files, field for field: i int, q int64, P pointer, f float.
 _ROTARY = Struct("@2i8q3P6q5P6q")
 _ATTENTION = Struct("@2i6q2P2q2P6q3P4q2f")
+_SPARSE = Struct("@2i5q5P2q2i")
 
 
 def native_kernel(create: Callable[[Native, Site], Callable[..., Any] | Declined]) -> Callable[[Site], Callable[..., Any] | Declined]:
@@ -49,7 +50,7 @@ def native_kernel(create: Callable[[Native, Site], Callable[..., Any] | Declined
 
 def _function(native: Native, name: str, arguments: str, result: Any = None) -> Any:
     """A C function. ``arguments``: i int, q int64, P pointer, f float, s struct."""
-    kinds = {"i": c_int, "q": c_int64, "P": c_void_p, "f": c_float, "s": c_char_p}
+    kinds: dict[str, Any] = {"i": c_int, "q": c_int64, "P": c_void_p, "f": c_float, "s": c_char_p}
     found = native.library[name]  # by item: an object of its own, so that two call sites share no signature
     found.argtypes = [kinds[letter] for letter in arguments]
     found.restype = result
@@ -209,3 +210,37 @@ def create_linear(native: Native, site: Site) -> Callable[..., Any] | Declined:
         return linear
 
     return pack
+
+
+# ---- sparse feed-forward ----
+
+
+def create_moe(native: Native, site: Site) -> Callable[..., Any] | Declined:
+    num_experts, top_k = site.facts.get("num_experts"), site.facts.get("top_k")
+    if num_experts is None or top_k is None:
+        return Declined("the call site does not state num_experts and top_k")
+    function = _function(native, "headrace_moe", "si", c_int)
+    invariant = site.batch_invariant
+    always = invariant or site.facts["dtype"] is torch.float16
+
+    def few(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation) -> Tensor:
+        x, router_logits, gate_up, down = _rows(x), _rows(router_logits), gate_up.contiguous(), down.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        failed = function(
+            _SPARSE.pack(
+                TYPES[x.dtype], ACTIVATIONS[kind], x.shape[0], x.shape[1], down.shape[2], gate_up.shape[0], top_k,
+                x.data_ptr(), router_logits.data_ptr(), gate_up.data_ptr(), down.data_ptr(), out.data_ptr(),
+                x.stride(0), router_logits.stride(0), renormalize, invariant,
+            ),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for {x.shape[0]} tokens of a sparse feed-forward with {top_k} experts each")
+        return out
+
+    def moe(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
+        if always or x.shape[0] * top_k <= FEW_ROWS * num_experts:
+            return few(x, router_logits, gate_up, down, renormalize, kind)
+        return reference.moe(x, router_logits, gate_up, down, top_k, renormalize, kind)  # many tokens an expert: torch's blocked product
+
+    return moe

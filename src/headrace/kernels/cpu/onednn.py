@@ -37,6 +37,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     apply = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:
-        return apply(x, packed, bias, "none", [], "")
+        y: Tensor = apply(x, packed, bias, "none", [], "")
+        return y
 
     return linear

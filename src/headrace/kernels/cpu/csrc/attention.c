@@ -190,8 +190,24 @@ INLINE void weigh(const float *weights, const float *values, float *sums, int64_
     for (; d < dim; d += 16) weigh_rows(weights, values + d, sums + d, dim, rows, 1);
 }
 
+static __attribute__((noinline)) void score(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, int rows, int pairs) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) {
+        if (pairs)
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 4, 1);
+        else
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 4, 0);
+    }
+    for (; r < rows; r++) {
+        if (pairs)
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 1, 1);
+        else
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 1, 0);
+    }
+}
+
 /* Scales, caps and masks a row's scores, turns them into weights and moves the row's maximum and sums along. */
-INLINE void soften_row(const Attention *a, Workspace *w, int r, int64_t position, int64_t chunk, int64_t dim) {
+static __attribute__((noinline)) void soften_row(const Attention *a, Workspace *w, int r, int64_t position, int64_t chunk, int64_t dim) {
     static const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float *scores = w->scores + r * CHUNK;
     const int64_t last = position - chunk, first = a->window > 0 ? last - a->window + 1 : 0; /* keys of this chunk that the row sees */
@@ -221,27 +237,31 @@ INLINE void soften_row(const Attention *a, Workspace *w, int r, int64_t position
         for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) *= shrink;
 }
 
-INLINE void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, const int cache_type, const int pairs) {
-    const int64_t dim = (a->dim + 15) / 16 * 16, width = pairs ? a->dim / 2 : a->dim;
-    load_keys(a, it, w, chunk, low, high, cache_type, pairs);
-    load_values(a, it, w, chunk, low, high, dim, cache_type);
-    int r = 0;
-    for (; r + 4 <= it->rows; r += 4) score_rows(w->queries + r * dim, w->keys, w->scores + r * CHUNK, dim, width, 4, pairs);
-    for (; r < it->rows; r++) score_rows(w->queries + r * dim, w->keys, w->scores + r * CHUNK, dim, width, 1, pairs);
-    for (r = 0; r < it->rows; r++) soften_row(a, w, r, it->position + r / it->group, chunk, dim);
-    for (r = 0; r + 4 <= it->rows; r += 4) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 4);
-    for (; r < it->rows; r++) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 1);
+static __attribute__((noinline)) void load_any(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int pairs) {
+    const int64_t dim = (a->dim + 15) / 16 * 16;
+    if (a->cache_type == F32) {
+        load_keys(a, it, w, chunk, low, high, F32, 0);
+        load_values(a, it, w, chunk, low, high, dim, F32);
+    } else if (a->cache_type == F16) {
+        load_keys(a, it, w, chunk, low, high, F16, 0);
+        load_values(a, it, w, chunk, low, high, dim, F16);
+    } else {
+        if (pairs)
+            load_keys(a, it, w, chunk, low, high, BF16, 1);
+        else
+            load_keys(a, it, w, chunk, low, high, BF16, 0);
+        load_values(a, it, w, chunk, low, high, dim, BF16);
+    }
 }
 
-static void chunk_of_any_type(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int pairs) {
-    if (a->cache_type == F32)
-        attend_chunk(a, it, w, chunk, low, high, F32, 0);
-    else if (a->cache_type == F16)
-        attend_chunk(a, it, w, chunk, low, high, F16, 0);
-    else if (pairs)
-        attend_chunk(a, it, w, chunk, low, high, BF16, 1);
-    else
-        attend_chunk(a, it, w, chunk, low, high, BF16, 0);
+static void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int pairs) {
+    const int64_t dim = (a->dim + 15) / 16 * 16;
+    load_any(a, it, w, chunk, low, high, pairs);
+    score(w->queries, w->keys, w->scores, dim, pairs ? a->dim / 2 : a->dim, it->rows, pairs);
+    int r = 0;
+    for (; r < it->rows; r++) soften_row(a, w, r, it->position + r / it->group, chunk, dim);
+    for (r = 0; r + 4 <= it->rows; r += 4) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 4);
+    for (; r < it->rows; r++) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 1);
 }
 
 /* ---- splits ---- */
@@ -268,7 +288,7 @@ static void attend_split(const Attention *a, const Item *it, Workspace *w, int64
     const int64_t dim = (a->dim + 15) / 16 * 16, end = split + SPLIT < high ? split + SPLIT : high;
     int64_t chunk = split > low ? split : low / CHUNK * CHUNK;
     clear_sums(w, it->rows, dim);
-    for (; chunk < end; chunk += CHUNK) chunk_of_any_type(a, it, w, chunk, low, high, can_pair(a));
+    for (; chunk < end; chunk += CHUNK) attend_chunk(a, it, w, chunk, low, high, can_pair(a));
 }
 
 INLINE int64_t first_key(const Attention *a, int64_t position) {

@@ -4,6 +4,7 @@
  * All work in float32 inside; rows are independent, so their bits do not depend on the batch.
  */
 #include "common.h"
+#include "product.h"
 
 enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
 enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2 };
@@ -69,19 +70,19 @@ INLINE void gate_row(const char *x, char *y, int64_t width, int kind, const int 
     }
 }
 
-/* y[r, i] = act(x[r, i]) * x[r, width + i]. */
+void headrace_gate_row(int type, const char *x, char *y, int64_t width, int kind) {
+    if (type == F32)
+        gate_row(x, y, width, kind, F32);
+    else if (type == BF16)
+        gate_row(x, y, width, kind, BF16);
+    else
+        gate_row(x, y, width, kind, F16);
+}
+
 void headrace_gated_activation(int type, int64_t rows, int64_t width, const char *x, int64_t x_row, int kind, char *y, int threads) {
+    const int64_t size = size_of(type);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1 && rows * width > WORTH_THREADS)
-    for (int64_t r = 0; r < rows; r++) {
-        const char *in = x + r * x_row * size_of(type);
-        char *out = y + r * width * size_of(type);
-        if (type == F32)
-            gate_row(in, out, width, kind, F32);
-        else if (type == BF16)
-            gate_row(in, out, width, kind, BF16);
-        else
-            gate_row(in, out, width, kind, F16);
-    }
+    for (int64_t r = 0; r < rows; r++) headrace_gate_row(type, x + r * x_row * size, y + r * width * size, width, kind);
 }
 
 INLINE void rotate_head(char *x, const float *cos_sin, int64_t half, const int type) {

@@ -1,6 +1,6 @@
 /* Matrix products for few rows over a weight left as it is, row after row: y[M, N] = x[M, K] . w[N, K]^T (+ bias).
  *
- * What lives here: the dense product and the chosen experts' feed-forward. What may not: packed layouts, large-M blocking (the vendor's job).
+ * What lives here: the dense product. What may not: packed layouts, large-M blocking (the vendor's job).
  *
  * A decode step reads every weight once, so the aim is to stream w at memory speed and to have the arithmetic of a few dozen rows hidden
  * behind it. Rows of w are read one at a time, front to back, by the first four rows of x (one stream a thread: several would fall into
@@ -10,18 +10,9 @@
  * tile it fell into or the number of threads. (A lone row may use four accumulators instead, where that promise is not asked for.)
  */
 #include "common.h"
+#include "product.h"
 
-#define TILE 4     /* rows of x and rows of w in a tile: 16 accumulators */
-#define CHUNK_N 64 /* rows of w a thread takes at a time */
-
-typedef struct {
-    int type;
-    int64_t m, n, k;
-    const char *x, *w, *bias; /* bias [n] or NULL */
-    char *y;
-    int64_t x_row, w_row, y_row; /* strides, elements */
-    int invariant;               /* the bits of a row must not depend on m */
-} Product;
+#define TILE 4 /* rows of x and rows of w in a tile: 16 accumulators */
 
 /* acc[i] holds 16 partial sums; lane i of the result is the sum of acc[i], by the tree of sum16. */
 INLINE v16 sum_lanes(v16 *acc) {
@@ -104,82 +95,83 @@ INLINE v16 dot_alone(const char *x, const char *w, int64_t k, const int type) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-INLINE void tile_step(v16 *sums, const char *const *x, const char *const *w, int64_t at, int64_t left, const int rows, const int cols, const int type) {
+INLINE void tile_step(v16 *sums, const char *const *x, const char *const *w, int64_t at, int64_t left, const int type) {
     v16 from_x[TILE], from_w[TILE];
-    UNROLL for (int r = 0; r < rows; r++) from_x[r] = load_step(x[r], at, left, type);
-    UNROLL for (int c = 0; c < cols; c++) from_w[c] = load_step(w[c], at, left, type);
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < cols; c++) sums[r * TILE + c] = multiply_add(sums[r * TILE + c], from_x[r], from_w[c], type);
+    UNROLL for (int r = 0; r < TILE; r++) from_x[r] = load_step(x[r], at, left, type);
+    UNROLL for (int c = 0; c < TILE; c++) from_w[c] = load_step(w[c], at, left, type);
+    UNROLL for (int r = 0; r < TILE; r++)
+        UNROLL for (int c = 0; c < TILE; c++) sums[r * TILE + c] = multiply_add(sums[r * TILE + c], from_x[r], from_w[c], type);
 }
 
-/* out[r * TILE + c] = partial sums of x row r . w row c; both are in the cache. */
-INLINE void dot_tile(v16 *out, const char *const *x, const char *const *w, int64_t k, const int rows, const int cols, const char *const *next,
-                     const int ahead, const int type) {
+/* out[r * TILE + c] = partial sums of x row r . w row c; both are in the cache. Meanwhile the rows at next[0 .. ahead - 1] are fetched. */
+INLINE void dot_tile(v16 *out, const char *const *x, const char *const *w, int64_t k, const char *const *next, const int ahead, const int type) {
     const int step = STEP(type);
     v16 sums[16];
     int64_t at = 0;
     UNROLL for (int i = 0; i < 16; i++) sums[i] = splat(0.0f);
     for (; at + step <= k; at += step) {
         UNROLL for (int i = 0; i < ahead; i++) __builtin_prefetch(next[i] + at * size_of(type));
-        tile_step(sums, x, w, at, step, rows, cols, type);
+        tile_step(sums, x, w, at, step, type);
     }
-    if (at < k) tile_step(sums, x, w, at, k - at, rows, cols, type);
+    if (at < k) tile_step(sums, x, w, at, k - at, type);
     UNROLL for (int i = 0; i < 16; i++) out[i] = sums[i];
 }
 
 /* ---- tiles of y ---- */
 
-/* Lane r * TILE + c of `out` to y[m0 + r, n0 + c], with the bias. */
-INLINE void store_tile(const Product *p, v16 out, int64_t m0, int64_t n0, const int rows, const int cols, const int type) {
+/* Lane r * TILE + c of the reduced sums to y[m0 + r, n0 + c], with the bias. */
+static __attribute__((noinline)) void store_tile(const Product *p, v16 *acc, int64_t m0, int64_t n0, int rows, int cols) {
+    float lanes[16];
+    *(v16u *)lanes = sum_lanes(acc);
     for (int r = 0; r < rows; r++) {
         v16 line = splat(0.0f);
-        for (int c = 0; c < cols; c++) line[c] = out[r * TILE + c];
-        if (p->bias) line += load_some(p->bias, n0, cols, type);
-        store_some(p->y, (m0 + r) * p->y_row + n0, cols, line, type);
+        memcpy(&line, lanes + r * TILE, cols * sizeof(float));
+        if (p->bias) line += load_some(p->bias, n0, cols, p->type);
+        store_some(p->y, (m0 + r) * p->y_row + n0, cols, line, p->type);
     }
 }
 
-/* A pass over `cols` rows of w by `rows` rows of x. `lone`: no other pass follows, so w is read row by row; else `ahead` rows of the next
- * tile, from row `skip` of it on, are fetched meanwhile. */
-INLINE void pass(const Product *p, int64_t m0, int64_t n0, const int rows, const int cols, const int lone, int skip, const int ahead, const int type) {
-    const int64_t size = size_of(type);
-    const char *x[TILE], *w[TILE], *next[TILE];
+/* Up to TILE columns and rows of y, each row of w read from front to back. */
+INLINE void stream_rows(const Product *p, int64_t m0, int64_t n0, const int rows, int cols, const int type) {
+    const char *x[TILE];
     v16 acc[16];
-    UNROLL for (int r = 0; r < rows; r++) x[r] = p->x + (m0 + r) * p->x_row * size;
-    UNROLL for (int c = 0; c < cols; c++) w[c] = p->w + (n0 + c) * p->w_row * size;
-    UNROLL for (int i = 0; i < ahead; i++) next[i] = p->w + (n0 + TILE + skip + i) * p->w_row * size;
+    UNROLL for (int r = 0; r < rows; r++) x[r] = p->x + (m0 + r) * p->x_row * size_of(type);
     UNROLL for (int i = 0; i < 16; i++) acc[i] = splat(0.0f);
-    if (lone)
-        for (int c = 0; c < cols; c++) dot_stream(acc + c, x, w[c], p->k, rows, type);
-    else
-        dot_tile(acc, x, w, p->k, rows, cols, next, ahead, type);
-    store_tile(p, sum_lanes(acc), m0, n0, rows, cols, type);
+    for (int c = 0; c < cols; c++) dot_stream(acc + c, x, p->w + (n0 + c) * p->w_row * size_of(type), p->k, rows, type);
+    store_tile(p, acc, m0, n0, rows, cols);
 }
 
-/* TILE columns of y from n0 on, the last one to four rows: one pass. */
-INLINE void few_rows(const Product *p, int64_t m0, int64_t n0, const int lone, const int type) {
+INLINE void stream(const Product *p, int64_t m0, int64_t n0, int cols, const int type) {
     switch (p->m - m0) {
-        case 1: pass(p, m0, n0, 1, TILE, lone, 0, 0, type); break;
-        case 2: pass(p, m0, n0, 2, TILE, lone, 0, 0, type); break;
-        case 3: pass(p, m0, n0, 3, TILE, lone, 0, 0, type); break;
-        case 4: pass(p, m0, n0, 4, TILE, lone, 0, 0, type); break;
+        case 0: break;
+        case 1: stream_rows(p, m0, n0, 1, cols, type); break;
+        case 2: stream_rows(p, m0, n0, 2, cols, type); break;
+        case 3: stream_rows(p, m0, n0, 3, cols, type); break;
+        default: stream_rows(p, m0, n0, 4, cols, type);
     }
 }
 
-/* TILE columns of y from n0 on, all rows. The first two passes fetch the next tile of w, two rows each. */
-INLINE void columns(const Product *p, int64_t n0, const int type) {
-    if (p->m <= TILE) {
-        few_rows(p, 0, n0, 1, type);
-        return;
-    }
-    int64_t m = 0;
-    for (; m + TILE <= p->m; m += TILE) {
-        if (m < 2 * TILE)
-            pass(p, m, n0, TILE, TILE, 0, (int)(m / 2), 2, type);
-        else
-            pass(p, m, n0, TILE, TILE, 0, 0, 0, type);
-    }
-    few_rows(p, m, n0, 0, type);
+/* TILE columns of y from n0 on, rows m0 .. m0 + 3. The first two passes fetch the next tile of w, two rows each. */
+INLINE void tile(const Product *p, int64_t m0, int64_t n0, int pass, const int type) {
+    const int64_t size = size_of(type);
+    const char *x[TILE], *w[TILE], *next[2];
+    v16 acc[16];
+    UNROLL for (int i = 0; i < TILE; i++) x[i] = p->x + (m0 + i) * p->x_row * size;
+    UNROLL for (int i = 0; i < TILE; i++) w[i] = p->w + (n0 + i) * p->w_row * size;
+    UNROLL for (int i = 0; i < 2; i++) next[i] = p->w + (n0 + TILE + 2 * pass + i) * p->w_row * size;
+    if (pass < 2)
+        dot_tile(acc, x, w, p->k, next, 2, type);
+    else
+        dot_tile(acc, x, w, p->k, next, 0, type);
+    store_tile(p, acc, m0, n0, TILE, TILE);
+}
+
+/* The last tile of rows ends at m and repeats some of the rows before it: the same bits, sooner than one by one. */
+INLINE void columns(const Product *p, int64_t n0, int cols, const int type) {
+    if (cols == TILE && p->m > TILE)
+        for (int pass = 0; pass * TILE < p->m; pass++) tile(p, pass * TILE + TILE <= p->m ? pass * TILE : p->m - TILE, n0, pass, type);
+    else
+        for (int64_t m = 0; m < p->m; m += TILE) stream(p, m, n0, cols, type);
 }
 
 /* Sixteen columns of y's only row share one reduction and one store. */
@@ -195,12 +187,10 @@ INLINE void product_range(const Product *p, int64_t from, int64_t to, const int 
     int64_t n = from;
     if (p->m == 1 && !p->invariant)
         for (; n + 16 <= to; n += 16) sixteen_columns(p, n, type);
-    for (; n + TILE <= to; n += TILE) columns(p, n, type);
-    for (; n < to; n++)
-        for (int64_t m = 0; m < p->m; m++) pass(p, m, n, 1, 1, 1, 0, 0, type);
+    for (; n < to; n += TILE) columns(p, n, to - n < TILE ? (int)(to - n) : TILE, type);
 }
 
-static void product_chunk(const Product *p, int64_t from, int64_t to) {
+void headrace_product_columns(const Product *p, int64_t from, int64_t to) {
     if (p->type == F32)
         product_range(p, from, to, F32);
     else if (p->type == BF16)
@@ -214,5 +204,5 @@ void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, i
     const Product p = {type, m, n, k, x, w, bias, y, x_row, w_row, y_row, invariant};
     const int64_t chunks = (n + CHUNK_N - 1) / CHUNK_N;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && chunks > 1 && m * n * k > 65536)
-    for (int64_t i = 0; i < chunks; i++) product_chunk(&p, i * CHUNK_N, (i + 1) * CHUNK_N < n ? (i + 1) * CHUNK_N : n);
+    for (int64_t i = 0; i < chunks; i++) headrace_product_columns(&p, i * CHUNK_N, (i + 1) * CHUNK_N < n ? (i + 1) * CHUNK_N : n);
 }
