@@ -264,6 +264,11 @@ class AsyncLLM:
         return None
 
     @property
+    def dead(self) -> bool:
+        """The engine process is gone for good; an engine that is only silent may come back."""
+        return self._connection.death is not None
+
+    @property
     def alive(self) -> bool:
         return self.ailment is None
 
