@@ -92,7 +92,7 @@ def test_a_bad_word_that_begins_in_the_prompt_is_not_matched() -> None:
 
 
 def test_stop_ids_are_masked_until_min_tokens_are_out() -> None:
-    assert _output(SamplingParams(temperature=0.0, min_tokens=3), stop_token_ids=(4, 5, 6)) == [3, 0, 1, 2, 3, 4]
+    assert _output(SamplingParams(temperature=0.0, min_tokens=3), stop_token_ids=(4, 5, 6, VOCAB)) == [3, 0, 1, 2, 3, 4]
 
 
 def test_penalties_equal_counting_by_hand() -> None:

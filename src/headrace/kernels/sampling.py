@@ -222,7 +222,8 @@ def score_tokens(
 
     Column 0 is the chosen token, the others are the best in falling order; rank 1 = no token has a larger logit.
     """
-    total = logits.logsumexp(-1, keepdim=True)
+    # Row by row: a reduction of one row is split over threads differently than that of many, and its last bit would show the batch.
+    total = torch.stack([row.logsumexp(-1) for row in logits])[:, None]
     chosen_logits = logits.gather(1, chosen[:, None])
     rank = (logits > chosen_logits).sum(-1) + 1
     best, best_ids = logits.topk(num_best, dim=-1)

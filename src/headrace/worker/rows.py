@@ -81,12 +81,12 @@ class HostRow:
     bad_words: BadWords | None
 
 
-def _host_row(new: NewRow) -> HostRow:
+def _host_row(new: NewRow, vocab_size: int) -> HostRow:
     params, bias = new.params, new.params.logit_bias or {}
     return HostRow(
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids)),
-        stop_ids=np.array(new.stop_token_ids, dtype=np.int32),
+        stop_ids=np.array([token for token in new.stop_token_ids if token < vocab_size], dtype=np.int32),  # a checkpoint's EOS may have no logit
         allowed_ids=None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, dtype=np.int32)),
         bias_ids=np.array(list(bias), dtype=np.int32),
         bias_values=np.array(list(bias.values()), dtype=np.float32),
@@ -227,7 +227,7 @@ class Rows:
         self.params[staged[0].long()] = staged[1].view(len(added), -1)
         for new, tokens in zip(added, staged[2:], strict=False):
             self.token_ids[new.row, : len(tokens)] = tokens
-            self.host[new.row] = host = _host_row(new)
+            self.host[new.row] = host = _host_row(new, self.counts.counts.shape[1])
             self.traits[new.row] = host.traits
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             self.counts.drop(new.row)
