@@ -48,7 +48,7 @@ class FakeEngine:
         )  # fmt: skip
         self.inputs = InputProcessor(self.info, self.tokenizer, None)
         self.generation_defaults: Mapping[str, Any] = {}
-        self.alive = True
+        self.alive, self.dead = True, False
         self.live = 0
 
     def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Deltas:
@@ -70,7 +70,7 @@ class FakeEngine:
 
     def _misbehave(self, seed: int | None, position: int) -> None:
         if position == 2 and seed == DIES:
-            self.alive = False
+            self.alive, self.dead = False, True
             raise EngineDead("the engine was killed")
 
     def _delta(self, index: int, position: int, prompt: ParsedPrompt, params: SamplingParams) -> RequestDelta:

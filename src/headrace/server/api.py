@@ -16,7 +16,7 @@ from headrace.server import fields, generate
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.protocol import parse_detokenize, parse_tokenize
-from headrace.server.service import Service, State
+from headrace.server.service import Service
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
@@ -48,8 +48,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    stats = await service.any_engine().stats() if service.state in (State.READY, State.DRAINING) else {}
-    await exchange.reply(200, service.metrics.render(service.model_name, stats), CONTENT_TYPE)
+    await exchange.reply(200, service.metrics.render(service.model_name, await service.engine_stats()), CONTENT_TYPE)
 
 
 async def models(service: Service, exchange: Exchange) -> None:

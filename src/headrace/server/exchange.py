@@ -11,12 +11,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from headrace.errors import HeadraceError, PayloadTooLarge
-from headrace.server.http_errors import ClientLeft, HttpError, RequestTimeout, UnsupportedMediaType
+from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
+from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout, UnsupportedMediaType
 from headrace.server.wire import decode_object, encode, error_object
 
 BODY_IDLE_SECONDS = 30.0  # between two pieces of a body
 BODY_SECONDS = 300.0  # for all of it
+RETRY_SECONDS = 5  # after which a client may try again, where the error does not say
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id
 
 Message = dict[str, Any]
@@ -158,17 +159,13 @@ class Exchange:
 
 def _error_headers(error: HeadraceError) -> tuple[tuple[bytes, bytes], ...]:
     headers: list[tuple[bytes, bytes]] = []
-    retry_after: int | None = getattr(error, "retry_after", None)
-    if retry_after is not None:
-        headers.append((b"retry-after", b"%d" % min(max(retry_after, 1), 30)))
-    allow: str | None = getattr(error, "allow", None)
-    if allow is not None:
-        headers.append((b"allow", allow.encode()))
-    if error.status == 401:
+    if error.status in (429, 503):
+        seconds = error.retry_after if isinstance(error, (Overloaded, Unavailable)) else RETRY_SECONDS
+        headers.append((b"retry-after", b"%d" % min(max(seconds, 1), 30)))
+    if isinstance(error, MethodNotAllowed):
+        headers.append((b"allow", error.allow.encode()))
+    if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, (PayloadTooLarge, RequestTimeout)):
         headers.append((b"connection", b"close"))
     return tuple(headers)
-
-
-__all__ = ["Exchange", "HttpError"]

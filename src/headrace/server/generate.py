@@ -71,20 +71,13 @@ async def completions(service: Service, exchange: Exchange) -> None:
 async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> ParsedPrompt:
     """Text to ids, off the event loop if it is long; ids as they are."""
     if not isinstance(prompt, str):
-        return ParsedPrompt(None, _id_array(prompt))
+        return ParsedPrompt(None, array("i", prompt))
     inputs = service.any_engine().inputs
     if len(prompt) <= _INLINE_CHARS:
         ids = inputs.encode(prompt, add_special_tokens=add_special_tokens)
     else:
         ids = await asyncio.to_thread(inputs.encode, prompt, add_special_tokens=add_special_tokens)
     return ParsedPrompt(prompt, array("i", ids))
-
-
-def _id_array(ids: list[int]) -> array[int]:
-    try:
-        return array("i", ids)
-    except OverflowError:
-        raise InvalidRequest("prompt holds an id that is no 32-bit integer; give the model's own token ids.", param="prompt") from None
 
 
 def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
@@ -100,11 +93,11 @@ def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, opt
             arrival_time=time.perf_counter(),
             truncate_prompt_tokens=options.truncate_prompt_tokens,
             param=param,
-            clamp=not options.limit_given,
+            clamp=options.limit_name is None,
         )
     except InvalidRequest as error:
-        if error.param == "prompt_token_ids":
-            error.param = param
+        names = {"prompt_token_ids": param, "max_tokens": options.limit_name or "max_tokens"}
+        error.param = names.get(error.param or "", error.param)
         raise
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 60
 WATCH_SECONDS = 0.2  # between looks at the engine
+HANG_SECONDS = 25.0  # that an engine without progress gets to come back
 LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
 
 log = logging.getLogger("headrace.server")
@@ -109,11 +110,14 @@ class Lifecycle:
         return 0
 
     async def _serve(self, engine: Engine) -> int:
-        while engine.alive:
+        last_alive = time.monotonic()
+        while not engine.dead and time.monotonic() - last_alive < HANG_SECONDS:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._signalled.wait(), WATCH_SECONDS)
             if self._signals:
                 return await self._drain(engine)
+            if engine.alive:
+                last_alive = time.monotonic()
         return await self._bury()
 
     async def _drain(self, engine: Engine) -> int:
@@ -125,9 +129,9 @@ class Lifecycle:
         if running:
             self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
         deadline = time.monotonic() + limit
-        while service.exchanges and time.monotonic() < deadline and self._signals < 2 and engine.alive:
+        while service.exchanges and time.monotonic() < deadline and self._signals < 2 and not engine.dead:
             await asyncio.sleep(0.02)
-        if not engine.alive:
+        if engine.dead:
             return await self._bury()
         forced = self._signals >= 2
         await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
@@ -135,7 +139,7 @@ class Lifecycle:
 
     async def _bury(self) -> int:
         self._service.state = State.DEAD
-        log.error("The engine has died; the server ends.")
+        log.error("The engine has died or hangs; the server ends.")
         await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
         return 1
 

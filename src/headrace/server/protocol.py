@@ -47,7 +47,7 @@ class AnswerOptions:
     priority: int
     cache_salt: str
     truncate_prompt_tokens: int | None  # -1: as many as fit
-    limit_given: bool  # a default number of tokens may shrink to what fits, the client's own may not
+    limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +249,8 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 def _read_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise InvalidRequest(f"{name} must be a list of token ids (integers); check its items.", param=name)
+    if value and not -(2**31) <= min(value) <= max(value) < 2**31:
+        raise InvalidRequest(f"{name} holds an id that is no 32-bit integer; give the model's own token ids.", param=name)
     return value
 
 
@@ -317,7 +319,7 @@ def _options(body: Body) -> AnswerOptions:
         priority=body.get("priority", 0),
         cache_salt=body.get("cache_salt", ""),
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
-        limit_given="max_tokens" in body or "max_completion_tokens" in body,
+        limit_name=next((name for name in ("max_completion_tokens", "max_tokens") if name in body), None),
     )
     _check_options(options)
     return options

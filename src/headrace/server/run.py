@@ -6,6 +6,7 @@ What lives here: wiring and the start-up lines. What may not: flags (commands/se
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,14 @@ from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
 from headrace.server.service import Engine, Service
 
 
+def log_accesses() -> None:
+    """One line a request, with the time of day; HEADRACE_LOG_LEVEL above info silences them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    access_log = logging.getLogger("headrace.access")
+    access_log.handlers, access_log.propagate = [handler], False
+
+
 def say(line: str) -> None:
     """Lines for the person who started the server."""
     print(line, file=sys.stderr, flush=True)
@@ -30,6 +39,7 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
     guard = Guard(config)
+    log_accesses()
     sock = bind(config)
     try:
         return run_loop(_serve(engine_config, config, version, create_engine, guard, sock, time.time() if began is None else began))

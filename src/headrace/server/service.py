@@ -5,6 +5,7 @@ What lives here: state. What may not: HTTP, parsing, processes and signals (life
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import math
@@ -23,6 +24,8 @@ from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.stream import Pulse
 
+STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
+
 
 class Tokenizer(Protocol):
     """What the routes need of a tokenizer."""
@@ -32,6 +35,8 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def warm_up(self) -> None: ...
 
 
 class DeltaStream(Protocol):
@@ -58,7 +63,12 @@ class Engine(Protocol):
     def generation_defaults(self) -> Mapping[str, Any]: ...
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """It makes progress."""
+
+    @property
+    def dead(self) -> bool:
+        """It is gone for good."""
 
     def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> DeltaStream:
         """Submits at once. The stream raises EngineDead when the engine is gone."""
@@ -90,6 +100,7 @@ class Service:
         self.fingerprint = f"headrace-{version}"
         self.max_queue = config.max_queue
         self._engine: Engine | None = None
+        self._last_stats: Mapping[str, Any] = {}
         self._live = 0
         self._mean_seconds = 1.0  # of recent requests, for Retry-After
 
@@ -98,6 +109,8 @@ class Service:
         self._engine = engine
         facts = repr((self.version, engine.info.model, engine.info.dtype, engine.info.device, engine.info.vocab_size))
         self.fingerprint = f"headrace-{self.version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+        if engine.tokenizer is not None:
+            engine.tokenizer.warm_up()
         self.state = State.READY
 
     @property
@@ -112,8 +125,15 @@ class Service:
         if self._engine is None:
             raise Unavailable("The model is still loading; wait for /ready.", retry_after=2)
         if self.state is State.DEAD or not self._engine.alive:
-            raise EngineDead("The engine has died and the server is ending; restart it.")
+            raise EngineDead("The engine does not answer; if it does not recover, the server ends.")
         return self._engine
+
+    async def engine_stats(self) -> Mapping[str, Any]:
+        """The engine's numbers; the last known ones while it is loading, gone, or in a step that takes long."""
+        if self._engine is not None and self._engine.alive:
+            with contextlib.suppress(TimeoutError, EngineDead):
+                self._last_stats = await asyncio.wait_for(self._engine.stats(), STATS_SECONDS)
+        return self._last_stats
 
     @property
     def model_name(self) -> str:

@@ -18,6 +18,7 @@ MAX_DEPTH = 64  # nested lists and objects in a body
 # ASCII only: U+2028, U+2029 and U+0085 leave as escapes, so no client takes them for line ends.
 quote = json.encoder.encode_basestring_ascii
 
+_CONTAINERS = frozenset((dict, list))
 _decoder = msgspec.json.Decoder()  # strict: no NaN, no Infinity, no lone surrogates, no bytes after the value
 
 
@@ -49,7 +50,9 @@ def check_depth(value: Any) -> None:
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for node in level:
-            below.extend(child for child in (node.values() if type(node) is dict else node) if type(child) in (dict, list))
+            children = node.values() if type(node) is dict else node
+            if not _CONTAINERS.isdisjoint(map(type, children)):  # a long list of ids is passed over without a loop
+                below.extend(child for child in children if type(child) in _CONTAINERS)
         if not below:
             return
         level = below
