@@ -313,6 +313,24 @@ def test_the_engine_does_not_outlive_its_parent(device_time: float) -> None:
     asyncio.run(until(lambda: gone(pid), 5))
 
 
+ORPHAN = """
+import asyncio, os, signal
+from headrace.engine import connection
+from headrace.engine.keywords import create_config
+
+async def main():
+    await connection.EngineConnection.launch(create_config(executor="keyed-hash"))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_parent_killed_while_the_engine_starts_leaves_no_file(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ORPHAN], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    asyncio.run(until(lambda: not list(tmp_path.iterdir()), 5))
+
+
 def test_a_frozen_engine_is_told_from_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "HANG_SECONDS", 1.5)
 

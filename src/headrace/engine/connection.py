@@ -14,6 +14,7 @@ import hmac
 import os
 import secrets
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -203,6 +204,7 @@ class EngineConnection:
         self._stop_listening()
         cause = f": {self._farewell}" if self._farewell else ""
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how += " (often: the machine ran out of memory)" if code == -signal.SIGKILL and not self._closing else ""
         self.death = EngineDead(f"the engine process {how}{cause}. Restart the server.")
         self._fail_start(self.death)
         self._on_death(self.death)

@@ -230,13 +230,15 @@ class LLM:
         requests = self._requests(prompts, sampling_params, priority)
         collectors = [OutputCollector(str(r.request_id), p.text, r, self.engine.tokenizer) for p, r in zip(prompts, requests, strict=True)]
         bar = _progress(use_tqdm, len(requests))
+        running: set[int] = set()
         try:
             for request, collector in zip(requests, collectors, strict=True):
-                self._submit(request, _counting(collector, bar))
-            while not all(collector.finished for collector in collectors):
+                running.add(request.request_id)
+                self._submit(request, _watched(collector, request.request_id, running, bar))
+            while running:
                 self.turn()
         finally:
-            self._abandon([r.request_id for r, c in zip(requests, collectors, strict=True) if not c.finished])
+            self._abandon(list(running))
             if bar is not None:
                 bar.close()
         return [collector.output() for collector in collectors]
@@ -335,12 +337,14 @@ def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress 
     return ProgressLine(total, "Processed prompts") if use_tqdm else None
 
 
-def _counting(collector: OutputCollector, bar: Progress | None) -> Sink:
+def _watched(collector: OutputCollector, request_id: int, running: set[int], bar: Progress | None) -> Sink:
     def sink(delta: RequestDelta) -> None:
         collector.add(delta)
         if isinstance(bar, ProgressLine):
             bar.add_tokens(len(delta.token_ids))
-        if bar is not None and delta.last:
-            bar.update(1)
+        if delta.last:
+            running.discard(request_id)
+            if bar is not None:
+                bar.update(1)
 
     return sink

@@ -9,6 +9,7 @@ it ends the process when the parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import process as frames
@@ -194,16 +196,29 @@ def beat_forever(link: Link, pulse: Pulse) -> None:
 
 
 def _read_launch() -> frames.Launch:
-    (launch,) = frames.Unpacker(frames.Launch).feed(sys.stdin.buffer.read())
-    return launch  # type: ignore[no-any-return]
+    found: list[frames.Launch] = list(frames.Unpacker(frames.Launch).feed(sys.stdin.buffer.read()))
+    if len(found) != 1:
+        raise ParentGone
+    return found[0]
 
 
 def _connect(launch: frames.Launch) -> Link:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(launch.address)
+    try:
+        sock.connect(launch.address)
+    except OSError as error:
+        raise ParentGone from error
+    finally:
+        _remove(Path(launch.address))  # the parent does it too, unless it is gone
     link = Link(sock)
     link.send(frames.pack(frames.Hello(launch.secret)))
     return link
+
+
+def _remove(address: Path) -> None:
+    with contextlib.suppress(OSError):
+        address.unlink(missing_ok=True)
+        address.parent.rmdir()
 
 
 def _start(launch: frames.Launch, link: Link, pulse: Pulse) -> Engine | None:
