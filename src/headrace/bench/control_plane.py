@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.clock import RealClock
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.request import Request, SamplingParams
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
 
 
-def run(args: argparse.Namespace, config: EngineConfig) -> int:
+def run(args: argparse.Namespace) -> int:
     facts = machine_facts("none: no model is computed", shape=f"decode rows {args.rows}, prompts of 128 ids, prefix {PREFIX}")
     print_facts(facts)
     print()

@@ -1,0 +1,156 @@
+"""Sends dialogues to a server and keeps what the client saw of each request.
+
+What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams back. What may not:
+figures (statistics.py), workloads (workload.py), command lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from headrace.bench.http_client import Answer, BrokenAnswer, HttpClient
+from headrace.bench.statistics import Sample
+from headrace.bench.workload import Dialogue, Turn, as_text
+from headrace.errors import HeadraceError
+
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class BenchFailed(HeadraceError):
+    """Nothing could be measured."""
+
+
+async def first_model(client: HttpClient) -> str:
+    """The first model the server lists. Raises BenchFailed when there is no such server."""
+    try:
+        answer = await client.get("/v1/models")
+        return str(answer.json()["data"][0]["id"])
+    except (OSError, TimeoutError, BrokenAnswer) as error:
+        why = error or type(error).__name__
+        raise BenchFailed(f"No server answers at {client.host}:{client.port} ({why}); start one or give --base-url.") from error
+    except (KeyError, IndexError, TypeError) as error:
+        where = f"{client.host}:{client.port}/v1/models"
+        raise BenchFailed(f"{where} answers with status {answer.status} and no model; give --model or --api-key.") from error
+
+
+class LoadGenerator:
+    """Sends dialogues when they are due, at most ``concurrency`` requests at once, and keeps a sample of each request."""
+
+    def __init__(self, client: HttpClient, model: str, endpoint: str, concurrency: float, *, as_ids: bool) -> None:
+        self.samples: list[Sample] = []
+        self._client = client
+        self._model = model
+        self._endpoint = endpoint
+        self._as_ids = as_ids
+        self._concurrency = concurrency
+        self._slots = asyncio.Semaphore(1 << 30 if math.isinf(concurrency) else int(concurrency))
+
+    async def warm_up(self, dialogues: Sequence[Dialogue], count: int) -> None:
+        """Other tokens than those measured, so that the server's prefix cache does not know them. Raises BenchFailed."""
+        for dialogue in dialogues[:count]:
+            turn = replace(dialogue.turns[0], new_ids=tuple(reversed(dialogue.turns[0].new_ids)))
+            await self._dialogue(Dialogue((turn,)), time.perf_counter())
+        failed = [sample for sample in self.samples if sample.error is not None]
+        if failed and len(failed) == len(self.samples):
+            raise BenchFailed(f"Every warm-up request failed: {failed[0].error}. Check --model, --endpoint, --api-key and the lengths.")
+        self.samples.clear()
+
+    async def run(self, dialogues: Sequence[Dialogue]) -> None:
+        origin = time.perf_counter()
+        if any(dialogue.arrival is None for dialogue in dialogues):
+            queue = iter(dialogues)
+            workers = min(len(dialogues), int(self._concurrency)) if math.isfinite(self._concurrency) else len(dialogues)
+            await asyncio.gather(*(self._worker(queue, origin) for _ in range(workers)))
+        else:
+            await asyncio.gather(*(self._dialogue(dialogue, origin) for dialogue in dialogues))
+
+    async def _worker(self, queue: Iterator[Dialogue], origin: float) -> None:
+        for dialogue in queue:
+            await self._dialogue(dialogue, origin)
+
+    async def _dialogue(self, dialogue: Dialogue, origin: float) -> None:
+        history: list[tuple[str, str]] = []  # (what was asked, what was answered)
+        due = None if dialogue.arrival is None else origin + dialogue.arrival
+        for turn in dialogue.turns:
+            if turn.think_seconds:
+                due = time.perf_counter() + turn.think_seconds
+            if due is not None:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            async with self._slots:
+                sample, text = await self._request(self._body(turn, history), due)
+            self.samples.append(sample)
+            if sample.error is not None:
+                return
+            history.append((as_text(turn.new_ids), text))
+            due = None
+
+    def _body(self, turn: Turn, history: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._model, "max_tokens": turn.max_tokens, "temperature": 0.0, "stream": True, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        if self._as_ids:
+            return {**body, "prompt": list(turn.new_ids)}
+        asked = as_text(turn.new_ids)
+        if self._endpoint == "completions":
+            return {**body, "prompt": "".join(f"{question}\n{answer}\n" for question, answer in history) + asked}
+        earlier = [message for question, answer in history for message in (_message("user", question), _message("assistant", answer))]
+        return {**body, "messages": [*earlier, _message("user", asked)]}
+
+    async def _request(self, body: Mapping[str, Any], due: float | None) -> tuple[Sample, str]:
+        sample = Sample(sent=time.perf_counter(), due=due)
+        text = ""
+        try:
+            answer = await self._client.post(ROUTES[self._endpoint], body)
+            sample.ended = time.perf_counter()
+            text = read_stream(answer, sample)
+        except (OSError, TimeoutError, BrokenAnswer) as error:
+            sample.ended, sample.error = time.perf_counter(), f"{type(error).__name__}: {error}"
+        return sample, text
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def read_stream(answer: Answer, sample: Sample) -> str:
+    """Fills the sample from an answer's events; returns the text. Raises BrokenAnswer for what is no whole stream."""
+    if answer.status != 200:
+        raise BrokenAnswer(f"status {answer.status}: {_error_message(answer.body)}")
+    if not answer.events or answer.events[-1][1] != b"[DONE]":
+        raise BrokenAnswer("the stream ended without [DONE]")
+    pieces: list[str] = []
+    for when, data in answer.events[:-1]:
+        event = json.loads(data)
+        if "error" in event:
+            raise BrokenAnswer(f"an error event: {_error_message(data)}")
+        _take_usage(event.get("usage"), sample)
+        for choice in event.get("choices", ()):
+            piece = choice["text"] if "text" in choice else _delta_text(choice["delta"])
+            if piece or not (choice.get("finish_reason") or "delta" in choice):  # an event without text may be a token's first bytes
+                sample.arrivals.append(when)
+                pieces.append(piece)
+    sample.output_tokens = sample.output_tokens or len(sample.arrivals)
+    return "".join(pieces)
+
+
+def _delta_text(delta: Mapping[str, Any]) -> str:
+    return (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+
+
+def _take_usage(usage: Mapping[str, Any] | None, sample: Sample) -> None:
+    if usage:
+        sample.prompt_tokens = usage.get("prompt_tokens", 0)
+        sample.output_tokens = usage.get("completion_tokens", 0)
+        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _error_message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return repr(body[:100])

@@ -1,0 +1,187 @@
+"""``headrace bench serve``: load on any server that speaks OpenAI's API, from this or another engine.
+
+What lives here: the command: from flags to a workload, a run, and printed figures. What may not: sending (load.py), figures
+(statistics.py), workloads (workload.py), starting servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.http_client import HttpClient
+from headrace.bench.load import ROUTES, LoadGenerator, first_model
+from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
+from headrace.bench.statistics import Sample, failure_reasons, parse_goodput, spread_of, summarise
+from headrace.bench.workload import (
+    Dialogue,
+    Lengths,
+    conversations,
+    random_dialogues,
+    shared_prefix_dialogues,
+    trace_dialogues,
+    with_arrivals,
+)
+from headrace.errors import ConfigError
+
+TICK = 0.01  # s between looks at how late the client's own loop is
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("server")
+    where.add_argument("--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    where.add_argument("--api-key", help="sent as bearer token")
+    where.add_argument("--model", help="model name to ask for; without it the first one the server lists")
+    where.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="completions sends ids, chat text (default: completions)")
+    where.add_argument("--timeout", type=float, default=600.0, help="seconds before a request counts as failed (default: 600)")
+    what = parser.add_argument_group("workload")
+    what.add_argument("--workload", choices=("random", "shared-prefix", "conversation", "trace"), default="random", help="default: random")
+    what.add_argument("--num-prompts", type=int, default=64, help="requests; conversations with --workload conversation (default: 64)")
+    what.add_argument("--input-len", type=int, default=128, help="new prompt tokens a request or turn (default: 128)")
+    what.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
+    what.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
+    what.add_argument("--prefix-len", type=int, default=256, help="shared prefix, or system prompt of the conversations (default: 256)")
+    what.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes (default: 1)")
+    what.add_argument("--turns", type=int, default=4, help="turns a conversation (default: 4)")
+    what.add_argument("--think-time", type=float, default=1.0, help="mean seconds between an answer and the next turn (default: 1)")
+    what.add_argument("--trace", type=Path, metavar="FILE", help=".csv (Azure) or .jsonl (Mooncake)")
+    what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
+    what.add_argument("--max-input-len", type=int, default=8192, help="longer prompts of a trace are cut to this (default: 8192)")
+    what.add_argument("--max-output-len", type=int, default=1024, help="longer answers of a trace are cut to this (default: 1024)")
+    what.add_argument("--vocab-size", type=int, default=1000, help="ids are drawn below this; any model has as many (default: 1000)")
+    what.add_argument("--seed", type=int, default=0)
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=float, help="open loop: arrivals a second (inf: all at once); without it a closed loop")
+    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gamma distributed gaps; 1 is Poisson (default: 1)")
+    load.add_argument("--max-concurrency", type=int, help="at most so many requests at once (closed loop: default 8)")
+    load.add_argument("--num-warmups", type=int, default=2, help="requests before timing (default: 2)")
+    shown = parser.add_argument_group("figures")
+    shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
+    shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
+    shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request")
+    shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 when every request failed."""
+    limits = parse_goodput(args.goodput)
+    if args.plot:
+        load_pyplot()
+    dialogues = create_workload(args)
+    client = HttpClient(args.base_url, api_key=args.api_key, timeout=args.timeout)
+    outcome = asyncio.run(_measure(args, client, dialogues))
+    figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
+    figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
+    facts = machine_facts("those of the server's machine are not measured here", shape=_shape(args), server=f"{args.base_url}, model {outcome.model}")
+    print_facts(facts)
+    print()
+    print_figures(figures)
+    _print_problems(outcome.samples, figures)
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, **figures, "requests": [asdict(sample) for sample in outcome.samples]})
+    if args.plot:
+        plot_distributions(args.plot, facts, outcome.samples)
+    return 0 if figures["completed"] else 1
+
+
+def create_workload(args: argparse.Namespace) -> list[Dialogue]:
+    """The dialogues the flags ask for, with arrivals in an open loop. Raises ConfigError."""
+    lengths = Lengths(args.input_len, args.output_len, args.random_range_ratio)
+    seeds = {"vocab_size": args.vocab_size, "seed": args.seed}
+    if args.workload == "trace":
+        return _trace(args)
+    if args.workload == "conversation":
+        made = conversations(args.num_prompts, args.turns, lengths, system_len=args.prefix_len, think_seconds=args.think_time, **seeds)
+    elif args.workload == "shared-prefix":
+        made = shared_prefix_dialogues(args.num_prompts, lengths, num_prefixes=args.num_prefixes, prefix_len=args.prefix_len, **seeds)
+    else:
+        made = random_dialogues(args.num_prompts, lengths, **seeds)
+    return made if args.request_rate is None else with_arrivals(made, args.request_rate, burstiness=args.burstiness, seed=args.seed)
+
+
+def _trace(args: argparse.Namespace) -> list[Dialogue]:
+    if args.trace is None:
+        raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
+    if args.request_rate is not None:
+        raise ConfigError("A trace brings its own arrivals; use --trace-speed instead of --request-rate.")
+    return trace_dialogues(
+        args.trace, count=args.num_prompts, speed=args.trace_speed, max_prompt=args.max_input_len, max_output=args.max_output_len,
+        vocab_size=args.vocab_size, seed=args.seed,
+    )
+
+
+def _shape(args: argparse.Namespace) -> str:
+    load = f"open loop, {args.request_rate:g} requests/s" if args.request_rate is not None else f"closed loop, {_concurrency(args)} at once"
+    load = "arrivals of the trace" if args.workload == "trace" else load
+    return f"{args.workload}, {args.num_prompts} requests, {args.input_len} in, {args.output_len} out, {args.endpoint}; {load}"
+
+
+def _concurrency(args: argparse.Namespace) -> float:
+    """Open loops have no bound unless one is asked for."""
+    if args.max_concurrency is not None:
+        return max(1, args.max_concurrency)
+    return math.inf if args.request_rate is not None or args.workload == "trace" else 8
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the client saw, and how busy it was itself."""
+
+    model: str
+    samples: list[Sample]
+    seconds: float
+    loop_lags: list[float]
+    cpu_seconds: float
+
+
+async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequence[Dialogue]) -> Outcome:
+    model = args.model or await first_model(client)
+    as_ids = args.endpoint == "completions" and args.workload != "conversation"  # whose history is text
+    generator = LoadGenerator(client, model, args.endpoint, _concurrency(args), as_ids=as_ids)
+    await generator.warm_up(dialogues, args.num_warmups)
+    lags: list[float] = []
+    meter = asyncio.create_task(_watch_loop(lags))
+    cpu, begin = time.process_time(), time.perf_counter()
+    await generator.run(dialogues)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    meter.cancel()
+    await client.close()
+    return Outcome(model, generator.samples, seconds, lags, cpu)
+
+
+async def _watch_loop(lags: list[float]) -> None:
+    """How late this process wakes from a short sleep: what it would add to every stamp."""
+    while True:
+        begin = time.perf_counter()
+        await asyncio.sleep(TICK)
+        lags.append(max(0.0, time.perf_counter() - begin - TICK))
+
+
+def _print_problems(samples: Sequence[Sample], figures: Mapping[str, Any]) -> None:
+    for reason, count in failure_reasons(samples).items():
+        print(f"failed: {count} x {reason}")
+    if figures["client_cpu_share"] > 0.8:
+        share = f"{figures['client_cpu_share']:.0%}"
+        print(f"note: this client used {share} of a core, so the figures may be its own limit; spread the load over several clients")
+
+
+def plot_distributions(path: Path, facts: Mapping[str, Any], samples: Sequence[Sample]) -> None:
+    """Cumulative distributions of TTFT, ITL and E2E."""
+    good = [sample for sample in samples if sample.error is None and sample.arrivals]
+    series = {
+        "TTFT": [sample.ttft for sample in good],
+        "ITL": [gap for sample in good for gap in sample.gaps],
+        "E2E": [sample.e2e for sample in good],
+    }
+    panels = []
+    for name, values in series.items():
+        ordered = sorted(values)
+        points = [(value * 1e3, (index + 1) / len(ordered)) for index, value in enumerate(ordered)]
+        panels.append({"x": f"{name} (ms)", "y": "share of requests" if name != "ITL" else "share of gaps", "curves": {name: points}})
+    plot_curves(path, facts["shape"], panels, note=f"{facts['server']}; client {facts['machine']}; {facts['date']}")
