@@ -68,6 +68,23 @@ def test_chat_is_the_template_and_then_generate(llm: LLM) -> None:
     assert len(both) == 2 and len(both[0].prompt_token_ids) < len(output.prompt_token_ids)
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "hi",
+        [5],
+        [[]],
+        [{"content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        [{"role": "user", "content": "a\ud800"}],
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
 def test_a_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
     (whole,) = llm.generate("Once", GREEDY, use_tqdm=False)
     deltas = list(llm.stream("Once", GREEDY))
@@ -204,6 +221,24 @@ def test_a_stop_string_ends_the_sequence_in_the_core_too(llm: LLM) -> None:
     while llm.engine.core.has_work:
         llm.turn()
     assert llm.engine.core.stats().num_running == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_answer_cut_at_a_stop_string_is_the_same_with_steps_in_flight(depth: int) -> None:
+    """Tokens computed beyond the cut are never seen, whatever was in flight when it was found."""
+
+    def answers(overlap: int) -> list[Any]:
+        with LLM(executor="keyed-hash", technique={"overlap": overlap}, max_num_seqs=4) as llm:
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=["a", "e"], min_tokens=2, n=2, logprobs=1, seed=1)
+            outputs = llm.generate([[n, 5] for n in range(1, 7)], params, use_tqdm=False)
+            while llm.engine.core.has_work:
+                llm.turn()
+            assert used_blocks(llm) == 0
+            return [output.outputs for output in outputs]
+
+    expected = answers(0)
+    assert any(len(each.token_ids) < 10 for pair in expected for each in pair)
+    assert answers(depth) == expected
 
 
 def test_ctrl_c_aborts_and_the_llm_stays_usable() -> None:

@@ -130,6 +130,8 @@ class InputProcessor:
         clamp: bool = False,
     ) -> Request:
         """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may shrink to what fits."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params is of type {type(params).__name__}; give a SamplingParams.", param="sampling_params")
         ids = prompt.token_ids
         if ids is None:
             ids = array("i", self.encode(prompt.text or "", param=param, truncate=truncate_prompt_tokens))
@@ -168,6 +170,7 @@ class InputProcessor:
         """A conversation through the model's template; its special tokens are the template's own."""
         if self.tokenizer is None:
             raise InvalidRequest("messages need a chat template, but this model has no tokenizer; give prompt_token_ids.", param="messages")
+        _check_messages(messages)
         text = self.tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt, **kwargs)
         return ParsedPrompt(text, array("i", self.encode(text, add_special_tokens=False, param="messages")))
 
@@ -238,6 +241,23 @@ class InputProcessor:
         for ids in sequences:
             check_token_ids("bad_words", ids, self.info.vocab_size)
         return sequences
+
+
+def _check_messages(messages: Any) -> None:
+    """What every template relies on: objects with a role, and a text (or text parts) as content."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest("messages must be a list of at least one message; give one.", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"messages[{index}] must be an object with a role and a content.", param=f"messages[{index}]")
+        content = message.get("content")
+        parts = content if isinstance(content, (list, tuple)) else ()
+        if not (content is None or isinstance(content, (str, list, tuple))) or any(not _is_text_part(part) for part in parts):
+            raise InvalidRequest(f"messages[{index}].content must be a text or a list of text parts; give one.", param=f"messages[{index}].content")
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -164,7 +164,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template."""
-        conversations = cast("list[Conversation]", [messages] if messages and isinstance(messages[0], Mapping) else list(messages))
+        single = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
+        conversations = cast("list[Conversation]", [messages] if single else list(messages))
 
         def render(conversation: Conversation) -> ParsedPrompt:
             return self._inputs.chat_prompt(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {}))
