@@ -60,6 +60,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def wants_scores(self) -> bool:
+        """Prompt logprobs were asked for and not all are told yet: the prompt's positions must be computed, not found."""
+        asked = self.request.params.prompt_logprobs is not None and self.index == 0
+        return asked and self.num_scored_tokens < self.num_prompt_tokens - 1
+
     def finish_record(self, reason: FinishReason, now: float, stop_reason: int | None = None, message: str | None = None) -> Finished:
         times = RequestTimes(self.request.arrival_time, self.first_scheduled, self.first_token, now)
         return Finished(reason, stop_reason, message, self.num_preemptions, times)

@@ -83,7 +83,9 @@ class Answers:
                 self.finished[key] = output.finished
 
 
-def run(core: EngineCore, *, max_steps: int = 5000, each_step: Callable[[EngineCore, Answers], None] | None = None, answers: Answers | None = None) -> Answers:
+def run(
+    core: EngineCore, *, max_steps: int = 5000, each_step: Callable[[EngineCore, Answers], None] | None = None, answers: Answers | None = None
+) -> Answers:
     """Steps until there is no work; a core that never gets there fails."""
     answers = answers or Answers()
     for _ in range(max_steps):
@@ -126,14 +128,14 @@ def assert_at_rest(core: EngineCore) -> None:
     assert not core.has_work, f"stuck: {stats}"
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), stats
     assert core.scheduler.cache.num_leaving == 0
-    assert len(core.scheduler._free_rows) == core.scheduler.limits.max_num_seqs
+    assert len(core.scheduler.roster.free_rows) == core.scheduler.limits.max_num_seqs
 
 
 def check_books(core: EngineCore) -> None:
     """The invariants that hold between any two turns of the loop."""
     scheduler, cache = core.scheduler, core.scheduler.cache
     holders: list[dict[int, int]] = [{} for _ in cache.pools]
-    for siblings in scheduler._requests.values():
+    for siblings in scheduler.roster.requests.values():
         for sequence in siblings:
             for group, table in enumerate(sequence.kv.tables):
                 for block in table:

@@ -38,7 +38,16 @@ class ControlPlane(RuleBasedStateMachine):
         switches=st.fixed_dictionaries({name: st.booleans() for name in ("enable_prefix_caching", "paged_allocation", "kv_caching")}),
     )
     def start(
-        self, num_blocks: int, block_size: int, rows: int, budget: int, window: int | None, policy: str, chunked: bool, continuous: bool, switches: dict[str, bool]
+        self,
+        num_blocks: int,
+        block_size: int,
+        rows: int,
+        budget: int,
+        window: int | None,
+        policy: str,
+        chunked: bool,
+        continuous: bool,
+        switches: dict[str, bool],
     ) -> None:
         self.failing = False
         self.core: EngineCore = engine(
@@ -82,7 +91,17 @@ class ControlPlane(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, 511), max_size=12),
     )
     def add(
-        self, shared: int, own: list[int], max_tokens: int, n: int, priority: int, seed: int, ignore_eos: bool, scored: int | None, salt: str, stops: list[int]
+        self,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        priority: int,
+        seed: int,
+        ignore_eos: bool,
+        scored: int | None,
+        salt: str,
+        stops: list[int],
     ) -> None:
         request_id = len(self.requests)
         prompt = (PREFIX[:shared] + own)[: self.limit - 1]
@@ -182,7 +201,7 @@ def test_a_planted_reference_leak_is_found() -> None:
     core.add(request(0, range(10, 30)))
     for _ in range(4):
         core.step()
-    core.scheduler.cache.pools[0].acquire(next(b for b in core.scheduler.running[0].kv.tables[0] if b is not None))
+    core.scheduler.cache.pools[0].acquire(next(b for b in core.scheduler.roster.running[0].kv.tables[0] if b is not None))
     with pytest.raises(AssertionError, match="references"):
         check_books(core)
 
@@ -192,7 +211,7 @@ def test_a_planted_wrong_table_is_found() -> None:
     core = engine()
     core.add(request(0, range(10, 30)))
     core.step()
-    row = core.executor._rows[core.scheduler.running[0].row]  # type: ignore[attr-defined]
+    row = core.executor._rows[core.scheduler.roster.running[0].row]  # type: ignore[attr-defined]
     row.tables[0][0] = row.tables[0][1]
     with pytest.raises(AssertionError, match="does not hold"):
         core.step()

@@ -227,7 +227,8 @@ def test_eos_ends_unless_ignored_or_too_early() -> None:
     prompts = [[k, k + 1, k + 2] for k in range(8, 500)]
     eos_prompt = next(p for p in prompts if 7 in expected(request(0, p, max_tokens=60))[:40])
     position = expected(request(0, eos_prompt, max_tokens=60)).index(7)
-    for fields, length in [({"ignore_eos": False}, position + 1), ({"ignore_eos": True}, 60), ({"ignore_eos": False, "min_tokens": position + 2}, None)]:
+    early = {"ignore_eos": False, "min_tokens": position + 2}
+    for fields, length in [({"ignore_eos": False}, position + 1), ({"ignore_eos": True}, 60), (early, None)]:
         core = engine()
         core.add(request(0, eos_prompt, max_tokens=60, **fields))
         answers = run(core)
@@ -388,4 +389,4 @@ def test_many_salts_and_requests_leave_nothing_behind() -> None:
         core.add(request(i, range(i, i + 9), cache_salt=str(i), max_tokens=2))
         run(core)
     assert core.scheduler.cache.tree.num_roots <= 16, "roots go with their last block"
-    assert len(core.scheduler._requests) == len(core.scheduler.running) == 0
+    assert len(core.scheduler.roster.requests) == len(core.scheduler.roster.running) == 0

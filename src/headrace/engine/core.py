@@ -9,7 +9,7 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.cache.manager import CacheManager
@@ -20,7 +20,8 @@ from headrace.engine.journal import Journal
 from headrace.errors import StepFailed
 from headrace.request import Request, SequenceOutput, StepPlan, StepResult
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
-from headrace.scheduler.scheduler import Scheduler, SchedulerCounters, SchedulerLimits
+from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
+from headrace.scheduler.scheduler import Scheduler
 
 DEFAULT_TOKEN_BUDGET = 2048
 
@@ -169,4 +170,4 @@ def create_scheduler(
         paged_allocation=cache.paged_allocation,
         kv_caching=cache.kv_caching,
     )
-    return Scheduler(replace(config), limits, manager, eos_token_ids)
+    return Scheduler(config, limits, manager, eos_token_ids)

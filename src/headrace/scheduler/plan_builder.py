@@ -43,6 +43,17 @@ class PlanBuilder:
         self.budget -= count
         return len(self.work) - 1
 
+    def complete_plain_work(self) -> None:
+        """Work appended directly (one token and one sample each, the planner's hot loop) gets its counts and samples."""
+        known = len(self.counts)
+        self.counts.extend([1] * (len(self.work) - known))
+        self.sample_work.extend(range(known, len(self.work)))
+
+    def add_scores(self, work_index: int) -> None:
+        """Every position of this piece of work is scored: it spends the logits budget."""
+        self.prompt_logprobs.append(work_index)
+        self.logits_budget -= self.counts[work_index]
+
     def add_sample(self, work_index: int, sequence: Sequence) -> None:
         self.sample_work.append(work_index)
         self.sampled.append(sequence)

@@ -1,0 +1,30 @@
+"""What bounds the scheduler, and what it counts.
+
+What lives here: frozen numbers. What may not: using them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the executor and the switches allow. ``max_num_batched_tokens`` is resolved (never None) here."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logits_rows: int
+    paged_allocation: bool = True
+    kv_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCounters:
+    """Monotone counts since the start, in requests, tokens or events."""
+
+    requests: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found

@@ -1,0 +1,231 @@
+"""Planning one step: whose turn it is, with how many tokens, within tokens, logits rows and blocks.
+
+There are no phases. Sequences that need one token go first, then prompts under way, then the waiting queue, so that decoding
+is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks run out, sequences are preempted from the tail of the
+order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody always ends.
+
+What lives here: order, budgets, admission, preemption. What may not: what results mean (results.py), blocks (cache/).
+"""
+
+from __future__ import annotations
+
+from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
+from headrace.config import SchedulerConfig
+from headrace.request import SequenceStatus
+from headrace.scheduler.limits import SchedulerLimits
+from headrace.scheduler.plan_builder import PlanBuilder
+from headrace.scheduler.policies import Policy
+from headrace.scheduler.roster import Roster
+from headrace.sequence import Sequence
+
+
+class Planner:
+    """Fills PlanBuilders from the roster. ``prefix_queries`` and ``prefix_hits`` count tokens at first admission."""
+
+    def __init__(self, config: SchedulerConfig, limits: SchedulerLimits, roster: Roster, cache: CacheManager, policy: Policy) -> None:
+        self.config = config
+        self.limits = limits
+        self.roster = roster
+        self.cache = cache
+        self.policy = policy
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._batch_quota = 0  # static batching: how many the current batch may still admit
+
+    def fill(self, plan: PlanBuilder, now: float, *, idle: bool) -> None:
+        """``idle``: nothing is in flight."""
+        self._push_out()
+        if self.config.chunked_prefill:
+            self._plan_running(plan)
+            self._plan_waiting(plan, now, idle)
+        else:  # whole prompts first; decoding waits for them
+            self._plan_waiting(plan, now, idle)
+            if plan.is_empty:
+                self._plan_running(plan)
+
+    # --- those who run
+
+    def _plan_running(self, plan: PlanBuilder) -> None:
+        """One token for each sequence that needs one, then what is left of the budget for prompts under way.
+
+        The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
+        """
+        longer: list[Sequence] = []
+        step_id, budget = plan.step_id, plan.budget
+        work, starts, sampled = plan.work, plan.starts, plan.sampled
+        for sequence in self.roster.running:  # only its tail may be popped meanwhile (preemption)
+            total = sequence.num_tokens
+            if len(work) >= budget:
+                break
+            if total <= sequence.plain_until and total - sequence.num_computed_tokens == 1:
+                starts.append(total - 1)
+                sequence.num_computed_tokens = total
+                sequence.num_tokens = total + 1
+                sequence.last_step = step_id
+                work.append(sequence)
+                sampled.append(sequence)
+            elif total - sequence.num_computed_tokens == 1 and self.limits.kv_caching and not sequence.sibling_rows:
+                plan.complete_plain_work()
+                self._plan_decode(sequence, plan)
+            else:
+                longer.append(sequence)
+        plan.complete_plain_work()
+        plan.budget = budget - len(work)
+        for sequence in longer:
+            self._plan_longer(sequence, plan)
+
+    def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail."""
+        self.cache.trim(sequence.kv, sequence.num_computed_tokens, sequence.last_step)
+        while not self._try_plan(sequence, plan, 1):
+            if self.cache.num_leaving:
+                return  # blocks are on their way back: waiting is cheaper than pushing anyone out
+            if self.roster.preempt_last() is sequence:
+                return
+
+    def _plan_longer(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """A prompt under way takes what is free; it may push out a later sequence that this step does not name."""
+        if sequence.status is not SequenceStatus.RUNNING or plan.budget <= 0:
+            return
+        while not self._try_chunk(sequence, plan):
+            victim = self.roster.running[-1]
+            if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
+                return
+            self.roster.preempt_last()
+
+    def _try_chunk(self, sequence: Sequence, plan: PlanBuilder) -> bool:
+        """Plans as many tokens as budgets and blocks allow. False only for want of blocks."""
+        if not self.limits.kv_caching:
+            sequence.num_computed_tokens = 0
+        start = sequence.num_computed_tokens
+        count = self._chunk(sequence, start, plan)
+        if count == 0:
+            return True
+        self.cache.trim(sequence.kv, start, sequence.last_step)
+        room = self.cache.tokens_available(sequence.kv) - start
+        if room < count and not self.limits.kv_caching:
+            return False  # a part would be forgotten before the next step
+        return room > 0 and self._try_plan(sequence, plan, min(count, room))
+
+    def _chunk(self, sequence: Sequence, start: int, plan: PlanBuilder) -> int:
+        """Tokens to compute from ``start`` within the budgets; 0 when a whole that must not be split does not fit."""
+        whole = sequence.num_tokens - start
+        count = min(whole, plan.budget)
+        if sequence.wants_scores:
+            count = min(count, plan.logits_budget)
+        if count < whole and not (self.config.chunked_prefill and self.limits.kv_caching):
+            return 0 if plan.work else whole  # alone, it may exceed the budget
+        return count
+
+    def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
+        """Plans ``count`` tokens if blocks suffice; samples when they are the last known ones."""
+        start, kv = sequence.num_computed_tokens, sequence.kv
+        end = start + count
+        assert sequence.row is not None
+        if not self.cache.try_prepare(kv, start, end, sequence.row, plan.edits, plan.step_id):
+            return False
+        sequence.num_computed_tokens = end
+        sequence.last_step = plan.step_id
+        work_index = plan.add_work(sequence, start, count)
+        if sequence.wants_scores and start < sequence.num_prompt_tokens - 1:
+            plan.add_scores(work_index)
+        self.cache.link(kv, sequence.token_ids, min(end, len(sequence.token_ids)), plan.step_id)
+        if end == sequence.num_tokens and end < sequence.max_num_tokens:
+            self._plan_samples(sequence, plan, work_index)
+        self.roster.refresh(sequence)
+        return True
+
+    def _plan_samples(self, sequence: Sequence, plan: PlanBuilder, work_index: int) -> None:
+        """One new token from this chunk's last logits; for n > 1 one for each sibling, which from now on goes alone."""
+        siblings = self.roster.fork(sequence) if sequence.sibling_rows else []
+        for sibling in siblings:
+            self._send_row(sibling, plan)
+        for taker in (sequence, *siblings):
+            plan.add_sample(work_index, taker)
+            taker.num_tokens += 1
+            taker.last_step = plan.step_id
+            if taker.num_tokens == taker.max_num_tokens:
+                self.roster.stale = True  # fully planned: it leaves ``running`` and waits for its result
+            self.roster.refresh(taker)
+
+    def _send_row(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        assert sequence.row is not None
+        plan.add_row(sequence)
+        self.cache.describe(sequence.kv, sequence.row, plan.edits)
+
+    def restore_rows(self, plan: PlanBuilder) -> None:
+        """Rows are a cache on the workers' side: all of them, built again from this state."""
+        for sequence in self.roster.running:
+            self._send_row(sequence, plan)
+
+    # --- those who wait
+
+    def _plan_waiting(self, plan: PlanBuilder, now: float, idle: bool) -> None:
+        if not self._batch_is_open(idle):
+            return
+        while plan.budget > 0:
+            sequence = self.roster.waiting.peek()
+            if sequence is None or sequence.last_step > self.roster.retired:  # its last tokens are not known yet
+                return
+            if len(self.roster.free_rows) < _rows_wanted(sequence):
+                return
+            match = self._lookup(sequence)
+            if self._chunk(sequence, match.num_tokens, plan) == 0 or not self._fits(sequence, match):
+                return
+            self._admit(match, plan, now)
+            self._try_chunk(sequence, plan)
+
+    def _batch_is_open(self, idle: bool) -> bool:
+        """Continuous batching admits at every step; static batching forms a batch only when the last one has ended."""
+        if self.config.continuous_batching:
+            return True
+        if idle and not self.roster.running:
+            self._batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
+        return self._batch_quota > 0
+
+    def _lookup(self, sequence: Sequence) -> PrefixMatch:
+        """Scored prompts and recomputing engines cannot use a prefix: they need every position."""
+        if not self.limits.kv_caching or sequence.wants_scores:
+            return NO_MATCH
+        return self.cache.lookup(sequence.kv, sequence.token_ids)
+
+    def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Blocks for all its tokens, and one to grow for everyone running (who has none reserved)."""
+        if self.limits.paged_allocation:
+            return self.cache.can_admit(match, sequence.num_tokens, headroom=len(self.roster.running))
+        return self.cache.can_admit(match, sequence.max_num_tokens, headroom=0)
+
+    def _admit(self, match: PrefixMatch, plan: PlanBuilder, now: float) -> None:
+        head = self.roster.waiting.peek()
+        assert head is not None
+        sequence = self.roster.admit_head(_rows_wanted(head))
+        assert sequence.row is not None
+        self._batch_quota -= 1
+        self.cache.attach(sequence.kv, match)
+        sequence.num_computed_tokens = match.num_tokens
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = now
+            sequence.num_cached_tokens = match.num_tokens
+            self.prefix_queries += sequence.num_prompt_tokens
+            self.prefix_hits += match.num_tokens
+        self._send_row(sequence, plan)
+        if not self.limits.paged_allocation:
+            self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)
+        self.roster.refresh(sequence)
+
+    def _push_out(self) -> None:
+        """Lets a waiting sequence of a better class take the place of the last ones running, where the policy says so."""
+        roster = self.roster
+        head = roster.waiting.peek()
+        if head is None or head.last_step > roster.retired:
+            return
+        while roster.running and self.policy.preempts(head.order, roster.running[-1].order):
+            if self.cache.num_leaving or roster.rows_are_leaving:
+                return  # room is on its way
+            if len(roster.free_rows) >= _rows_wanted(head) and self._fits(head, self._lookup(head)):
+                return
+            roster.preempt_last()
+
+
+def _rows_wanted(sequence: Sequence) -> int:
+    return 1 if sequence.forked else sequence.request.params.n

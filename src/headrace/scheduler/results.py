@@ -1,0 +1,106 @@
+"""What a step's result means: tokens are appended, ends are found, scores are told once.
+
+What lives here: reading results into the roster. What may not: planning (planner.py), text (engine/output.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from headrace.request import Finished, FinishReason, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenLogprobs
+from headrace.scheduler.roster import Roster
+from headrace.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A planned step whose result is not collected yet, with the sequences behind its arrays."""
+
+    plan: StepPlan
+    work: list[Sequence]
+    sampled: list[Sequence]
+
+
+def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> list[SequenceOutput]:
+    """Reads one step's result; returns what is new. The hot loop takes rows below their ``checkpoint`` without thought."""
+    scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
+    for j in result.errors:
+        step.sampled[j].attentive = True
+    outputs = []
+    step_id = result.step_id
+    for j, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
+        if sequence.ignore_through >= step_id:
+            continue
+        ids = sequence.token_ids
+        if sequence.attentive or len(ids) + 1 >= sequence.checkpoint or tokens[0] in sequence.stop_ids:
+            outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
+        else:
+            ids.append(tokens[0])
+            outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
+    outputs.extend(SequenceOutput(s.request_id, s.index, (), prompt_logprobs=entries) for s, entries in scores.items())
+    return outputs
+
+
+def take_failure(roster: Roster, step: InFlight, message: str, now: float) -> list[SequenceOutput]:
+    """Ends every sequence of a failed step that no earlier failure has rolled back already."""
+    failed = [s for s in dict.fromkeys([*step.work, *step.sampled]) if s.ignore_through < step.plan.step_id]
+    return [_fail(roster, sequence, message, now) for sequence in failed]
+
+
+def _fail(roster: Roster, sequence: Sequence, message: str, now: float) -> SequenceOutput:
+    finished = sequence.finish_record(FinishReason.ERROR, now, message=message)
+    roster.end(sequence, trusted=False)
+    return SequenceOutput(sequence.request_id, sequence.index, (), finished=finished)
+
+
+def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scores: tuple[TokenLogprobs, ...], now: float) -> SequenceOutput:
+    """The thorough way to take one row's tokens."""
+    if j in result.errors:
+        return _fail(roster, sequence, result.errors[j], now)
+    first = sequence.first_token is None
+    if first:
+        sequence.first_token = now
+    accepted, finished = _append(sequence, result.tokens[j], roster.eos_token_ids, now)
+    if finished is not None:
+        roster.end(sequence)
+    elif sequence.status is SequenceStatus.RUNNING:
+        roster.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), None)
+        roster.refresh(sequence)
+    sequence.attentive = sequence.request.params.logprobs is not None
+    return SequenceOutput(
+        sequence.request_id,
+        sequence.index,
+        accepted,
+        logprobs=result.logprobs[j][: len(accepted)] if j in result.logprobs else (),
+        prompt_logprobs=scores,
+        num_cached_tokens=sequence.num_cached_tokens if first else None,
+        finished=finished,
+    )
+
+
+def _append(sequence: Sequence, tokens: Seq[int], eos: frozenset[int], now: float) -> tuple[tuple[int, ...], Finished | None]:
+    """Appends until something ends the sequence; returns what was kept, and the end if there is one."""
+    params = sequence.request.params
+    for count, token in enumerate(tokens, start=1):
+        sequence.token_ids.append(token)
+        if token in sequence.stop_ids and sequence.num_output_tokens >= params.min_tokens:
+            reason = None if token in eos and not params.ignore_eos else token
+            return tuple(tokens[:count]), sequence.finish_record(FinishReason.STOP, now, stop_reason=reason)
+        if len(sequence.token_ids) >= sequence.max_num_tokens:
+            return tuple(tokens[:count]), sequence.finish_record(FinishReason.LENGTH, now)
+    return tuple(tokens), None
+
+
+def _fresh_scores(step: InFlight, result: StepResult) -> dict[Sequence, tuple[TokenLogprobs, ...]]:
+    """Prompt logprobs, each position once: a prompt recomputed after preemption scores some again."""
+    fresh: dict[Sequence, tuple[TokenLogprobs, ...]] = {}
+    for work_index, entries in result.prompt_logprobs.items():
+        sequence = step.work[work_index]
+        if sequence.ignore_through >= result.step_id:
+            continue
+        known = max(0, sequence.num_scored_tokens - step.plan.starts[work_index])
+        if entries[known:]:
+            fresh[sequence] = tuple(entries[known:])
+            sequence.num_scored_tokens += len(entries) - known
+    return fresh

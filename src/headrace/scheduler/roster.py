@@ -1,0 +1,178 @@
+"""The roster: every live sequence, where it stands, and the row it sits in.
+
+    waiting --admit--> running --(fully planned)--> in flight only --> finished
+       ^------preempt-----'                                              ^
+       '-------------------------- abort, refusal -----------------------'
+
+Rows and blocks that a step in flight still names come back when that step is retired.
+
+What lives here: the states and the passages between them. What may not: whose turn it is (planner.py), what results mean
+(results.py).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from headrace.cache.manager import CacheManager
+from headrace.request import Request, SequenceStatus
+from headrace.scheduler.limits import SchedulerLimits
+from headrace.scheduler.queue import WaitingQueue
+from headrace.sequence import ALWAYS, NEVER, Sequence
+
+
+def _order(sequence: Sequence) -> tuple[int, ...]:
+    return (*sequence.order, sequence.index)
+
+
+class Roster:
+    """See the module. ``running`` is in ascending order: its last is the first to be preempted."""
+
+    def __init__(self, cache: CacheManager, limits: SchedulerLimits, eos_token_ids: frozenset[int]) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.eos_token_ids = eos_token_ids
+        self.max_sequence_tokens = min(limits.max_model_len, cache.capacity_tokens(limits.max_num_batched_tokens))
+        self.requests: dict[int, list[Sequence]] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.dropped_rows: list[int] = []  # to be told to the workers with the next plan
+        self.retired = NEVER  # the last step collected
+        self.stale = False  # ``running`` holds sequences that have ended or are fully planned
+        self.num_preemptions = 0
+        self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for siblings in self.requests.values() for sequence in siblings)
+
+    @property
+    def rows_are_leaving(self) -> bool:
+        return bool(self._leaving_rows)
+
+    # --- coming
+
+    def create(self, request: Request, index: int, order: tuple[int, ...]) -> Sequence:
+        """A waiting sequence, not yet entered."""
+        params = request.params
+        asked = self.max_sequence_tokens if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
+        return Sequence(
+            request=request,
+            index=index,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            max_num_tokens=min(asked, self.max_sequence_tokens),
+            order=order,
+            kv=self.cache.create(request.cache_salt, request.adapter),
+            token_ids=request.prompt_token_ids[:],
+        )
+
+    def enter(self, sequence: Sequence) -> None:
+        self.requests[sequence.request_id] = [sequence]
+        self.waiting.push(sequence)
+
+    def admit_head(self, num_rows: int) -> Sequence:
+        """The head of the queue starts to run, with a row of its own and rows reserved for its siblings."""
+        sequence = self.waiting.pop()
+        sequence.status = SequenceStatus.RUNNING
+        sequence.row = self.free_rows.pop()
+        sequence.sibling_rows = [self.free_rows.pop() for _ in range(num_rows - 1)]
+        insort(self.running, sequence, key=_order)
+        return sequence
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """n > 1: the prompt is computed, each further answer becomes a running sequence in its reserved row."""
+        siblings = []
+        for index, row in enumerate(sequence.sibling_rows, start=1):
+            twin = self.create(sequence.request, index, sequence.order)
+            if self.limits.kv_caching:  # else each recomputes everything into blocks of its own
+                twin.kv = self.cache.fork(sequence.kv, sequence.num_computed_tokens)
+            twin.num_computed_tokens = sequence.num_computed_tokens
+            twin.status, twin.row, twin.forked = SequenceStatus.RUNNING, row, True
+            twin.first_scheduled, twin.num_cached_tokens = sequence.first_scheduled, sequence.num_cached_tokens
+            self.requests[sequence.request_id].append(twin)
+            insort(self.running, twin, key=_order)
+            siblings.append(twin)
+        sequence.sibling_rows = []
+        sequence.forked = True
+        return siblings
+
+    def refresh(self, sequence: Sequence) -> None:
+        """Recomputes how long planning and accepting this sequence's tokens need no thought."""
+        plain = self.limits.kv_caching and not (sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores)
+        sequence.plain_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
+        next_link = (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
+        sequence.checkpoint = min(sequence.max_num_tokens, next_link)
+
+    # --- going
+
+    def preempt_last(self) -> Sequence:
+        """Preemption by recompute: blocks and row go back, tokens stay, and the sequence waits again."""
+        sequence = self.running.pop()
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        self.requeue(sequence)
+        return sequence
+
+    def requeue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        self._give_back(sequence)
+        sequence.num_computed_tokens = 0
+        self.refresh(sequence)
+        self.waiting.push(sequence)
+
+    def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
+        """Nothing of it is planned or accepted any more. Untrusted: what it wrote is not to be reused."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.discard()
+        elif trusted:
+            written_by = sequence.last_step if sequence.last_step > self.retired else None
+            self.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by)
+        else:
+            self.cache.forget_written_by(sequence.kv)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.ignore_through = ALWAYS
+        self.stale = True
+        self._give_back(sequence)
+        siblings = self.requests[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.requests[sequence.request_id]
+
+    def drop_ended(self) -> None:
+        if self.stale:
+            self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
+            self.stale = False
+
+    def roll_back_all(self, through: int) -> None:
+        """Forgets what steps up to ``through`` would have told; whoever was running is computed anew."""
+        for sequence in list(self):
+            sequence.ignore_through = through
+            sequence.num_tokens = len(sequence.token_ids)
+            if sequence.status is SequenceStatus.RUNNING:
+                self.requeue(sequence)
+        self.running = []
+
+    def retire(self, step_id: int) -> None:
+        """A step was collected: what only it named comes back."""
+        self.retired = step_id
+        self.cache.retire(step_id)
+        if self._leaving_rows:
+            self._return_rows()
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.cache.free(sequence.kv, sequence.last_step)
+        for row in [sequence.row, *sequence.sibling_rows]:
+            if row is not None:
+                self.dropped_rows.append(row)
+                self._leaving_rows.append((sequence.last_step, row))
+        sequence.row, sequence.sibling_rows = None, []
+        self._return_rows()
+
+    def _return_rows(self) -> None:
+        entries, self._leaving_rows = self._leaving_rows, []
+        for last_step, row in entries:
+            if last_step <= self.retired:
+                self.free_rows.append(row)
+            else:
+                self._leaving_rows.append((last_step, row))
