@@ -1,0 +1,80 @@
+"""Inputs for kernel tests: paged caches whose unread blocks are poisoned, and the tolerance of each element type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import Declined
+from headrace.kernels.cpu.compiler import native_library
+from headrace.layers.inputs import AttentionInputs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value: one rounding and a little
+
+
+def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[..., Any]:
+    """The native candidate, or the test is skipped where the machine cannot build it."""
+    found = native_library()
+    if isinstance(found, Declined):
+        pytest.skip(found.reason)
+    kernels = Kernels(torch.device("cpu"), disabled=frozenset({"onednn"}), batch_invariant=batch_invariant)
+    chosen = kernels.choose(op, **facts)
+    assert kernels.choices[-1].chosen == "native"
+    return chosen
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == want.dtype
+    worst = (got.float() - want.float()).abs().max().item()
+    assert worst <= TOLERANCE[dtype] * max(1.0, want.float().abs().max().item()), worst
+
+
+class PagedCase:
+    """Queries and a paged cache for ``lengths``: (query length, context length) of each sequence.
+
+    Blocks lie in random order; those no sequence owns hold NaN, and table entries beyond a sequence are out of range.
+    """
+
+    def __init__(
+        self, lengths: Sequence[tuple[int, int]], *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int = 8, seed: int = 0
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        needed = [-(-context // block_size) for _, context in lengths]
+        blocks, self.block_size = sum(needed) + 3, block_size
+        cache = torch.full((blocks, 2, 2, kv_heads, block_size, dim), float("nan"), dtype=dtype)
+        order = torch.randperm(blocks, generator=generator)[: sum(needed)]
+        cache[order] = torch.randn((len(order), *cache.shape[1:]), generator=generator).to(dtype)
+        self.k_cache, self.v_cache = cache[:, 1, 0], cache[:, 1, 1]  # one layer of two: strided
+        self.table = torch.full((len(lengths), max(needed, default=0) + 1), 2**30, dtype=torch.int32)
+        for row, owned in enumerate(order.split(needed)):
+            self.table[row, : len(owned)] = owned
+        self.lengths = tuple(lengths)
+        self.q = torch.randn((sum(count for count, _ in lengths), heads, dim), generator=generator).to(dtype)
+
+    @property
+    def inputs(self) -> AttentionInputs:
+        counts, contexts = zip(*self.lengths, strict=True)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        slots = torch.full((sum(counts),), -1)
+        return AttentionInputs(
+            self.table, starts, torch.tensor(contexts, dtype=torch.int32), slots, self.block_size, max(counts), max(contexts)
+        )
+
+    def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:
+        return attention(self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap)
+
+    def part(self, row: int, first: int, end: int) -> PagedCase:
+        """Queries first … end - 1 of one sequence as a batch of their own, over the same cache."""
+        count, context = self.lengths[row]
+        start = sum(length for length, _ in self.lengths[:row])
+        alone = object.__new__(PagedCase)
+        alone.block_size, alone.k_cache, alone.v_cache = self.block_size, self.k_cache, self.v_cache
+        alone.table, alone.lengths = self.table[row : row + 1], ((end - first, context - count + end),)
+        alone.q = self.q[start + first : start + end]
+        return alone
