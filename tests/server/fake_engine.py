@@ -30,6 +30,7 @@ DEFECT = 1004  # a defect of ours: an exception nobody expected
 ENDLESS = 1005  # large deltas as fast as they are taken
 SEPARATORS = 1006  # text with what some clients take for line ends
 FAST = 1007  # no waiting between tokens
+HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
@@ -72,6 +73,8 @@ class FakeEngine:
         if position == 2 and seed == DIES:
             self.alive, self.dead = False, True
             raise EngineDead("the engine was killed")
+        if position == 2 and seed == HANGS:
+            self.alive = False
 
     def _delta(self, index: int, position: int, prompt: ParsedPrompt, params: SamplingParams) -> RequestDelta:
         assert self.tokenizer is not None and prompt.token_ids is not None
@@ -110,7 +113,7 @@ def main() -> int:
     parser.add_argument("--laggard-seconds", type=float, default=2.0)
     args = parser.parse_args()
     stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
-    lifecycle.LAST_WORDS_SECONDS = 0.5
+    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS = 0.5, 0.8
 
     async def create() -> FakeEngine:
         await asyncio.sleep(args.load_seconds)

@@ -14,7 +14,7 @@ import pytest
 from support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-DIES = 1002  # a behaviour of fake_engine.py
+DIES, HANGS = 1002, 1008  # behaviours of fake_engine.py
 
 
 def streams(server: Server, count: int, **fields: Any) -> list[socket.socket]:
@@ -120,6 +120,18 @@ def test_a_dead_engine_ends_every_stream_visibly_and_the_process_with_an_error()
             assert not complete and events_of(body)[-1]["error"]["type"] == "service_unavailable_error"
         assert server.wait(5) == 1
         assert any("died" in line for line in server.lines)
+
+
+def test_an_engine_that_hangs_is_unhealthy_at_once_and_given_up_later() -> None:
+    with serving() as server:
+        held = streams(server, 1, max_tokens=400, seed=HANGS)[0]
+        begun = time.monotonic()
+        while server.ask("GET", "/health").status == 200:
+            assert time.monotonic() - begun < 0.5
+        assert server.process.poll() is None and server.ask("GET", "/ready").status == 503
+        _, body, complete = split_response(b"x\r\ntransfer-encoding: chunked\r\n\r\n" + read_until_closed(held))
+        assert not complete and "error" in events_of(body)[-1]
+        assert server.wait(5) == 1
 
 
 def failing_start(*arguments: str, seconds: float = 15.0) -> tuple[int, list[str]]:

@@ -74,7 +74,9 @@ def test_line_separators_leave_as_escapes(server: Server) -> None:
         streamed = read_until_closed(sock)
     whole = server.ask("POST", "/v1/chat/completions", body)
     assert streamed.isascii() and whole.body.isascii()
-    assert whole.json["choices"][0]["message"]["content"] == "a\u2028b\u2029c\u0085d\U0001f600é"
+    text = "a\u2028b\u2029c\u0085d\U0001f600é"
+    assert whole.json["choices"][0]["message"]["content"] == text
+    assert events_of(split_response(streamed)[1])[1]["choices"][0]["delta"]["content"] == text
 
 
 def test_logprobs_of_both_apis_are_finite_and_aligned(server: Server) -> None:
@@ -266,6 +268,8 @@ def test_metrics_have_both_names_and_a_fixed_number_of_series(server: Server) ->
         server.ask("GET", f"/nowhere/{index}")
         server.ask(f"M{index}", "/v1/models")
     lines = [line for line in server.ask("GET", "/metrics").body.decode().splitlines() if not line.startswith("#")]
+    unmatched = next(line for line in lines if line.startswith('headrace_http_responses_total{route="-",status="4xx"}'))
+    assert int(unmatched.split()[-1]) >= 50
     assert len(lines) == len([line for line in before.body.decode().splitlines() if not line.startswith("#")])
     names = {line.partition("{")[0] for line in lines}
     twins = {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")}

@@ -173,8 +173,6 @@ class Lifecycle:
 
     def _on_signal(self) -> None:
         self._signals += 1
-        if self._service.state is State.READY:
-            self._service.state = State.DRAINING
         self._signalled.set()
 
 
