@@ -9,9 +9,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -326,9 +327,26 @@ asyncio.run(main())
 """
 
 
-def test_a_parent_killed_while_the_engine_starts_leaves_no_file(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", ORPHAN], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
-    asyncio.run(until(lambda: not list(tmp_path.iterdir()), 5))
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A socket's name is at most 108 bytes long: pytest's own folders are not for it."""
+    with tempfile.TemporaryDirectory(prefix="hr-") as folder:
+        yield Path(folder)
+
+
+def test_a_parent_killed_while_the_engine_starts_leaves_no_file(short_tmp: Path) -> None:
+    subprocess.run([sys.executable, "-c", ORPHAN], env={**os.environ, "TMPDIR": str(short_tmp)}, check=False)
+    asyncio.run(until(lambda: not list(short_tmp.iterdir()), 5))
+
+
+def test_a_temporary_folder_with_a_long_name_or_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    assert sum(len(delta.token_ids) for delta in with_engine(lambda llm: collect(llm.stream([1], SHORT)))) == 12
+    monkeypatch.setattr("tempfile.tempdir", "/no/such")
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        with_engine(lambda llm: collect(llm.stream([1], SHORT)))
 
 
 def test_a_frozen_engine_is_told_from_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,10 +488,9 @@ def test_a_request_that_the_core_refuses_ends_alone() -> None:
     with_engine(work)
 
 
-def test_nothing_listens_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_nothing_listens_and_no_file_is_left(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_tmp))
     before = len(os.listdir("/proc/self/fd"))
     with_engine(lambda llm: collect(llm.stream([1], SHORT)))
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_tmp.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) <= before

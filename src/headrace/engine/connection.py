@@ -118,7 +118,7 @@ class EngineConnection:
     @classmethod
     async def launch(cls, config: EngineConfig) -> EngineConnection:
         """Starts the process; it loads while the caller goes on."""
-        folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # 0700
+        folder = _private_folder()
         self = cls(secrets.token_bytes(32), folder)
         try:
             address = str(folder / "engine")
@@ -223,6 +223,15 @@ class EngineConnection:
             self._server.close()
             self._server = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    """A fresh folder (0700) whose path is short enough for a socket's name (108 bytes). Raises ConfigError."""
+    parent = tempfile.gettempdir()
+    try:
+        return Path(tempfile.mkdtemp(prefix="headrace-", dir=parent if len(os.fsencode(parent)) < 64 else "/tmp"))
+    except OSError as error:
+        raise errors.ConfigError(f"cannot make a folder for the engine's socket: {error}. Set TMPDIR to a folder that can be written.") from error
 
 
 async def _spawn(launch: bytes) -> asyncio.subprocess.Process:
