@@ -20,6 +20,8 @@ from headrace.errors import ConfigError
 
 ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
 
+MANY_FLAGS = 16  # beyond these the usage line does not list them
+
 WORDS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
 # Flags people bring along from other engines. Each gets a sentence instead of "unknown flag".
@@ -113,6 +115,13 @@ class CommandParser(argparse.ArgumentParser):
             values.__dict__.pop("model", None)  # a model from the file gives way to MODEL on the command line
         return values, unknown
 
+    def format_help(self) -> str:
+        """A usage line that lists dozens of flags helps nobody: they follow, one by one."""
+        if self.usage is None and len(self.options()) > MANY_FLAGS:
+            positionals = [_positional_usage(action) for action in self._actions if not action.option_strings]
+            self.usage = " ".join([self.prog, *positionals, "[flags]"])
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """One line and exit status 2."""
         self.exit(2, f"headrace: {message} (see {self.prog} --help)\n")
@@ -163,6 +172,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def _keys(self) -> list[str]:
         return [flag.lstrip("-") for flag in self.options() if flag.startswith("--")]
+
+
+def _positional_usage(action: argparse.Action) -> str:
+    name = action.metavar if isinstance(action.metavar, str) else action.dest
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
 
 def near_match(word: str, known: Iterable[str]) -> str:
