@@ -122,6 +122,7 @@ def test_a_worker_accounts_for_its_memory(tmp_path: Path) -> None:
     parameters = sum(p.numel() for p in tiny.create("qwen3").parameters())
     tables = executor.info.memory["weights"] - 4 * parameters
     assert 0 <= tables <= 4 * 256 * 32  # the rotary table
+    assert executor.info.memory["process"] > 0
     group = executor.info.kv_groups[0]
     assert executor.info.memory["kv_cache"] == 96 * group.spec.bytes_per_block
     assert executor.info.max_model_len == 256

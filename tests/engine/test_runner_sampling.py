@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.clock import VirtualClock
 from headrace.engine.executor import ExecutorInfo
 from headrace.errors import StepFailed
+from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import SamplingParams
 from headrace.worker.local_executor import LocalExecutor
@@ -56,7 +57,7 @@ def _random_table(seed: int = 0) -> Tensor:
 def _executor(table: Tensor, overlap: int = 0) -> tuple[LocalExecutor, TableDecoder]:
     decoder = TableDecoder(table)
     rows = Rows(8, 64, VOCAB, (), torch.device("cpu"))
-    runner = ModelRunner(decoder, (), rows, max_logits_rows=100, padded=False, clock=VirtualClock())
+    runner = ModelRunner(decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock())
     return LocalExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), overlap=overlap, threads=1), decoder
 
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels.sampling import apply_penalties, keep_thresholds, philox4x32, pick_tokens, score_tokens, token_noise, vocabulary_noise
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import Declined
+from headrace.kernels.cpu.compiler import native_library
+from headrace.kernels.sampling import (
+    apply_penalties,
+    gumbel_argmax,
+    keep_thresholds,
+    philox4x32,
+    pick_tokens,
+    score_tokens,
+    token_noise,
+    vocabulary_noise,
+)
 
 
 def _words(*values: int) -> tuple[Tensor, ...]:
@@ -50,19 +63,63 @@ def _filters(rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) 
     return torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
 
 
-def _draw(logits: Tensor, temperature: float, filters: tuple[Tensor, Tensor, Tensor] | None, first_position: int = 0) -> Tensor:
+def _draw(
+    logits: Tensor,
+    temperature: float,
+    filters: tuple[Tensor, Tensor, Tensor] | None,
+    first_position: int = 0,
+    argmax: Callable[..., Tensor] = gumbel_argmax,
+) -> Tensor:
     rows = len(logits)
-    seeds = torch.full((rows,), 1234567891011)
-    return pick_tokens(logits, logits.amax(-1), torch.full((rows,), temperature), filters, seeds, torch.arange(first_position, first_position + rows))
+    seeds, positions = torch.full((rows,), 1234567891011), torch.arange(first_position, first_position + rows)
+    return pick_tokens(logits, logits.amax(-1), torch.full((rows,), temperature), filters, seeds, positions, argmax)
 
 
+NATIVE = native_library()
+needs_native = pytest.mark.skipif(isinstance(NATIVE, Declined), reason="no C compiler here")
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("vocab_size", [1, 15, 64, 257, 1000, 20_000])
+def test_the_native_pick_equals_its_twin(vocab_size: int, threads: int) -> None:
+    """Logarithms may differ in the last bit, so a draw may differ where two sums are closer than that: none of these is."""
+    native = Kernels(torch.device("cpu"), strict=True).choose("gumbel_argmax", dtype=torch.float32)
+    generator, before = torch.Generator().manual_seed(vocab_size), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for spread in (0.0, 1.0, 6.0):
+            scores = torch.randn(40, vocab_size, generator=generator) * spread
+            seeds = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+            positions = torch.randint(0, 2**20, (40,), generator=generator)
+            for thresholds in (None, scores.amax(-1) - spread, torch.full((40,), float("-inf"))):
+                for rows in (slice(0, 40), slice(5, 6)):
+                    cut = None if thresholds is None else thresholds[rows]
+                    expected = gumbel_argmax(scores[rows], cut, seeds[rows], positions[rows])
+                    assert torch.equal(native(scores[rows], cut, seeds[rows], positions[rows]), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_the_native_pick_survives_rows_that_keep_nothing() -> None:
+    native = Kernels(torch.device("cpu")).choose("gumbel_argmax", dtype=torch.float32)
+    scores = torch.full((3, 300), float("nan"))
+    scores[1] = float("-inf")
+    scores[2] = torch.arange(300.0)
+    picked = native(scores, None, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    assert picked[:2].tolist() == [0, 0] and int(picked[2]) > 250
+
+
+@pytest.mark.parametrize("op", ["twin", "chosen"])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_frequencies_follow_the_probabilities(filtered: bool) -> None:
+def test_frequencies_follow_the_probabilities(filtered: bool, op: str) -> None:
     """Pearson's chi-square over 20,000 draws; 99.99 % point of 11 degrees of freedom is 38.9."""
     draws = 20_000
     logits = torch.linspace(-2, 1.3, 12)
     probabilities = (logits / 0.7).softmax(-1)
-    picked = _draw(logits.expand(draws, 12).contiguous(), 0.7, _filters(draws, top_k=12) if filtered else None)
+    argmax = gumbel_argmax if op == "twin" else Kernels(torch.device("cpu")).choose("gumbel_argmax", dtype=torch.float32)
+    picked = _draw(logits.expand(draws, 12).contiguous(), 0.7, _filters(draws, top_k=12) if filtered else None, argmax=argmax)
     counts = picked.bincount(minlength=12)
     chi_square = float(((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum())
     assert chi_square < 38.9

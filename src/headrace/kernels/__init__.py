@@ -7,7 +7,8 @@ What lives here: the registry. What may not: any kernel.
 
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
-``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k).
+``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
+``gumbel_argmax`` (dtype).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.kernels import reference
+from headrace.kernels import reference, sampling
 from headrace.kernels.candidate import Candidate, Declined, Site
 from headrace.kernels.cpu import candidates as cpu
 
@@ -37,6 +38,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "activation": (),
         "gated_activation": cpu.GATED_ACTIVATION,
         "moe": cpu.MOE,
+        "gumbel_argmax": cpu.GUMBEL_ARGMAX,
     }
 )
 
@@ -50,6 +52,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "activation": reference.activation,
         "gated_activation": reference.gated_activation,
         "moe": reference.moe,
+        "gumbel_argmax": sampling.gumbel_argmax,
     }
 )
 

@@ -11,6 +11,8 @@ beside it cannot change it, and computing it for the kept tokens alone is exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -156,12 +158,26 @@ def pick_tokens(
     filters: tuple[Tensor, Tensor, Tensor] | None,  # top_k, top_p, min_p as in keep_thresholds; None = all off in every row
     seeds: Tensor,  # [rows], int64
     positions: Tensor,  # [rows], int64: output positions
+    argmax: Callable[..., Tensor],  # gumbel_argmax or a candidate of it
 ) -> Tensor:  # [rows], int64
-    """Samples one token a row: the argmax of score + Gumbel noise over the kept tokens."""
+    """Samples one token a row."""
     scores = (logits - peak[:, None]).div_(temperature.clamp(min=_MIN_TEMPERATURE)[:, None])
-    if filters is None:
+    return argmax(scores, None if filters is None else keep_thresholds(scores, *filters), seeds, positions)
+
+
+def gumbel_argmax(
+    scores: Tensor,  # [rows, vocab], float32
+    thresholds: Tensor | None,  # [rows], float32: tokens with at least this score are kept; None = all are
+    seeds: Tensor,  # [rows], int64
+    positions: Tensor,  # [rows], int64: output positions
+) -> Tensor:  # [rows], int64
+    """The argmax of score + Gumbel noise over the kept tokens: a sample of softmax(scores) over them (Maddison et al. 2014).
+
+    A row of NaN gives any token; its caller knows.
+    """
+    if thresholds is None:
         return _pick_from_all(scores, seeds, positions)
-    kept = scores >= keep_thresholds(scores, *filters)[:, None]
+    kept = scores >= thresholds[:, None]
     wide = kept.sum(-1) > scores.shape[1] // _DENSE_SHARE
     picked = torch.empty_like(seeds)
     narrow_rows, wide_rows = (~wide).nonzero()[:, 0], wide.nonzero()[:, 0]
@@ -178,10 +194,7 @@ def _pick_from_all(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _pick_from_kept(scores: Tensor, kept: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """As ``_pick_from_all``, with noise for the kept tokens alone: they are laid out as [rows, most kept in a row].
-
-    A row of NaN keeps nothing and gets token 0; its caller knows.
-    """
+    """As ``_pick_from_all``, with noise for the kept tokens alone: they are laid out as [rows, most kept in a row]."""
     counts = kept.sum(-1)
     row, token = kept.nonzero(as_tuple=True)
     column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]

@@ -31,6 +31,12 @@ def available_memory() -> int:
     return min([free, *_cgroup_room()])
 
 
+def process_memory() -> int:
+    """Bytes of its own that this process holds now (not files that others can share)."""
+    status = dict(line.split(":", 1) for line in (_read(Path("/proc/self/status")) or "").splitlines() if ":" in line)
+    return sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap") if name in status)
+
+
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware."""
     for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.clock import Clock
+from headrace.kernels import Kernels
 from headrace.kernels.sampling import score_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan, StepResult, TokenLogprobs
@@ -62,11 +63,21 @@ class ModelRunner:
     ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
     """
 
-    def __init__(self, decoder: Computes, kv_caches: Sequence[Tensor], rows: Rows, *, max_logits_rows: int, padded: bool, clock: Clock) -> None:
+    def __init__(
+        self,
+        decoder: Computes,
+        kv_caches: Sequence[Tensor],  # one a KV group: [blocks, layers, 2, kv_heads, block_size, head_dim]
+        rows: Rows,
+        kernels: Kernels,
+        *,
+        max_logits_rows: int,
+        padded: bool,
+        clock: Clock,
+    ) -> None:
         self._decoder = decoder
         self._kv_caches = tuple(kv_caches)
         self._rows = rows
-        self._sampler = Sampler(rows)
+        self._sampler = Sampler(rows, kernels)
         self._max_logits_rows = max_logits_rows
         self._padded = padded
         self._clock = clock

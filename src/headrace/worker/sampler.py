@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels import Kernels
 from headrace.kernels.sampling import apply_penalties, pick_tokens, score_tokens
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, HostRow, Ints, Rows, Staging, Trait
 
@@ -55,8 +56,9 @@ class Samples:
 class Sampler:
     """Samples for rows and writes the tokens into them."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, kernels: Kernels) -> None:
         self._rows = rows
+        self._argmax = kernels.choose("gumbel_argmax", dtype=torch.float32)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
         """``logits`` [sources, vocab], float32, is used up."""
@@ -102,7 +104,7 @@ class Sampler:
         filters = (ints[:, _INT["top_k"]], floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]) if has_filters else None
         seeds = (ints[:, _INT["seed_high"]] << 32) | (ints[:, _INT["seed_low"]] & 0xFFFFFFFF)
         output_positions = positions - ints[:, _INT["num_prompt_tokens"]]
-        return pick_tokens(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions)
+        return pick_tokens(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions, self._argmax)
 
     def _ship(self, values: Ints) -> Tensor:
         staging = Staging(self._rows.device)

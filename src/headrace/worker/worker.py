@@ -23,6 +23,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.request import NewRow, SamplingParams, StepPlan
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
+from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.memory import KVPlan, Room, activation_bytes, check_weights_fit, device_memory, plan_kv, weight_bytes
 from headrace.worker.model_runner import ModelRunner
@@ -43,6 +44,7 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
     tokens_a_step = config.scheduler.max_num_batched_tokens
     if tokens_a_step is None or config.device.overlap is None:
         raise ConfigError("max_num_batched_tokens and overlap must be resolved before a worker is made; resolve the config first.")
+    before = process_memory()
     spec = families.spec_from_config(source.config)
     device = torch.device(device_kind(config.device.device))
     threads, threads_decision = resolve_threads(config.device.threads)
@@ -57,6 +59,7 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         decoder,
         kv_caches,
         rows,
+        kernels,
         max_logits_rows=config.scheduler.max_logits_rows,
         padded=not config.device.token_concatenation,
         clock=RealClock(),
@@ -69,6 +72,7 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         kv_groups=plan.groups,
         device=_device_name(device, threads),
         memory={
+            "process": before,
             "weights": weight_bytes(decoder),
             "kv_cache": sum(cache.numel() * cache.element_size() for cache in kv_caches),
             "activations": room.activations,

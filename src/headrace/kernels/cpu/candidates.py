@@ -6,7 +6,7 @@ What lives here: the ordered lists. What may not: kernels, compiling, choosing.
 from __future__ import annotations
 
 from headrace.kernels.candidate import Candidate
-from headrace.kernels.cpu import native, onednn
+from headrace.kernels.cpu import native, onednn, picking
 
 NATIVE = "native"
 
@@ -19,3 +19,4 @@ ROTARY_WRITE = (Candidate(NATIVE, native.native_kernel(native.create_rotary_writ
 PAGED_ATTENTION = (Candidate(NATIVE, native.native_kernel(native.create_paged_attention)),)
 GATED_ACTIVATION = (Candidate(NATIVE, native.native_kernel(native.create_gated_activation)),)
 MOE = (Candidate(NATIVE, native.native_kernel(native.create_moe)),)
+GUMBEL_ARGMAX = (Candidate(NATIVE, native.native_kernel(picking.create_gumbel_argmax)),)
