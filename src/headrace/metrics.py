@@ -69,11 +69,13 @@ class Histogram:
 class StepRecord:
     """One step: what it had to do, what was predicted, what was measured. Seconds, bytes, FLOPs.
 
-    ``fraction`` = floor / measured, the share of the physical limit; None without a device profile or a measured time.
+    ``decodes`` of its rows computed a single token. ``fraction`` = floor / measured, the share of the physical limit; None
+    without a device profile or a measured time.
     """
 
     step_id: int
     rows: int
+    decodes: int
     tokens: int
     sampled: int
     bytes: float
@@ -114,14 +116,14 @@ class StepRecorder:
         return self._cost_model.estimate(plan).seconds if self._cost_model is not None else 0.0
 
     def _record(self, plan: StepPlan, measured: float, host_seconds: float, *, failed: bool) -> StepRecord:
-        rows, sampled = len(plan.rows), len(plan.sample_work)
+        rows, decodes, sampled = len(plan.rows), plan.counts.count(1), len(plan.sample_work)
         if self._cost_model is None:
-            return StepRecord(plan.step_id, rows, plan.num_tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed)
+            return StepRecord(plan.step_id, rows, decodes, plan.num_tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed)
         load = self._cost_model.load_of(plan)
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
         return StepRecord(
-            plan.step_id, rows, load.tokens, sampled, cost.bytes, cost.flops,
+            plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
             cost.floor_seconds, cost.seconds, measured, host_seconds, fraction, failed,
         )
 

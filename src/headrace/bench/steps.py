@@ -15,10 +15,10 @@ COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "predicted ms", "meas
 
 
 def kind_of(record: StepRecord) -> str:
-    """A step where every row computes one token is a decode step."""
-    if record.tokens == record.rows:
+    """Rows of one token decode (or end a prompt with its last token), rows of more prefill; a step may have both."""
+    if record.decodes == record.rows:
         return "decode"
-    return "prefill" if record.rows == 1 or record.sampled < record.rows else "mixed"
+    return "mixed" if record.decodes else "prefill"
 
 
 def summarise_steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
