@@ -14,7 +14,7 @@ import pytest
 from headrace import cli
 from headrace.errors import ConfigError, ModelError
 
-HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "starlette", "pydantic", "httpx", "tokenizers", "safetensors", "jinja2", "gguf", "yaml", "msgspec")
+HEAVY = ("torch", "fastapi", "uvicorn", "starlette", "pydantic", "httpx", "tokenizers", "safetensors", "jinja2", "gguf", "yaml", "msgspec")
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

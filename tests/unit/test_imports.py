@@ -61,6 +61,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "worker": CORE,
     "models": CORE,
     "models.hub": {"huggingface_hub"},
+    "models.hub_resume": {"huggingface_hub"},
     "layers": CORE,
     "kernels": CORE,
     "quant": CORE,
