@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.models.hub_resume import fetch_large_files
 
 # Small files, whatever the weights; config.json decides whether it is a model of this kind at all.
 _SMALL = frozenset(
@@ -57,7 +58,9 @@ def download_model(name: str, *, with_weights: bool) -> Path:
     repository, _, revision = name.partition("@")
     hub = _library(name)
     try:
-        files = hub.HfApi(library_name="headrace").list_repo_files(repository, revision=revision or None)
+        # Not list_repo_files: that one asks a hub that is gone five times, with pauses.
+        found = hub.HfApi(library_name="headrace").model_info(repository, revision=revision or None, timeout=15)
+        files = [sibling.rfilename for sibling in found.siblings or ()]
     except Exception as error:
         return _cached(hub, name, error)
     wanted = needed_files(files, with_weights=with_weights)
@@ -82,8 +85,11 @@ def _library(name: str) -> Any:
 def _fetch(hub: Any, name: str, wanted: Sequence[str]) -> Path:
     repository, _, revision = name.partition("@")
     try:
+        fetch_large_files(hub, repository, revision or None, wanted)
         # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files' expressions).
         folder = hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(wanted), library_name="headrace")
+    except ModelError:
+        raise
     except Exception as error:
         raise _explained(name, error) from error
     return Path(folder)
