@@ -20,7 +20,7 @@ from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
 from headrace.models.source import find_model
 from headrace.request import SamplingParams, TokenLogprobs
-from headrace.server import lifecycle, stream
+from headrace.server import connection, lifecycle, stream
 from headrace.server.run import run_server
 
 SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
@@ -96,7 +96,7 @@ class FakeEngine:
     async def stats(self) -> Mapping[str, Any]:
         return {"num_running": self.live, "num_waiting": 0, "num_blocks": 100, "num_used_blocks": self.live, "counters": {}}
 
-    async def shutdown(self, timeout: float = 5.0) -> None:
+    async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         self.alive = False
 
 
@@ -113,6 +113,7 @@ def main() -> int:
     parser.add_argument("--laggard-seconds", type=float, default=2.0)
     args = parser.parse_args()
     stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
+    connection.HEADER_SECONDS = 1.0
     lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS = 0.5, 0.8
 
     async def create() -> FakeEngine:

@@ -48,10 +48,34 @@ def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server
 
 def test_a_killed_server_takes_its_engine_along() -> None:
     with serving(*HASH, command=SERVE) as server:
-        read_until(server.raw(post_bytes("/v1/completions", TEXT)), b"\n\n")
-        assert server.children()
-        os.kill(server.process.pid, signal.SIGKILL)
+        with server.raw(post_bytes("/v1/completions", TEXT)) as sock:
+            read_until(sock, b"\n\n")
+            assert server.children()
+            os.kill(server.process.pid, signal.SIGKILL)
+            assert b"[DONE]" not in read_until_closed(sock)
         wait_for(lambda: not server.children(), 5)
+
+
+def test_a_second_signal_does_not_wait_for_a_long_step() -> None:
+    with serving("--executor", "keyed-hash", "--device-time", "6", command=SERVE) as server:
+        with server.raw(post_bytes("/v1/completions", TEXT)):
+            time.sleep(0.3)
+            server.signal()
+            time.sleep(0.2)
+            server.signal()
+            assert server.wait(2) == 1
+        wait_for(lambda: not server.children(), 2)
+
+
+def test_a_signal_while_the_model_loads_leaves_nothing() -> None:
+    server = Server(SERVE)
+    try:
+        wait_for(server.children, 5)
+        server.signal()
+        assert server.wait(3) == 0
+        wait_for(lambda: not server.children(), 2)
+    finally:
+        server.stop()
 
 
 def test_a_terminated_server_leaves_nothing() -> None:

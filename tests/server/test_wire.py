@@ -181,6 +181,23 @@ def test_bytes_that_are_not_http_get_json_too(server: Server) -> None:
         assert set(json.loads(body)) == {"error"}
 
 
+def test_headers_that_do_not_come_are_not_waited_for(server: Server) -> None:
+    """After 1 s here (20 s in the product)."""
+    with server.raw(b"GET /health HTTP/1.1\r\nHost: local") as sock:
+        answer = read_until_closed(sock)
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"error"' in answer
+
+
+def test_a_body_that_is_announced_too_large_is_not_sent_for(server: Server) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with server.raw(head + b"Content-Length: 5000000\r\nExpect: 100-continue\r\n\r\n") as sock:
+        assert read_until_closed(sock).startswith(b"HTTP/1.1 413 ")
+    with server.raw(head + b"Content-Length: 14\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n") as sock:
+        assert read_until(sock, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
+        sock.sendall(b'{"prompt":"x"}')
+        assert b" 200 OK" in read_until_closed(sock)
+
+
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     with server.raw(
         b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")

@@ -20,10 +20,11 @@ from headrace.engine import process as frames
 from headrace.engine.connection import EngineConnection
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
+from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.resolve import find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import EngineDead, HeadraceError, StepFailed, Unavailable
+from headrace.errors import ConfigError, EngineDead, HeadraceError, StepFailed, Unavailable
 from headrace.models.source import ModelSource
 from headrace.request import Request, RequestOutput, SamplingParams
 
@@ -148,11 +149,17 @@ class AsyncLLM:
         connection.listen(self._on_event, self._on_death)
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> AsyncLLM:
+    async def start(cls, config: EngineConfig | None = None, **keywords: Any) -> AsyncLLM:
         """Returns when the engine can serve. Raises what the engine's start raised (ModelError, ConfigError, OutOfMemory …).
+
+        Without a config the ``keywords`` are those of ``LLM(...)``.
 
         The tokenizer is loaded here while the process starts; a hub model is fetched once, before both.
         """
+        if config is None:
+            config = create_config(**keywords)
+        elif keywords:
+            raise ConfigError(f"a config and keywords ({', '.join(keywords)}) were given; put them into the config.")
         source = await asyncio.to_thread(find_source, config)
         defaults = default_params(source.generation_defaults)
         connection = await EngineConnection.launch(config)
@@ -289,15 +296,18 @@ class AsyncLLM:
         finally:
             del self._stats[number]
 
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again."""
+    async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
+        """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again.
+
+        ``kill_after``: seconds that the process gets to end by itself; a step in progress is waited for no longer.
+        """
         self._closing = True
         deadline = time.perf_counter() + timeout
         while self.num_streams and self._connection.death is None and (left := deadline - time.perf_counter()) > 0:
             await asyncio.sleep(min(left, 0.02))
         for stream in list(self._streams.values()):
             stream.end(Unavailable("the server is shutting down; try again later."))
-        await self._connection.close()
+        await self._connection.close(kill_after)
 
     # --- from streams and from the connection
 

@@ -28,6 +28,7 @@ BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 60
 WATCH_SECONDS = 0.2  # between looks at the engine
 HANG_SECONDS = 25.0  # that an engine without progress gets to come back
+ENGINE_EXIT_SECONDS = 0.5  # for the engine's process to end by itself, once nothing is wanted of it
 LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
 
 log = logging.getLogger("headrace.server")
@@ -99,7 +100,7 @@ class Lifecycle:
             self._ready(engine)
             return await self._serve(engine)
         finally:
-            await engine.shutdown(timeout=LAST_WORDS_SECONDS)
+            await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
     async def _give_up(self, loading: asyncio.Future[Engine]) -> int:
         """A signal while the engine loads."""

@@ -75,7 +75,8 @@ class Engine(Protocol):
 
     async def stats(self) -> Mapping[str, Any]: ...
 
-    async def shutdown(self, timeout: float = 5.0) -> None: ...
+    async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
+        """Ends its process, by force after ``kill_after`` seconds."""
 
 
 class State(Enum):
