@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @contextlib.asynccontextmanager
 async def engine(**config: Any) -> AsyncIterator[AsyncLLM]:
-    llm = await AsyncLLM.start(create_config(**{**SMALL, **config}))
+    llm = await AsyncLLM.start(**{**SMALL, **config})
     try:
         yield llm
     finally:
