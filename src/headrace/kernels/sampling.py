@@ -28,6 +28,7 @@ _RUN = 64  # consecutive tokens that take the same word of consecutive calls
 _CALLS_AT_ONCE = 2**15  # int64 counters worked on together: a quarter of a megabyte stays in the second-level cache
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 _MIN_TEMPERATURE = 1e-5
+_SCORES_AT_ONCE = 2**18  # float32 scores whose thresholds are sought together: a megabyte
 _LEADING = 2048  # scores looked at before a whole row is sorted
 _DENSE_SHARE = 8  # noise is computed for the whole vocabulary once more than one token in eight is kept
 
@@ -115,10 +116,16 @@ def keep_thresholds(
 
     Looks at the leading scores first; only rows whose threshold is not among them are sorted whole.
     """
+    rows_at_once = max(1, _SCORES_AT_ONCE // scores.shape[1])
+    pieces = zip(*(part.split(rows_at_once) for part in (scores, top_k, top_p, min_p)), strict=True)
+    return torch.cat([_thresholds_of(*piece) for piece in pieces])
+
+
+def _thresholds_of(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     vocab_size = scores.shape[1]
     width = min(vocab_size, _LEADING)
-    threshold, found = _thresholds_among(_leading(scores, width), scores, top_k, top_p, min_p)
-    missing = (~found).nonzero()[:, 0]
+    threshold, certain = _thresholds_among(_leading(scores, width), scores, top_k, top_p, min_p)
+    missing = (~certain).nonzero()[:, 0]
     if len(missing):
         rest = scores[missing]
         threshold[missing] = _thresholds_among(_leading(rest, vocab_size), rest, top_k[missing], top_p[missing], min_p[missing])[0]
@@ -137,7 +144,9 @@ def _thresholds_among(leading: Tensor, scores: Tensor, top_k: Tensor, top_p: Ten
     kth = torch.where(rank < vocab_size, kth, float("-inf"))
     floor = torch.maximum(kth, min_p.log())  # log 0 = −inf: off
     mass = (leading.exp() * (leading >= floor[:, None])).cumsum(-1)
-    total = torch.where(floor > lowest, mass[:, -1], _mass_above(scores, floor)) if width < vocab_size else mass[:, -1]
+    total = mass[:, -1]
+    if width < vocab_size and bool((floor <= lowest).any()):  # what is kept before top-p may reach beyond the leading scores
+        total = torch.where(floor > lowest, total, _mass_above(scores, floor))
     last = torch.searchsorted(mass, (top_p * total)[:, None]).clamp_(max=width - 1)
     nucleus = torch.where(top_p < 1.0, leading.gather(1, last)[:, 0], float("-inf"))
     threshold = torch.maximum(floor, nucleus)
