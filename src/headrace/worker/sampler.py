@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.sampling import apply_penalties, pick_tokens, score_tokens
-from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, HostRow, Ints, Rows, Staging, Trait
+from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait
 
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
@@ -63,28 +63,32 @@ class Sampler:
     def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
         """``logits`` [sources, vocab], float32, is used up."""
         traits = self._rows.traits[batch.rows]
-        shared = not np.array_equal(batch.source, np.arange(len(logits)))
         staging = Staging(self._rows.device)
         for part in (batch.rows, batch.positions, batch.source):
             staging.put(part)
         rows, positions, source = (part.long() for part in staging.ship())
-        if not traits.any():
+        shared = not np.array_equal(batch.source, np.arange(len(logits)))
+        if traits.any():
+            samples = self._sample_as_asked(logits, source, batch, rows, positions, shared=shared)
+        else:
             peak, tokens = logits.max(-1)
             usable = peak.isfinite()
-            tokens, usable = (tokens[source], usable[source]) if shared else (tokens, usable)
-            scores = None
-        else:
-            scored = (traits & Trait.SCORED).any()
-            own = logits[source] if shared else logits.clone() if scored else logits
-            usable = logits.amax(-1).isfinite()[source]
-            self._process(own, batch, traits)
-            peak, tokens = own.max(-1)
-            usable &= peak.isfinite()
-            self._pick(tokens, own, peak, traits, rows, positions)
-            scores = self._score(logits, source, tokens, batch, traits) if scored else None
-        self._rows.token_ids[rows, positions] = tokens.int()
-        self._count(tokens, batch, traits)
-        return Samples(tokens, usable, scores)
+            samples = Samples(tokens[source], usable[source], None) if shared else Samples(tokens, usable, None)
+        self._rows.token_ids[rows, positions] = samples.tokens.int()
+        self._count(samples.tokens, batch, traits)
+        return samples
+
+    def _sample_as_asked(self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, *, shared: bool) -> Samples:
+        """``raw`` is kept whole only where somebody wants its logprobs, or several samples read one row of it."""
+        traits = self._rows.traits[batch.rows]
+        scored = bool((traits & Trait.SCORED).any())
+        logits = raw[source] if shared else raw.clone() if scored else raw
+        usable = raw.amax(-1).isfinite()[source]
+        self._process(logits, batch, traits)
+        peak, tokens = logits.max(-1)
+        usable &= peak.isfinite()
+        self._pick(tokens, logits, peak, traits, rows, positions)
+        return Samples(tokens, usable, self._score(raw, source, tokens, batch, traits) if scored else None)
 
     # --- picking
 
@@ -155,33 +159,33 @@ class Sampler:
 
     def _ban_words(self, logits: Tensor, hosts: list[tuple[int, HostRow]], batch: SampleBatch) -> None:
         """Bans the last token of a bad word whose prefix ends the row's output."""
-        at, last, lengths, prefix, entry, row, where = [], [], [], [], [], [], []
-        num_entries = 0
-        for j, host in hosts:
-            words = host.bad_words
-            if words is None:
-                continue
-            position, index = int(batch.positions[j]), int(batch.rows[j])
-            num_outputs = position - int(self._rows.num_prompt_tokens[index])
-            # A prefix longer than the output cannot match: its length is made unreachable.
-            lengths.append(np.where(words.lengths > num_outputs, -1, words.lengths))
-            at.append(np.full(len(words.last), j, dtype=np.int32))
-            last.append(words.last)
-            prefix.append(words.prefix)
-            entry.append(words.entry + num_entries)
-            row.append(np.full(len(words.prefix), index, dtype=np.int32))
-            where.append(np.maximum(position - words.distance, 0))
-            num_entries += len(words.last)
-        if not num_entries:
+        words = [self._place(j, host.bad_words, batch) for j, host in hosts if host.bad_words is not None]
+        if not words:
             return
+        firsts = np.cumsum([0, *(len(placed[0]) for placed in words[:-1])])
         staging = Staging(self._rows.device)
-        for parts in (at, last, lengths, prefix, entry, row, where):
+        for parts in zip(*words, strict=True):
             staging.put(np.concatenate(parts).astype(np.int32))
-        which, banned, needed, token, index_of, in_row, position_of = staging.ship()
-        equal = (self._rows.token_ids[in_row.long(), position_of.long()] == token).int()
-        matches = torch.zeros_like(needed).index_add_(0, index_of.long(), equal)
+        staging.put(np.concatenate([placed[3] + first for placed, first in zip(words, firsts, strict=True)]).astype(np.int32))
+        which, banned, needed, _, row, position, token, entry = staging.ship()
+        equal = (self._rows.token_ids[row.long(), position.long()] == token).int()
+        matches = torch.zeros_like(needed).index_add_(0, entry.long(), equal)
         amounts = torch.where(matches == needed, float("-inf"), 0.0)
         logits.index_put_((which.long(), banned.long()), amounts, accumulate=True)
+
+    def _place(self, j: int, words: BadWords, batch: SampleBatch) -> tuple[Ints, ...]:
+        """For each word its sample, last token and how many prefix ids must match; for each prefix id its word, row, place and value."""
+        position, row = int(batch.positions[j]), int(batch.rows[j])
+        num_outputs = position - int(self._rows.num_prompt_tokens[row])
+        return (
+            np.full(len(words.last), j, dtype=np.int32),
+            words.last,
+            np.where(words.lengths > num_outputs, -1, words.lengths),  # a prefix longer than the output cannot match
+            words.entry,
+            np.full(len(words.prefix), row, dtype=np.int32),
+            np.maximum(position - words.distance, 0),
+            words.prefix,
+        )
 
     def _penalise(self, logits: Tensor, which: Ints, batch: SampleBatch) -> None:
         slots = self._rows.counts.slots

@@ -5,9 +5,9 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype,
 
 __all__ = ["create_executor", "device_kind"]
 
-_log = logging.getLogger(__name__)
 _WARM_UP_TOKENS = 16
 
 
@@ -41,20 +40,15 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    tokens_a_step = config.scheduler.max_num_batched_tokens
-    if tokens_a_step is None or config.device.overlap is None:
-        raise ConfigError("max_num_batched_tokens and overlap must be resolved before a worker is made; resolve the config first.")
     before = process_memory()
     spec = families.spec_from_config(source.config)
-    device = torch.device(device_kind(config.device.device))
-    threads, threads_decision = resolve_threads(config.device.threads)
-    torch.set_num_threads(threads)
-    dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
-    check_kv_dtype(config.cache.kv_cache_dtype, dtype)
-    plan, room = _plan_memory(config, spec, dtype, device, tokens_a_step)
-    decoder, kernels = _load(config, source, spec, dtype, device, plan.max_model_len)
-    rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, [group.spec.block_size for group in plan.groups], device)
-    kv_caches = [_allocate(group, dtype, device) for group in plan.groups]
+    setting = _resolve(config, spec)
+    plan, room = _plan_memory(config, spec, setting)
+    decoder, kernels = _load(config, source, spec, setting, plan.max_model_len)
+    rows = Rows(
+        config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, [group.spec.block_size for group in plan.groups], setting.device
+    )
+    kv_caches = [_allocate(group, setting.dtype, setting.device) for group in plan.groups]
     runner = ModelRunner(
         decoder,
         kv_caches,
@@ -65,38 +59,57 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         clock=RealClock(),
     )
     warm_up(runner, plan.groups, plan.max_model_len)
+    memory = {
+        "process": before,
+        "weights": weight_bytes(decoder),
+        "kv_cache": plan.num_bytes,
+        "activations": room.activations,
+        "rows": rows.num_bytes,
+    }
     info = ExecutorInfo(
-        vocab_size=spec.vocab_size,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        kv_groups=plan.groups,
-        device=_device_name(device, threads),
-        memory={
-            "process": before,
-            "weights": weight_bytes(decoder),
-            "kv_cache": sum(cache.numel() * cache.element_size() for cache in kv_caches),
-            "activations": room.activations,
-            "rows": rows.num_bytes,
-        },
+        spec.vocab_size, plan.max_model_len, config.scheduler.max_num_seqs, plan.groups, _device_name(setting.device, setting.threads), memory
     )
-    executor = LocalExecutor(runner, info, overlap=config.device.overlap, threads=threads)
-    threads_said = (threads_decision,) if threads_decision is not None else ()
-    return executor, (dtype_decision, *threads_said, *plan.decisions, *_kernel_decisions(kernels))
+    executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
+    return executor, (*setting.decisions, *plan.decisions, *_kernel_decisions(kernels))
 
 
-def _plan_memory(
-    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, tokens_a_step: int
-) -> tuple[KVPlan, Room]:
-    weights = sum(_volume(rule.shape) for rule in families.weight_rules(spec)) * dtype.itemsize
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What a worker computes on and in."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    overlap: int
+    tokens_a_step: int
+    decisions: tuple[Decision, ...]
+
+
+def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
+    tokens_a_step, overlap = config.scheduler.max_num_batched_tokens, config.device.overlap
+    if tokens_a_step is None or overlap is None:
+        raise ConfigError("max_num_batched_tokens and overlap must be resolved before a worker is made; resolve the config first.")
+    device = torch.device(device_kind(config.device.device))
+    threads, threads_decision = resolve_threads(config.device.threads)
+    torch.set_num_threads(threads)
+    dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
+    check_kv_dtype(config.cache.kv_cache_dtype, dtype)
+    decisions = (dtype_decision,) if threads_decision is None else (dtype_decision, threads_decision)
+    return _Setting(device, dtype, threads, overlap, tokens_a_step, decisions)
+
+
+def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> tuple[KVPlan, Room]:
+    size, tokens_a_step = setting.dtype.itemsize, setting.tokens_a_step
+    weights = sum(_volume(rule.shape) for rule in families.weight_rules(spec)) * size
     logits_rows = min(config.scheduler.max_logits_rows, max(config.scheduler.max_num_seqs, tokens_a_step))
-    activations = activation_bytes(spec, tokens_a_step, logits_rows, dtype.itemsize)
-    room = Room(device_memory(device, config.cache.gpu_memory_utilization), weights, activations)
-    check_weights_fit(room, device)
+    activations = activation_bytes(spec, tokens_a_step, logits_rows, size)
+    room = Room(device_memory(setting.device, config.cache.gpu_memory_utilization), weights, activations)
+    check_weights_fit(room, setting.device)
     plan = plan_kv(
-        kv_groups(spec, config.cache.block_size, dtype.itemsize),
+        kv_groups(spec, config.cache.block_size, size),
         config.cache,
         room,
-        on_cpu=device.type == "cpu",
+        on_cpu=setting.device.type == "cpu",
         max_num_seqs=config.scheduler.max_num_seqs,
         tokens_a_step=tokens_a_step,
         max_positions=spec.max_positions,
@@ -112,22 +125,20 @@ def _volume(shape: Sequence[int]) -> int:
     return volume
 
 
-def _load(
-    config: EngineConfig, source: ModelSource, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> tuple[Decoder, Kernels]:
+def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting: _Setting, max_model_len: int) -> tuple[Decoder, Kernels]:
     kernels = Kernels(
-        device,
+        setting.device,
         strict=config.device.strict_kernels,
         disabled=frozenset(config.device.disabled_kernels),
         batch_invariant=config.device.batch_invariant,
     )
-    decoder = Decoder(spec, kernels=kernels, dtype=dtype, device=device, max_model_len=max_model_len)
+    decoder = Decoder(spec, kernels=kernels, dtype=setting.dtype, device=setting.device, max_model_len=max_model_len)
     if source.weights is WeightFormat.DUMMY:
         loader.fill_dummy(decoder, config.model.seed)
     else:
         checkpoint = open_checkpoint(source)
         try:
-            loader.load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), dtype)
+            loader.load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), setting.dtype)
         finally:
             checkpoint.close()
     with torch.inference_mode():
