@@ -1,0 +1,167 @@
+"""``headrace doctor``: what was found on this machine, what was chosen and why, where the memory is.
+
+What lives here: asking the parts that know, and printing. What may not: choices, measuring (worker/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from headrace.bench.report import machine_facts, table
+from headrace.config import EngineConfig
+from headrace.cost.profile import DeviceProfile, find_profile, profile_folder, save_profile
+from headrace.flags import add_config_flags, add_model_argument, engine_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", action="store_true", help="measure this CPU (under a minute) and keep the result")
+    parser.add_argument("--no-load", action="store_true", help="look at the machine only, load no model")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_model_argument(parser)
+    add_config_flags(parser, EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    report: dict[str, Any] = {"found": found(config.device.threads)}
+    profile = _measure(quiet=args.json) if args.profile else None
+    report["profile"] = _profile_facts(profile or _stored(config.device.threads))
+    if not args.no_load:
+        report |= examine_engine(config)
+    print(json.dumps(report, indent=1, default=str) if args.json else render(report))
+    return 0
+
+
+def found(threads: int | None) -> dict[str, Any]:
+    """Machine and software. Sets torch's threads as an engine would."""
+    import torch
+
+    from headrace.kernels.cpu.compiler import compiler_version, find_compiler
+    from headrace.worker.host import available_memory, physical_cores
+    from headrace.worker.profile import glance_limits
+    from headrace.worker.settings import resolve_threads
+
+    count, decision = resolve_threads(threads)
+    torch.set_num_threads(count)
+    compiler = find_compiler()
+    limits = glance_limits()  # also makes torch start its threads: they are no part of a model's memory
+    return {
+        **{name: value for name, value in machine_facts().items() if name in ("machine", "versions")},
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
+        "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
+        "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
+        "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: native CPU kernels cannot be built, torch twins run instead",
+        "limits now": str(limits),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "no device",
+    }
+
+
+def _onednn(build: str) -> str:
+    """The line of torch's build description that names oneDNN."""
+    lines = [line.strip(" -") for line in build.splitlines() if "DNN" in line and " v" in line]
+    return lines[0] if lines else "built without oneDNN"
+
+
+def _measure(*, quiet: bool) -> DeviceProfile:
+    """Measured now, and kept. Raises ConfigError when the machine was busy."""
+    from headrace.worker.profile import measure_profile
+
+    profile = measure_profile(lambda line: None if quiet else print(line, file=sys.stderr))
+    path = save_profile(profile)
+    if not quiet:
+        print(f"kept in {path}", file=sys.stderr)
+    return profile
+
+
+def _stored(threads: int | None) -> DeviceProfile | None:
+    from headrace.worker.profile import identity_here
+
+    return find_profile(identity_here())
+
+
+def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
+    if profile is None:
+        return {"measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"}
+    rates = {f"matrix product, {dtype}": f"{rate / 1e9:,.0f} GFLOP/s" for dtype, rate in profile.gemm_rates.items()}
+    return {
+        "measured": f"{profile.date}, {profile.identity.threads} threads, torch {profile.versions.get('torch', '?')}",
+        "read": f"{profile.read_bandwidth / 1e9:.1f} GB/s sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
+        "copy": f"{profile.copy_bandwidth / 1e9:.1f} GB/s",
+        **rates,
+        "small operator": f"{profile.launch_overhead * 1e6:.1f} µs",
+    }
+
+
+def examine_engine(config: EngineConfig) -> dict[str, Any]:
+    """Starts the engine as every command does, takes its largest step, and closes it."""
+    from headrace.bench.driver import drive
+    from headrace.bench.workload import Dialogue, Lengths, random_dialogues
+    from headrace.engine.llm import create_engine
+    from headrace.worker.residency import PeakMemory, create_ledger
+
+    engine = create_engine(config, with_tokenizer=False)
+    try:
+        info, limits = engine.info, engine.core.scheduler.limits
+        length = min(limits.max_num_batched_tokens, info.max_sequence_tokens - 1)
+        workload: list[Dialogue] = random_dialogues(1, Lengths(length, 2), vocab_size=info.vocab_size)
+        with PeakMemory() as peak:
+            drive(engine.core, workload)
+        report: dict[str, Any] = {
+            "engine": {"model": info.model, "device": info.device, "dtype": info.dtype, "longest sequence": f"{info.max_sequence_tokens} tokens"},
+            "decisions": [asdict(decision) for decision in info.decisions],
+            "announced": dict(info.memory),
+        }
+        if "process" in info.memory:
+            ledger = create_ledger(info.memory)
+            report["memory"] = {
+                "resident": ledger.resident,
+                "purposes": dict(ledger.purposes),
+                "residual": ledger.residual,
+                "share explained": ledger.share_explained,
+                f"peak of a step of {length} tokens": peak.bytes,
+            }
+        return report
+    finally:
+        engine.close()
+
+
+def render(report: Mapping[str, Any]) -> str:
+    parts = [_section("Found", report["found"]), _section("Profile", report["profile"])]
+    if "engine" in report:
+        rows = [[decision["name"], decision["value"], decision["reason"]] for decision in report["decisions"]]
+        parts += [_section("Engine", report["engine"]), "Chosen\n" + _indent(table(("what", "value", "why"), rows))]
+        parts.append("Memory\n" + _indent(_render_memory(report)))
+    return "\n\n".join(parts)
+
+
+def _section(title: str, facts: Mapping[str, Any]) -> str:
+    width = max(map(len, facts))
+    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items())
+
+
+def _render_memory(report: Mapping[str, Any]) -> str:
+    """Announced sizes, then what is really there, purpose by purpose, with the residual."""
+    announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name != "process"]
+    text = table(("announced", "MiB"), announced)
+    if "memory" not in report:
+        return text
+    memory = report["memory"]
+    rows = [[name, _mib(size)] for name, size in memory["purposes"].items()]
+    rows += [["unexplained", _mib(memory["residual"])], ["resident in all", _mib(memory["resident"])]]
+    peaks = [f"{name}: {_mib(size)} MiB above that" for name, size in memory.items() if name.startswith("peak")]
+    return "\n".join([text, "", table(("resident", "MiB"), rows), f"accounted for: {memory['share explained']:.1%}", *peaks])
+
+
+def _mib(size: int) -> float:
+    return round(size / 2**20, 1)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,108 @@
+"""What this process really holds in memory, by purpose, against what was announced.
+
+An allocation costs memory when it is touched; the kernel is asked which of its pages are there (mincore).
+
+What lives here: measuring this process. What may not: deciding sizes (memory.py), printing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LARGE = 2**20  # bytes; smaller tensors are touched as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes resident now, by purpose; ``residual`` is what no purpose explains (negative: announced and not there)."""
+
+    resident: int
+    purposes: Mapping[str, int]
+
+    @property
+    def residual(self) -> int:
+        return self.resident - sum(self.purposes.values())
+
+    @property
+    def share_explained(self) -> float:
+        """1 - |residual| / resident."""
+        return 1.0 - abs(self.residual) / self.resident
+
+
+def create_ledger(announced: Mapping[str, int]) -> Ledger:
+    """``announced`` is ExecutorInfo.memory of the only engine in this process, with no step under way.
+
+    Weights, KV and rows count as far as they are touched; what was there before the model, and code and libraries, as measured.
+    """
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, so that it is nobody's
+    anonymous, files = _resident()
+    untouched = {name: 0 for name in ("kv_cache", "rows")}
+    for tensor in _large_tensors():
+        missing = tensor.untyped_storage().nbytes() - resident_bytes(tensor)
+        untouched["kv_cache" if tensor.dim() == 6 else "rows"] += missing
+    purposes = {
+        "code and libraries": files,
+        "interpreter, torch and engine before the model": announced["process"],
+        "weights": announced["weights"],
+        "KV blocks in use so far": announced["kv_cache"] - untouched["kv_cache"],
+        "rows in use so far": announced["rows"] - untouched["rows"],
+    }
+    return Ledger(anonymous + files, purposes)
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    """Bytes of a CPU tensor's storage that are in memory; all of them where the kernel does not say."""
+    storage = tensor.untyped_storage()
+    first = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = -(-(storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * pages)()
+    if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), flags):
+        return storage.nbytes()
+    return min(storage.nbytes(), sum(flag & 1 for flag in flags) * mmap.PAGESIZE)
+
+
+def _large_tensors() -> Iterator[Tensor]:
+    """Plain CPU tensors of this process, one for each storage."""
+    seen: set[int] = set()
+    for candidate in gc.get_objects():
+        if type(candidate) is not Tensor or candidate.layout is not torch.strided or candidate.device.type != "cpu":
+            continue
+        storage = candidate.untyped_storage()
+        if storage.nbytes() >= LARGE and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield candidate
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of this process in memory: (its own, those of files and shared memory)."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0].startswith("Rss")}
+    return sizes["RssAnon:"], sizes["RssFile:"] + sizes["RssShmem:"]
+
+
+class PeakMemory:
+    """Peak of resident memory within a ``with`` block, above what was there before; ``bytes`` is 0 where it cannot be reset."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._before = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._before = sum(_resident())
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak so far
+        except OSError:
+            self._before = 2**62
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+        self.bytes = max(0, int(status.split()[0]) * 1024 - self._before)
