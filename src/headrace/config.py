@@ -57,7 +57,7 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
     num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
-    kv_cache_dtype: str = option("auto", "precision of the KV cache; auto = the model's", choices=("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = option("auto", "precision of the KV cache: the model's, so far", choices=("auto", "bfloat16", "float16", "float32"))
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", technique=True)
     paged_allocation: bool = switch(True, "off: reserve a sequence's longest length at admission")
     kv_caching: bool = switch(True, "off: recompute every token of a sequence at every step")
