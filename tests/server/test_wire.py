@@ -112,6 +112,8 @@ def test_max_tokens_zero_with_echo_shows_the_prompt_alone(server: Server) -> Non
 def test_truncation_keeps_the_end_of_the_prompt(server: Server) -> None:
     answer = server.ask("POST", "/v1/completions", {"prompt": [9, 8, 7, 6], "max_tokens": 1, "truncate_prompt_tokens": 2, "return_token_ids": True})
     assert answer.json["choices"][0]["prompt_token_ids"] == [7, 6]
+    long = {"prompt": "one two three " * 500, "max_tokens": 1, "truncate_prompt_tokens": 2, "echo": True}
+    assert server.ask("POST", "/v1/completions", long).json["choices"][0]["text"] == " three tok0 "
 
 
 ERRORS = [

@@ -11,6 +11,7 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from headrace.engine.inputs import Message, ParsedPrompt
@@ -60,23 +61,21 @@ async def completions(service: Service, exchange: Exchange) -> None:
     with service.admit(exchange, len(request.prompts)):
         prepared = []
         for prompt in request.prompts:
-            parsed = await encode_prompt(service, prompt, request.add_special_tokens)
+            parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
             prepared.append(_prepare(service, parsed, params, options, "prompt"))
-        states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, request.prompts, strict=True)]
+        shown = request.prompts if options.truncate_prompt_tokens is None else [list(each.prompt_token_ids) for each in prepared]
+        states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
         shape = _shape(service, model, params, options)
         answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=request.echo, discard=request.discard)
         await _deliver(service, exchange, answer, prepared, options)
 
 
-async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool) -> ParsedPrompt:
-    """Text to ids, off the event loop if it is long; ids as they are."""
+async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
+    """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is refused early."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, array("i", prompt))
-    inputs = service.any_engine().inputs
-    if len(prompt) <= _INLINE_CHARS:
-        ids = inputs.encode(prompt, add_special_tokens=add_special_tokens)
-    else:
-        ids = await asyncio.to_thread(inputs.encode, prompt, add_special_tokens=add_special_tokens)
+    encode = partial(service.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate)
+    ids = encode() if len(prompt) <= _INLINE_CHARS else await asyncio.to_thread(encode)
     return ParsedPrompt(prompt, array("i", ids))
 
 
