@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or not low <= value <= high or (open_low and value == low):
-        raise InvalidRequest(f"{name} is {value!r}; give a number from {low} to {high}{', above ' + str(low) if open_low else ''}.", param=name)
+        above = f", above {low}" if open_low else ""
+        raise InvalidRequest(f"{name} is {value!r}; give a number from {low} to {high}{above}.", param=name)
 
 
 def _boolean(name: str, value: Any) -> None:
@@ -101,7 +103,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _id_list("allowed_token_ids", self.allowed_token_ids, 2**18)
             if not self.allowed_token_ids:
-                raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name at least one id or leave it out.", param="allowed_token_ids")
+                raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name one or leave it out.", param="allowed_token_ids")
         _string_list("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
         _string_list("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         _id_list("stop_token_ids", self.stop_token_ids, MAX_ID_ENTRIES)
@@ -292,7 +294,7 @@ class SequenceOutput(NamedTuple):
     """
 
     request_id: int
-    index: int  # 0 … n-1
+    index: int  # type: ignore[assignment]  # 0 … n-1; hides tuple.index, which nobody needs here
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

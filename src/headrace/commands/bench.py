@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from headrace.bench import ablate, control_plane, offline, serve, startup
+from headrace.bench import ablate, control_plane, offline, rival, serve, startup
 from headrace.config import EngineConfig
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 
@@ -76,6 +76,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "throughput": Benchmark("many requests through the offline API", offline.add_throughput_arguments, _run_throughput, model=True, engine=True),
     "latency": Benchmark("one batch from start to end, and its steps", offline.add_latency_arguments, _run_latency, model=True, engine=True),
     "serve": Benchmark("load on any server that speaks OpenAI's API", serve.add_arguments, serve.run),
+    "rival": Benchmark("the same shape on llama.cpp, in turn", rival.add_arguments, _with_engine(rival.run), model=True, engine=True),
     "startup": Benchmark("from the command to readiness, taken apart", startup.add_arguments, startup.run),
     "ablate": Benchmark("a technique on and off, over a whole load curve", ablate.add_arguments, _with_engine(ablate.run), engine=True),
     "control-plane": Benchmark("scheduling, cache and update without a model", control_plane.add_arguments, control_plane.run),

@@ -1,0 +1,141 @@
+"""``headrace bench rival``: the same shape on llama.cpp, both sides in turn in one run.
+
+Random bfloat16 weights in a model's shape: Headrace makes its own (``--load-format dummy``), llama.cpp reads a GGUF written for it.
+Single-stream decoding, one prompt's prefill, and a batch that only Headrace runs (its gain over its own single stream).
+
+What lives here: the comparison. What may not: the rival's process (rival_llama_cpp.py), its file (rival_gguf.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from headrace.bench import rival_llama_cpp
+from headrace.bench.offline import facts_here
+from headrace.bench.report import print_facts, table, write_json
+from headrace.bench.rival_gguf import write_random_gguf
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.models.families import spec_from_config
+from headrace.models.source import find_model
+from headrace.request import RequestOutput, SamplingParams
+
+_TOLERANCE = 0.10  # how far the rival may be from what is expected of it on this class of machine
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second, one entry a repeat."""
+
+    prefill: list[float]
+    decode: list[float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rival-python", default=sys.executable, metavar="PATH", help="interpreter that has llama-cpp-python (default: this one)")
+    parser.add_argument("--input-len", type=int, default=512, help="prompt tokens (default: 512)")
+    parser.add_argument("--output-len", type=int, default=64, help="decoded tokens (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=16, help="Headrace's batch beside its single stream (default: 16)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--rival-threads", default="1:1,2:2", metavar="D:P,…", help="its decode:prefill threads to try (default: 1:1,2:2)")
+    parser.add_argument("--expect-decode", type=float, help="tokens/s the rival is known to reach; more than 10 %% off voids the comparison")
+    parser.add_argument("--expect-prefill", type=float, help="likewise for prefill")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    from headrace.engine.llm import LLM  # the engine, and torch with it
+
+    spec = spec_from_config(find_model(config.model).config)
+    model = replace(config.model, load_format="dummy", dtype="bfloat16", max_model_len=args.input_len + args.output_len + 16)
+    facts = facts_here(shape=f"{config.model.model or 'the bundled model'}: {args.input_len} in, {args.output_len} out, {args.rounds} rounds in turn")
+    with tempfile.TemporaryDirectory(prefix="headrace-rival-") as folder:
+        gguf = Path(folder) / "random.gguf"
+        write_random_gguf(gguf, spec, args.input_len + args.output_len + 16)
+        threads = _best_threads(args, gguf)
+        with LLM.from_config(replace(config, model=model)) as llm:
+            _ours(llm, args, 1, seed=1)  # warm
+            ours, theirs, batches = [], [], []
+            for round_ in range(args.rounds):
+                theirs.append(_theirs(args, gguf, threads, repeats=1))
+                ours.append(_ours(llm, args, 1, seed=10 + round_))
+                batches.append(_ours(llm, args, args.batch_size, seed=100 + round_))
+    _show(args, facts | {"rival": f"llama.cpp with {threads[0]} decode and {threads[1]} prefill threads"}, _merge(ours), _merge(theirs), _merge(batches))
+    return 0
+
+
+def _merge(rounds: Sequence[Rates]) -> Rates:
+    return Rates([rate for each in rounds for rate in each.prefill], [rate for each in rounds for rate in each.decode])
+
+
+def _best_threads(args: argparse.Namespace, gguf: Path) -> tuple[int, int]:
+    """The rival's best setting for each of its two figures."""
+    pairs = [tuple(map(int, pair.split(":"))) for pair in args.rival_threads.split(",")]
+    tried = {pair: _theirs(args, gguf, pair, repeats=1) for pair in pairs}
+    return max(tried, key=lambda pair: tried[pair].decode[0])[0], max(tried, key=lambda pair: tried[pair].prefill[0])[1]
+
+
+def _theirs(args: argparse.Namespace, gguf: Path, threads: Sequence[int], repeats: int) -> Rates:
+    command = [args.rival_python, str(Path(rival_llama_cpp.__file__)), str(gguf), *map(str, (args.input_len, args.output_len, repeats, *threads))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(f"llama.cpp could not be run ({reason}); install llama-cpp-python and name its interpreter with --rival-python.")
+    return Rates(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _ours(llm: Any, args: argparse.Namespace, batch: int, seed: int) -> Rates:
+    """Prefill: prompt tokens until the first answer token. Decode: all tokens after each one's first, over the time they took."""
+    import random
+
+    draw = random.Random(seed)
+    prompts = [{"prompt_token_ids": [draw.randrange(llm.info.vocab_size) for _ in range(args.input_len)]} for _ in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=args.output_len + 1, ignore_eos=True, detokenize=False)
+    outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
+    times = [output.metrics for output in outputs if output.metrics]
+    first = max(t.first_token for t in times if t.first_token is not None)
+    begin = min(t.first_scheduled for t in times if t.first_scheduled is not None)
+    last = max(t.finished for t in times if t.finished is not None)
+    # in a batch, decoding begins while later prompts are computed: only the part after the last first token is pure decode
+    decoded = batch * args.output_len if batch == 1 else sum(_tokens_after(t, first, args.output_len) for t in times)
+    return Rates([batch * args.input_len / (first - begin)], [decoded / (last - first)])
+
+
+def _tokens_after(times: Any, moment: float, output: int) -> float:
+    """How many of a request's tokens came after ``moment``, its own being spread evenly from first to last."""
+    return float(output * (times.finished - moment) / (times.finished - times.first_token))
+
+
+def _show(args: argparse.Namespace, facts: dict[str, Any], ours: Rates, theirs: Rates, batch: Rates) -> None:
+    rows = [
+        _row("decode, 1 stream", ours.decode, theirs.decode),
+        _row(f"prefill, {args.input_len}", ours.prefill, theirs.prefill),
+        _row(f"decode, batch {args.batch_size} (to its own 1 stream)", batch.decode, ours.decode),
+    ]
+    print_facts(facts)
+    print()
+    print(table(["tokens/s", "headrace", "rival", "ratio", "headrace's range"], rows))
+    print(f"\n{_verdict(args, theirs)}")
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, "headrace": asdict(ours), "llama.cpp": asdict(theirs), "batch": asdict(batch)})
+
+
+def _row(name: str, ours: Sequence[float], theirs: Sequence[float]) -> list[Any]:
+    return [name, median(ours), median(theirs), median(ours) / median(theirs), f"{min(ours):.2f} to {max(ours):.2f}"]
+
+
+def _verdict(args: argparse.Namespace, theirs: Rates) -> str:
+    """Whether the rival ran as well as it is known to; a slow rival proves nothing."""
+    for name, expected, found in (("decode", args.expect_decode, median(theirs.decode)), ("prefill", args.expect_prefill, median(theirs.prefill))):
+        if expected is not None and abs(found / expected - 1) > _TOLERANCE:
+            return f"VOID: llama.cpp's {name} is {found:.1f} tokens/s, not {expected:.1f}; the machine is not quiet or not of that class."
+    return "The rival is within 10 % of what is expected of it." if args.expect_decode or args.expect_prefill else ""
