@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -10,9 +12,15 @@ from types import ModuleType
 
 import pytest
 
+from headrace import cli, flags
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+# Flags of other programs, and of other engines in the table that says what to write instead.
+FOREIGN = {"--index-url", "--enforce-budgets", "--revision", "--quantization"}
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 SOURCE = re.compile(r"(?:src/headrace/|tests/|docs/)?(?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|c|md|yaml|toml|txt)")
@@ -51,3 +59,22 @@ def test_links_lead_somewhere() -> None:
 
 def test_files_that_pages_name_exist() -> None:
     assert not [each for page in PAGES for each in missing_files(page)]
+
+
+def own_flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every spelling of every flag, of sub-commands too."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from own_flags(command)
+
+
+def test_flags_that_pages_name_exist() -> None:
+    known = FOREIGN | set(flags.ELSEWHERE)
+    for name in cli.COMMANDS:
+        parser = flags.CommandParser(prog=f"headrace {name}")
+        importlib.import_module(f"headrace.commands.{name}").add_arguments(parser)
+        known |= set(own_flags(parser))
+    named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
+    assert not sorted((page, flag) for page, flag in named if flag not in known)
