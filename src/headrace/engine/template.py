@@ -45,7 +45,7 @@ class _Renderer:
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.engine.template_worker"],
+            [sys.executable, "-S", "-P", "-m", "headrace.engine.template_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -4,7 +4,7 @@ in Jinja's sandbox, without the environment's secrets, with bounded memory, unde
 What lives here: the loop (frame in, render, frame out) and the functions templates may call.
 What may not: imports of anything heavy (it must start fast), state between renders other than compiled templates.
 
-Started as ``python -P -m headrace.engine.template_worker``; ends with its stdin.
+Started as ``python -S -P -m headrace.engine.template_worker``; ends with its stdin.
 """
 
 from __future__ import annotations
@@ -100,14 +100,7 @@ class Renderer:
 
     def render(self, name: str, variables: dict[str, Any], seconds: float, max_bytes: int) -> str:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        parts: list[str] = []
-        size = 0
-        for part in self._compiled[name].generate(variables):
-            size += len(part)
-            if size > max_bytes:
-                raise OutputTooLong
-            parts.append(part)
-        text = "".join(parts)
+        text = self._compiled[name].render(variables)
         if len(text.encode("utf-8", "surrogatepass")) > max_bytes:
             raise OutputTooLong
         signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -40,16 +40,19 @@ class Checkpoint(Protocol):
 
 
 class MappedFiles:
-    """Files mapped into memory: pages are read when touched and can be dropped at any time, so they cost no private memory."""
+    """Files mapped into memory: pages are read when touched, cost no private memory, and leave when the next tensor is asked for."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._last: tuple[mmap.mmap, int, int] | None = None
 
     def tensor(self, file: Path, dtype: torch.dtype, start: int, num_bytes: int) -> Tensor:
         """A flat tensor over ``num_bytes`` bytes from ``start``; copied only where the file misaligns it."""
         if num_bytes == 0:
             return torch.empty(0, dtype=dtype)
-        data = torch.frombuffer(self._map(file), dtype=torch.uint8, count=num_bytes, offset=start)
+        mapped = self._map(file)
+        self._move_on(mapped, start, num_bytes)
+        data = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=start)
         return (data if start % dtype.itemsize == 0 else data.clone()).view(dtype)
 
     def _map(self, file: Path) -> mmap.mmap:
@@ -62,8 +65,18 @@ class MappedFiles:
                 raise ModelError(f"cannot map {file}: {error}. Check its permissions.") from error
         return self._maps[file]
 
+    def _move_on(self, mapped: mmap.mmap, start: int, num_bytes: int) -> None:
+        """Reads ahead what comes, and lets go of the tensor before: should somebody still look at it, it is read again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._last is not None:
+            before, begin, length = self._last
+            before.madvise(mmap.MADV_DONTNEED, begin, length)
+        self._last = (mapped, first, num_bytes + start - first)
+        mapped.madvise(mmap.MADV_WILLNEED, first, num_bytes + start - first)
+
     def close(self) -> None:
         self._maps.clear()  # a map goes with its last view
+        self._last = None
 
 
 class SafetensorsCheckpoint:

@@ -84,15 +84,15 @@ def _decoder(*, strip_prefix: bool) -> dict[str, Any]:
 def merges_by_score(pieces: Sequence[Piece], vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Every way of making a piece of two others, best piece first.
 
-    Ways of making one piece are equals to SentencePiece, which then takes the leftmost in the text. Symbols left of others have
-    had the first choice of partners, so they are the longer ones: ways with a longer left part go first.
+    Ways of making one piece are equals to SentencePiece, which then takes the leftmost in the text, but have ranks of their own here.
+    Where every piece can be made of better ones, as in trained vocabularies, their order makes no difference (the tests try).
     """
     mergeable = (PieceType.NORMAL, PieceType.USER_DEFINED, PieceType.UNUSED)
     ranked = sorted((piece for piece in pieces if piece.type in mergeable and len(piece.text) > 1), key=lambda piece: -piece.score)
     merges: list[tuple[str, str]] = []
     for piece in ranked:
         text = piece.text
-        for cut in range(len(text) - 1, 0, -1):
+        for cut in range(1, len(text)):
             if text[:cut] in vocab and text[cut:] in vocab:
                 merges.append((text[:cut], text[cut:]))
     return merges
