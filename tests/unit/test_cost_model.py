@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ from headrace.cost.cost_model import CostModel, StepLoad, expected_experts, load
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, RopeSpec, kv_groups
+from support.outside import shared
 
-CONFIGS = Path(__file__).parents[2].parent / "shared" / "data" / "model_configs"
 NONE = array("i")
 
 
@@ -127,10 +126,7 @@ def test_biases_and_learned_positions_are_bytes_too() -> None:
 
 
 def shape_of(name: str) -> DecoderSpec:
-    path = CONFIGS / name / "config.json"
-    if not path.exists():
-        pytest.skip(f"no {path}: the published shapes are not beside this checkout")
-    config = json.loads(path.read_text())
+    config = json.loads(shared("data", "model_configs", name, "config.json").read_text())
     return DecoderSpec(
         family="llama", vocab_size=config["vocab_size"], hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"], head_dim=config["hidden_size"] // config["num_attention_heads"],

@@ -20,8 +20,7 @@ from headrace.bench.workload import (
     with_arrivals,
 )
 from headrace.errors import ConfigError
-
-TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
+from support.outside import shared
 
 
 def test_a_seed_gives_the_same_workload_and_another_seed_another() -> None:
@@ -95,9 +94,7 @@ def test_a_trace_that_cannot_be_read_is_refused_with_its_columns(tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["azure_2023_code.csv", "mooncake_conversation.jsonl"])
 def test_published_traces_are_read(name: str) -> None:
-    if not (TRACES / name).exists():
-        pytest.skip(f"no {TRACES / name}: the published traces are not beside this checkout")
-    dialogues = trace_dialogues(TRACES / name, count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100)
+    dialogues = trace_dialogues(shared("data", "traces", name), count=20, speed=1.0, max_prompt=600, max_output=10, vocab_size=100)
     assert len(dialogues) == 20
     assert all(a.arrival <= b.arrival for a, b in pairwise(dialogues))  # type: ignore[operator]
 

@@ -1,54 +1,84 @@
 """``headrace bench``: which benchmark, with which engine.
 
-What lives here: the list of benchmarks and their flags. What may not: any measuring (bench/). Importing this costs little:
-what needs torch is imported by the benchmark that runs.
+What lives here: the list of benchmarks, and their flags when one is chosen. What may not: any measuring (bench/).
+A benchmark's module is imported only when it is the one that runs, so ``headrace bench --help`` needs none of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any
 
-from headrace.bench import ablate, control_plane, offline, rival, serve, startup
 from headrace.config import EngineConfig
-from headrace.flags import add_config_flags, add_model_argument, engine_config
-
-Run = Callable[[argparse.Namespace], int]
+from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One sub-command. ``model``: takes MODEL; ``engine``: takes the engine's flags."""
+    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``model``: takes MODEL; ``engine``: the engine's flags."""
 
+    module: str
     help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Run
+    arguments: str = "add_arguments"
+    run: str = "run"
     model: bool = False
     engine: bool = False
 
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "throughput": Benchmark(
+        "headrace.bench.offline", "many requests through the offline API", "add_throughput_arguments", "run_throughput", model=True, engine=True
+    ),
+    "latency": Benchmark(
+        "headrace.bench.offline", "one batch from start to end, and its steps", "add_latency_arguments", "run_latency", model=True, engine=True
+    ),
+    "serve": Benchmark("headrace.bench.serve", "load on any server that speaks OpenAI's API"),
+    "startup": Benchmark("headrace.bench.startup", "from the command to readiness, taken apart"),
+    "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", run="run_command"),
+    "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
+    "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
+    "stream-rate": Benchmark(__name__, "tokens a second one server streams, nothing computed", "add_stream_rate_arguments", "run_stream_rate"),
+}
+
+
+class _LateParser(CommandParser):
+    """Gets its arguments when it is used."""
+
+    benchmark: Benchmark | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        benchmark, self.benchmark = self.benchmark, None
+        if benchmark is not None:
+            getattr(benchmark.load(), benchmark.arguments)(self)
+            if benchmark.model:
+                add_model_argument(self)
+            if benchmark.engine:
+                add_config_flags(self, EngineConfig)
+        return super().parse_known_args(args, namespace)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="BENCHMARK", title="benchmarks", dest="benchmark", required=True)
+    commands = parser.add_subparsers(metavar="BENCHMARK", title="benchmarks", dest="benchmark", required=True, parser_class=_LateParser)
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.help, description=benchmark.help[0].upper() + benchmark.help[1:] + ".")
-        benchmark.add_arguments(command)
-        if benchmark.model:
-            add_model_argument(command)
-        if benchmark.engine:
-            add_config_flags(command, EngineConfig)
+        command.benchmark = benchmark
 
 
 def run(args: argparse.Namespace) -> int:
-    return BENCHMARKS[args.benchmark].run(args)
+    benchmark = BENCHMARKS[args.benchmark]
+    measure = getattr(benchmark.load(), benchmark.run)
+    status: int = measure(args, engine_config(args)) if benchmark.engine else measure(args)
+    return status
 
 
-def _with_engine(measure: Callable[[argparse.Namespace, EngineConfig], int]) -> Run:
-    return lambda args: measure(args, engine_config(args))
-
-
-def _add_stream_rate_arguments(parser: argparse.ArgumentParser) -> None:
+def add_stream_rate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
     parser.add_argument("--api-key", help="sent as bearer token")
     parser.add_argument("--clients", type=int, default=64, help="streams at once (default: 64)")
@@ -58,7 +88,7 @@ def _add_stream_rate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
-def _run_stream_rate(args: argparse.Namespace) -> int:
+def run_stream_rate(args: argparse.Namespace) -> int:
     from headrace.bench import stream_rate
 
     if args.base_url:
@@ -68,17 +98,3 @@ def _run_stream_rate(args: argparse.Namespace) -> int:
         rates = stream_rate.measure_own(args.clients, args.tokens, args.endpoint, args.repeats)
     print(json.dumps([asdict(rate) for rate in rates], indent=1) if args.json else "\n".join(map(stream_rate.show, rates)))
     return 0
-
-
-_run_throughput, _run_latency = _with_engine(offline.run_throughput), _with_engine(offline.run_latency)
-
-BENCHMARKS: dict[str, Benchmark] = {
-    "throughput": Benchmark("many requests through the offline API", offline.add_throughput_arguments, _run_throughput, model=True, engine=True),
-    "latency": Benchmark("one batch from start to end, and its steps", offline.add_latency_arguments, _run_latency, model=True, engine=True),
-    "serve": Benchmark("load on any server that speaks OpenAI's API", serve.add_arguments, serve.run),
-    "rival": Benchmark("the same shape on llama.cpp, in turn", rival.add_arguments, _with_engine(rival.run), model=True, engine=True),
-    "startup": Benchmark("from the command to readiness, taken apart", startup.add_arguments, startup.run),
-    "ablate": Benchmark("a technique on and off, over a whole load curve", ablate.add_arguments, _with_engine(ablate.run), engine=True),
-    "control-plane": Benchmark("scheduling, cache and update without a model", control_plane.add_arguments, control_plane.run),
-    "stream-rate": Benchmark("tokens a second one server streams, with nothing computed", _add_stream_rate_arguments, _run_stream_rate),
-}

@@ -1,0 +1,60 @@
+"""Equality of tokens with each technique on and off: the same requests, the same answers, whatever the schedule."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from headrace.bench import ablate
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.techniques import TECHNIQUES
+from support import tiny
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A tiny random Llama in float32, where equal tokens are promised."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(tiny.config_dict("llama")))
+    return EngineConfig(
+        model=ModelConfig(model=str(folder), dtype="float32", load_format="dummy", seed=7),
+        cache=CacheConfig(kv_cache_memory=2**24),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        device=DeviceConfig(threads=1, device="cpu"),
+    )
+
+
+def test_every_technique_has_an_ablation() -> None:
+    assert set(ablate.ABLATIONS) == {technique.name for technique in TECHNIQUES}
+
+
+@pytest.mark.parametrize("name", ablate.ABLATIONS)
+def test_tokens_are_equal_on_and_off(name: str, config: EngineConfig) -> None:
+    for result in ablate.measure(name, config, quick=True):
+        assert result.compared > 0
+        assert result.same == result.compared
+        pairs = list(result.pairs())
+        assert len(pairs) == len(result.curves[0].points) > 0
+        assert result.title in ablate.render(result)
+
+
+def test_off_is_really_off(config: EngineConfig) -> None:
+    """What only the technique can do is seen on one side alone."""
+    shared, talk = ablate.measure("prefix_caching", config, quick=True)
+    for off, on in list(shared.pairs())[1:] + list(talk.pairs()):
+        assert off["cached share"] == 0 < on["cached share"]
+    (paged,) = ablate.measure("paged_allocation", config, quick=True)
+    off, on = list(paged.pairs())[-1]
+    assert off["running at once"] < on["running at once"]
+
+
+def test_the_command_writes_every_curve(config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    assert ablate.run(Namespace(name="kv-caching", quick=True, output_json=path, plot=None), config) == 0
+    (written,) = json.loads(path.read_text())["ablations"]
+    assert [curve["mode"] for curve in written["curves"]] == ["off", "on"]
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("machine:", "limits:", "versions:", "quick form", "gain", "equal tokens on and off: 2 of 2"))
