@@ -7,7 +7,8 @@ What lives here: building a tokenizer from its files, encode, decode, chat. What
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ class Tokenizer:
     """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
 
     def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None) -> None:
-        self._backend = _create_backend(files)
-        _add_special_tokens(self._backend, files)
         named = _named_tokens(files)
-        _apply_bos_eos(self._backend, files.config, named)
+        with _damage_explained(f"the tokenizer of {files.origin} cannot be read"):
+            self._backend = _create_backend(files)
+            _add_special_tokens(self._backend, files)
+            _apply_bos_eos(self._backend, files.config, named)
         self.bos_token_id = _id_of(self._backend, named.get("bos_token"))
         self.eos_token_id = _id_of(self._backend, named.get("eos_token"))
         added = self._backend.get_added_tokens_decoder()
@@ -85,7 +87,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            with _damage_explained("the tokenizer fails on this text"):
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt") from error
         return ids
@@ -178,11 +181,21 @@ class _Table(dict[int, Any]):
         return value
 
 
-def _create_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+@contextmanager
+def _damage_explained(what: str) -> Iterator[None]:
+    """The library says what is wrong with a tokenizer by bare Exceptions and by panics, which are not Exceptions at all."""
     try:
-        backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-    except Exception as error:  # the library raises bare Exception for everything
-        raise ModelError(f"the tokenizer of {files.origin} cannot be read ({str(error)[:200]}); download it again.") from error
+        yield
+    except (TypeError, UnicodeEncodeError):
+        raise
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what} ({str(error)[:200]}); download the tokenizer again.") from error
+
+
+def _create_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -199,7 +212,7 @@ def _content(value: Any) -> str | None:
     """A token in tokenizer_config.json is a text or an object with ``content``."""
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value) else None
 
 
 def _named_tokens(files: TokenizerFiles) -> dict[str, str]:

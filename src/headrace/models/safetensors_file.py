@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.source import read_json
+from headrace.models.source import MAX_INDEX_BYTES, read_json
 
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 
@@ -106,7 +106,7 @@ def read_sharded(folder: Path) -> dict[str, TensorEntry]:
 
 def _read_index(folder: Path) -> dict[str, TensorEntry]:
     index = folder / "model.safetensors.index.json"
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, limit=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index} has no weight_map of tensor names to file names. {_AGAIN}")
     shards = sorted(set(weight_map.values()))

@@ -17,7 +17,8 @@ from typing import Any
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 
-MAX_JSON_BYTES = 64 * 2**20  # config files; a tokenizer.json is bounded apart
+MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
+MAX_INDEX_BYTES = 64 * 2**20  # of shards
 MAX_TOKENIZER_BYTES = 512 * 2**20
 MAX_TEMPLATE_BYTES = 4 * 2**20
 
@@ -82,7 +83,7 @@ def _locate(model: str | None, *, with_weights: bool) -> tuple[Path, str]:
         if path.suffix != ".gguf":
             raise ModelError(f"{model} is a file but not a .gguf; name the folder that holds config.json, or a .gguf file.")
         return path, path.stem
-    return _from_hub(model, path, with_weights=with_weights), model.partition("@")[0]
+    return _folder(_from_hub(model, path, with_weights=with_weights)), model.partition("@")[0]
 
 
 def _folder(path: Path) -> Path:
@@ -108,7 +109,7 @@ def _from_hub(model: str, path: Path, *, with_weights: bool) -> Path:
         )
     from headrace.models.hub import download_model
 
-    return _folder(download_model(model, with_weights=with_weights))
+    return download_model(model, with_weights=with_weights)
 
 
 def _weight_format(path: Path, load_format: str) -> WeightFormat:
