@@ -155,7 +155,15 @@ class _Reader:
     def _strings(self, count: int) -> list[str]:
         if count > (self._size - self._at) // 8:
             raise self._damaged(f"an array of {count} strings")
-        return [self._string(self._size) for _ in range(count)]
+        data, size, at, found = self._data, self._size, self._at, []
+        for _ in range(count):  # half a million in a large vocabulary: no call a string
+            start = at + 8
+            at = start + int.from_bytes(data[at:start], "little")
+            if at > size:
+                raise self._damaged(f"a string ends at byte {at} of {size}")
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self._at = at
+        return found
 
     def _tensor_info(self) -> tuple[str, int, tuple[int, ...], int]:
         name, dims = self._string(MAX_NAME), self._unpack("I")

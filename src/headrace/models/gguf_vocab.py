@@ -70,7 +70,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:
         known = ", ".join(_KINDS)
         raise ModelError(f"{path} has a tokenizer of kind {kind[:40]!r}; supported are {known}. Give a tokenizer.json with --tokenizer.")
     tokenizer, bos = _KINDS[kind](file)
-    return TokenizerFiles(str(path), json.dumps(tokenizer), _config(file, bos), {}, templates)
+    return TokenizerFiles(str(path), json.dumps(tokenizer, ensure_ascii=False), _config(file, bos), {}, templates)
 
 
 def _config(file: GGUFFile, bos_by_default: bool | None) -> dict[str, Any]:
@@ -144,9 +144,10 @@ def _pre_tokenizer(patterns: tuple[str, ...]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-def _merges(file: GGUFFile) -> list[list[str]]:
-    pairs = [merge.split(" ") for merge in _listed(file, "merges", str)]
-    if not pairs or any(len(pair) != 2 for pair in pairs):
+def _merges(file: GGUFFile) -> list[str]:
+    """Pairs with a space between, which is how tokenizer.json may have them too: byte-level tokens hold no space."""
+    pairs: list[str] = _listed(file, "merges", str)
+    if not pairs or any(pair.count(" ") != 1 for pair in pairs):
         raise file.damaged(f"{_PREFIX}merges holds {len(pairs)} entries, not all of them pairs")
     return pairs
 

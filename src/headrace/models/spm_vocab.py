@@ -7,9 +7,8 @@ What may not: reading files, torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 SPACE = "▁"
 
@@ -25,8 +24,9 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
+    """One entry of a vocabulary (a tuple: there may be a quarter of a million)."""
+
     text: str
     score: float
     type: int
