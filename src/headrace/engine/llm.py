@@ -30,6 +30,7 @@ from headrace.errors import EngineDead, InvalidRequest
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
 from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.waiting import limit_spinning
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
@@ -78,7 +79,8 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
-    from headrace.worker.meter import create_recorder  # torch
+    limit_spinning()  # before torch is imported
+    from headrace.worker.meter import create_recorder
     from headrace.worker.worker import create_executor, device_kind
 
     device = device_kind(config.device.device)
