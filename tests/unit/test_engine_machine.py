@@ -180,8 +180,8 @@ class ControlPlane(RuleBasedStateMachine):
             if key in self.cut:
                 assert got[: self.cut[key]] == want[: self.cut[key]]
             elif ended is None or ended.reason is FinishReason.ERROR:
+                assert ended is not None, f"{key} never ended"
                 assert self.faults and got == want[: len(got)]
-                assert ended is not None or index > 0, f"{key} never ended"  # siblings not yet born end with their first
             else:
                 assert got == want
                 scored = made.params.prompt_logprobs is not None and index == 0

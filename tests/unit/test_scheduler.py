@@ -285,6 +285,18 @@ def test_a_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     assert_at_rest(core)
 
 
+@pytest.mark.parametrize("failing_step", [0, 1, 2])
+def test_all_n_answers_end_with_the_prompt_they_would_have_had(failing_step: int) -> None:
+    """Steps 0 and 1 compute the prompt, before there are siblings; step 2 samples for all."""
+    info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=4, num_blocks=64, block_size=4)
+    executor = KeyedHashExecutor(info, fault=lambda plan: plan.step_id == failing_step)
+    core = engine(executor=executor, info=info, max_num_seqs=4, budget=4)
+    core.add(request(0, PROMPT[:10], n=3))
+    answers = run(core)
+    assert [answers.finished[0, index].reason for index in range(3)] == [FinishReason.ERROR] * 3
+    assert_at_rest(core)
+
+
 def test_one_unusable_row_ends_one_request() -> None:
     core = engine()
     collect = core.executor.collect
