@@ -125,7 +125,7 @@ def _shape(args: argparse.Namespace) -> str:
 def _concurrency(args: argparse.Namespace) -> float:
     """Open loops have no bound unless one is asked for."""
     if args.max_concurrency is not None:
-        return max(1, args.max_concurrency)
+        return float(max(1, args.max_concurrency))
     return math.inf if args.request_rate is not None or args.workload == "trace" else 8
 
 

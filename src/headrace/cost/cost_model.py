@@ -98,7 +98,8 @@ def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
 def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
     """Σ_{p=1}^{n} min(p, window) for each n."""
     inside = np.minimum(positions, float(window))
-    return inside * (inside + 1.0) / 2 + (positions - inside) * window
+    total: np.ndarray = inside * (inside + 1.0) / 2 + (positions - inside) * window
+    return total
 
 
 class CostModel:

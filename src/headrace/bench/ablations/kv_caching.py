@@ -14,7 +14,7 @@ FIGURES = (Figure("output tokens/s", True), Figure("last gap ms", False))
 
 
 def measure(lab: Lab) -> Result:
-    lengths = (8, 16) if lab.quick else (16, 32, 64, 128, 256, 384)
+    lengths = (8, 16) if lab.quick else (16, 32, 64, 128, 256)
 
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
         dialogues = random_dialogues(1, Lengths(32, length), vocab_size=engine.info.vocab_size, seed=seed)
