@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_cases import DTYPES, PagedCase, assert_close, native
 
 from headrace.kernels import reference
 from headrace.spec import Activation
+from support.kernel_cases import DTYPES, PagedCase, assert_close, native
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -112,9 +112,7 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype, shape: tuple[int, ...], wi
     residual = torch.randn(shape).to(dtype) if with_residual else None
     for weight_dtype in (dtype, torch.float32):
         weight = torch.randn(shape[-1]).to(weight_dtype)
-        for got, want in zip(
-            native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual), reference.rms_norm(x, weight, 1e-5, residual), strict=True
-        ):
+        for got, want in zip(native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual), reference.rms_norm(x, weight, 1e-5, residual), strict=True):
             assert_close(got, want, dtype)
 
 
@@ -126,7 +124,9 @@ def test_gated_activation_equals_its_twin(dtype: torch.dtype, kind: Activation) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden", "inner"), [(1, 8, 2, 64, 96), (9, 8, 8, 40, 36), (40, 4, 1, 33, 70), (99, 2, 2, 16, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inner"), [(1, 8, 2, 64, 96), (9, 8, 8, 40, 36), (40, 4, 1, 33, 70), (99, 2, 2, 16, 16)]
+)
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, experts: int, top_k: int, hidden: int, inner: int, renormalize: bool) -> None:
     torch.manual_seed(tokens)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.kernel_cases import PagedCase
 
 from headrace.kernels import reference
 from headrace.spec import Activation
+from support.kernel_cases import PagedCase
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
@@ -77,7 +77,8 @@ def test_norms_add_the_residual_first() -> None:
 @pytest.mark.parametrize("kind", list(Activation))
 def test_gated_activation_splits_gate_from_up(kind: Activation) -> None:
     x = torch.randn(3, 10)
-    want = {Activation.SILU: F.silu, Activation.GELU: F.gelu, Activation.GELU_TANH: lambda g: F.gelu(g, approximate="tanh")}[kind](x[:, :5]) * x[:, 5:]
+    act = {Activation.SILU: F.silu, Activation.GELU: F.gelu, Activation.GELU_TANH: lambda g: F.gelu(g, approximate="tanh")}[kind]
+    want = act(x[:, :5]) * x[:, 5:]
     torch.testing.assert_close(reference.gated_activation(x, kind), want)
 
 

@@ -62,9 +62,7 @@ class PagedCase:
         counts, contexts = zip(*self.lengths, strict=True)
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         slots = torch.full((sum(counts),), -1)
-        return AttentionInputs(
-            self.table, starts, torch.tensor(contexts, dtype=torch.int32), slots, self.block_size, max(counts), max(contexts)
-        )
+        return AttentionInputs(self.table, starts, torch.tensor(contexts, dtype=torch.int32), slots, self.block_size, max(counts), max(contexts))
 
     def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:
         return attention(self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap)

@@ -38,6 +38,7 @@ typedef struct {
     float scores[MAX_ROWS * CHUNK] __attribute__((aligned(64)));          /* [row][key] */
     float sums[MAX_ROWS * MAX_DIM] __attribute__((aligned(64)));          /* [row][dim], of this split */
     float merged[MAX_ROWS * MAX_DIM] __attribute__((aligned(64)));        /* [row][dim], of the splits before */
+    const char *lines[4][CHUNK]; /* keys and values of this chunk, then of the next */
     float top[MAX_ROWS], total[MAX_ROWS], merged_top[MAX_ROWS], merged_total[MAX_ROWS];
 } Workspace;
 
@@ -53,9 +54,17 @@ typedef struct {
 
 /* ---- loading ---- */
 
-INLINE const char *cached(const char *cache, const Attention *a, const Item *it, int64_t key, int64_t block, int64_t head, int64_t token, const int type) {
-    const int64_t at = (int64_t)it->table[key / a->block_size] * block + it->kv_head * head + (key % a->block_size) * token;
-    return cache + at * size_of(type);
+/* Where the keys and values of the chunk at `chunk` lie; NULL for those outside low .. high - 1, which are never touched. */
+static void find_lines(const char **keys, const char **values, const Attention *a, const Item *it, int64_t chunk, int64_t low, int64_t high) {
+    const int64_t size = size_of(a->cache_type);
+    int64_t index = chunk / a->block_size, offset = chunk % a->block_size;
+    for (int j = 0; j < CHUNK; j++, offset++) {
+        keys[j] = values[j] = NULL;
+        if (offset == a->block_size) offset = 0, index++;
+        if (chunk + j < low || chunk + j >= high) continue;
+        keys[j] = a->k_cache + (it->table[index] * a->k_block + it->kv_head * a->k_head + offset * a->k_token) * size;
+        values[j] = a->v_cache + (it->table[index] * a->v_block + it->kv_head * a->v_head + offset * a->v_token) * size;
+    }
 }
 
 #if defined(__AVX512F__)
@@ -103,32 +112,39 @@ INLINE void transpose_lines(const float *const *lines, int64_t width, float *to)
         }
 }
 
-/* Keys low .. high - 1 of the chunk at `chunk` into w->keys; lanes outside are zeros, their memory is not touched. */
-INLINE void load_keys(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, const int type, const int pairs) {
+/* Asks for a line of the next chunk while this one is worked on: blocks lie anywhere, so the machine cannot guess them. */
+INLINE void fetch_line(const char *line, int64_t dim, const int type) {
+    if (line)
+        for (int64_t at = 0; at < dim * size_of(type); at += 64) __builtin_prefetch(line + at);
+}
+
+/* The chunk's keys into w->keys, side by side; absent ones are zeros. */
+INLINE void load_keys(const Attention *a, Workspace *w, const char *const *found, const char *const *next, const int type, const int pairs) {
     float wide[16][MAX_DIM];
     for (int group = 0; group < CHUNK; group += 16) {
         const float *lines[16];
         for (int j = 0; j < 16; j++) {
-            const int64_t key = chunk + group + j;
-            lines[j] = NULL;
-            if (key < low || key >= high) continue;
-            const char *line = cached(a->k_cache, a, it, key, a->k_block, a->k_head, a->k_token, type);
-            if (!pairs && type != F32) {
-                for (int64_t d = 0; d < a->dim; d += 16) *(v16u *)(wide[j] + d) = load_upto(line, d, a->dim - d, type);
-                line = (const char *)wide[j];
-            }
-            lines[j] = (const float *)line;
+            lines[j] = (const float *)found[group + j];
+            fetch_line(next[group + j], a->dim, type);
+            if (pairs || type == F32 || !lines[j]) continue;
+            for (int64_t d = 0; d < a->dim; d += 16) *(v16u *)(wide[j] + d) = load_upto(found[group + j], d, a->dim - d, type);
+            lines[j] = wide[j];
         }
         transpose_lines(lines, pairs ? a->dim / 2 : a->dim, w->keys + group);
     }
 }
 
-INLINE void load_values(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int64_t dim, const int type) {
+/* The chunk's values into w->values, as float32; absent ones are zeros (their weight is 0, and 0 times what lies there may be NaN). */
+INLINE void load_values(const Attention *a, Workspace *w, const char *const *found, const char *const *next, int64_t dim, const int type) {
     for (int64_t j = 0; j < CHUNK; j++) {
-        const int64_t key = chunk + j;
-        const char *line = key < low || key >= high ? NULL : cached(a->v_cache, a, it, key, a->v_block, a->v_head, a->v_token, type);
-        for (int64_t d = 0; d < dim; d += 16)
-            *(v16 *)(w->values + j * dim + d) = line ? load_upto(line, d, a->dim - d, type) : splat(0.0f);
+        float *to = w->values + j * dim;
+        int64_t d = 0;
+        fetch_line(next[j], a->dim, type);
+        if (found[j]) {
+            for (; d + 16 <= a->dim; d += 16) *(v16 *)(to + d) = load16(found[j], d, type);
+            for (; d < dim; d += 16) *(v16 *)(to + d) = load_some(found[j], d, (int)(a->dim - d), type);
+        }
+        for (; d < dim; d += 16) *(v16 *)(to + d) = splat(0.0f);
     }
 }
 
@@ -237,26 +253,27 @@ static __attribute__((noinline)) void soften_row(const Attention *a, Workspace *
         for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) *= shrink;
 }
 
-static __attribute__((noinline)) void load_any(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int pairs) {
+static __attribute__((noinline)) void load_chunk(const Attention *a, Workspace *w, int pairs) {
     const int64_t dim = (a->dim + 15) / 16 * 16;
+    const char **keys = w->lines[0], **values = w->lines[1], **next_keys = w->lines[2], **next_values = w->lines[3];
     if (a->cache_type == F32) {
-        load_keys(a, it, w, chunk, low, high, F32, 0);
-        load_values(a, it, w, chunk, low, high, dim, F32);
+        load_keys(a, w, keys, next_keys, F32, 0);
+        load_values(a, w, values, next_values, dim, F32);
     } else if (a->cache_type == F16) {
-        load_keys(a, it, w, chunk, low, high, F16, 0);
-        load_values(a, it, w, chunk, low, high, dim, F16);
+        load_keys(a, w, keys, next_keys, F16, 0);
+        load_values(a, w, values, next_values, dim, F16);
     } else {
         if (pairs)
-            load_keys(a, it, w, chunk, low, high, BF16, 1);
+            load_keys(a, w, keys, next_keys, BF16, 1);
         else
-            load_keys(a, it, w, chunk, low, high, BF16, 0);
-        load_values(a, it, w, chunk, low, high, dim, BF16);
+            load_keys(a, w, keys, next_keys, BF16, 0);
+        load_values(a, w, values, next_values, dim, BF16);
     }
 }
 
-static void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int64_t low, int64_t high, int pairs) {
+static void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs) {
     const int64_t dim = (a->dim + 15) / 16 * 16;
-    load_any(a, it, w, chunk, low, high, pairs);
+    load_chunk(a, w, pairs);
     score(w->queries, w->keys, w->scores, dim, pairs ? a->dim / 2 : a->dim, it->rows, pairs);
     int r = 0;
     for (; r < it->rows; r++) soften_row(a, w, r, it->position + r / it->group, chunk, dim);
@@ -288,7 +305,12 @@ static void attend_split(const Attention *a, const Item *it, Workspace *w, int64
     const int64_t dim = (a->dim + 15) / 16 * 16, end = split + SPLIT < high ? split + SPLIT : high;
     int64_t chunk = split > low ? split : low / CHUNK * CHUNK;
     clear_sums(w, it->rows, dim);
-    for (; chunk < end; chunk += CHUNK) attend_chunk(a, it, w, chunk, low, high, can_pair(a));
+    find_lines(w->lines[0], w->lines[1], a, it, chunk, low, high);
+    for (; chunk < end; chunk += CHUNK) {
+        find_lines(w->lines[2], w->lines[3], a, it, chunk + CHUNK, low, high);
+        attend_chunk(a, it, w, chunk, can_pair(a));
+        memcpy(w->lines[0], w->lines[2], sizeof w->lines / 2);
+    }
 }
 
 INLINE int64_t first_key(const Attention *a, int64_t position) {

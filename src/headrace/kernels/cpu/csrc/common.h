@@ -138,19 +138,30 @@ INLINE void store_upto(void *base, int64_t at, int64_t left, v16 x, const int ty
 /* ---- arithmetic ---- */
 
 INLINE float sum16(v16 x) { /* always the same tree: lanes 8 apart, then 4, 2, 1 */
+#if defined(__AVX512F__)
+    const __m512 b = _mm512_add_ps((__m512)x, _mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4E));
+    const __m512 c = _mm512_add_ps(b, _mm512_shuffle_f32x4(b, b, 0xB1));
+    const __m512 d = _mm512_add_ps(c, _mm512_permute_ps(c, 0x4E));
+    return _mm512_cvtss_f32(_mm512_add_ps(d, _mm512_permute_ps(d, 0xB1)));
+#else
     float a[16];
     memcpy(a, &x, 64);
     UNROLL for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) a[i] += a[i + step];
     return a[0];
+#endif
 }
 
 INLINE float max16(v16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float a[16];
     memcpy(a, &x, 64);
     UNROLL for (int step = 8; step; step >>= 1)
         for (int i = 0; i < step; i++) a[i] = a[i] > a[i + step] ? a[i] : a[i + step];
     return a[0];
+#endif
 }
 
 /* e^x to about 1e-7 relative; 0 below -87, capped above 88. x = n ln2 + r, |r| <= ln2 / 2, Taylor to r^7, times 2^n. */

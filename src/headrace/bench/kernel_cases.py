@@ -1,0 +1,205 @@
+"""The call sites that ``headrace bench kernels`` times: one model's shapes, at the row counts of decode and prefill.
+
+What lives here: inputs, bytes and FLOPs of each operation. What may not: choosing kernels, timing, printing (kernels.py).
+
+Bytes are what must cross the memory bus once: weights, inputs, outputs, the visible keys and values. FLOPs count a multiply-add as two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.layers.inputs import AttentionInputs
+from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+
+BLOCK_SIZE = 16  # tokens
+MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
+SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
+
+# The shape of Llama-3.2-1B: what the figures of the documentation are measured on.
+DEFAULT_SPEC = DecoderSpec(
+    family="default",
+    vocab_size=128256,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate_size=8192,
+    layers=(LayerSpec(),),
+    max_positions=131072,
+    rope=None,
+    attention_scale=64**-0.5,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One operation at one call site. ``calls`` makes the calls from a kernel: several, each over memory of its own, taken in turn."""
+
+    op: str
+    label: str
+    facts: dict[str, Any]
+    bytes: int
+    flops: int
+    calls: Callable[[Callable[..., Any]], list[Callable[[], Any]]]
+
+
+class CaseMaker:
+    """Makes the cases of one shape. ``working_set`` bytes are cycled through, so that no cache holds a weight from call to call."""
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.context = context
+        self.working_set = working_set
+        self._generator = torch.Generator().manual_seed(0)
+
+    def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
+        """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one prompt."""
+        if op == "linear":
+            yield from self._linears(rows)
+        elif op in ("rms_norm", "layer_norm"):
+            yield self._norm(op, rows)
+        elif op in ("activation", "gated_activation"):
+            yield self._activation(op, rows, 2 if op == "gated_activation" else 1)
+        elif op == "gumbel_argmax":
+            if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
+                yield self._pick(rows)
+        else:
+            yield {"rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
+
+    def _linears(self, rows: int) -> Iterator[KernelCase]:
+        spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        yield self._linear("qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden)
+        yield self._linear("output", rows, hidden, spec.num_heads * spec.head_dim)
+        yield self._linear("gate+up", rows, 2 * inner, hidden)
+        yield self._linear("down", rows, hidden, inner)
+        if rows <= MANY_ROWS:
+            yield self._linear("head, tied", rows, spec.vocab_size, hidden, shared=True)
+
+    def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype).normal_(0.0, scale, generator=self._generator)
+
+    def _weight(self, *shape: int) -> Tensor:
+        """Quick random weights of about unit gain: the bits of a uniform draw, scaled."""
+        flat = torch.randint(-128, 128, shape, dtype=torch.int8, generator=self._generator)
+        return flat.to(self.dtype).mul_(shape[-1] ** -0.5 / 74.0)
+
+    def _copies(self, size: int) -> int:
+        return max(2, min(64, -(-self.working_set // max(size, 1))))
+
+    def _bytes(self, elements: int) -> int:
+        return elements * self.dtype.itemsize
+
+    def _linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
+        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs, "shared_weight": shared}
+        size, x = self._bytes(outs * ins), self._random(rows, ins)
+        weight = self._weight(outs, ins)
+
+        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
+            copies = self._copies(size) if size < self.working_set else 1
+            return [partial(pack(weight.clone() if i else weight, None), x) for i in range(copies)]
+
+        return KernelCase("linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _norm(self, op: str, rows: int) -> KernelCase:
+        width = self.spec.hidden_size
+        weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
+        pairs = [(self._random(rows, width), self._random(rows, width)) for _ in range(4)]
+        more = shift if op == "layer_norm" else ()
+
+        def calls(norm: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(norm, x, weight, *more, 1e-5, residual) for x, residual in pairs]
+
+        return KernelCase(op, f"{rows}x{width}, residual", {"dtype": self.dtype}, self._bytes(4 * rows * width), 6 * rows * width, calls)
+
+    def _activation(self, op: str, rows: int, halves: int) -> KernelCase:
+        width = self.spec.intermediate_size
+        inputs = [self._random(rows, halves * width) for _ in range(4)]
+
+        def calls(act: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(act, x, Activation.SILU) for x in inputs]
+
+        size = self._bytes(rows * width * (halves + 1))
+        return KernelCase(op, f"{rows}x{width}, silu", {"dtype": self.dtype}, size, 6 * rows * width, calls)
+
+    def _attention_facts(self) -> dict[str, Any]:
+        spec = self.spec
+        return {"dtype": self.dtype, "head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+
+    def _cache(self, tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (-(-tokens // BLOCK_SIZE), 2, self.spec.num_kv_heads, BLOCK_SIZE, self.spec.head_dim)
+        cache = self._random(*shape)
+        return cache[:, 0], cache[:, 1]
+
+    def _rotary(self, rows: int) -> KernelCase:
+        spec = self.spec
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
+        packed = [self._random(rows, heads + 2 * kv_heads, dim) for _ in range(4)]
+        positions, slots = torch.arange(rows), torch.arange(rows)
+
+        def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
+            inputs = [x.clone().split((heads, kv_heads, kv_heads), dim=1) for x in packed]  # written in place
+            return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
+
+        rotated = rows * (heads + kv_heads) * dim
+        size = self._bytes(2 * rotated + 3 * rows * kv_heads * dim) + rows * dim * 4
+        return KernelCase("rotary_write", f"{rows} tokens", self._attention_facts(), size, 3 * rotated, calls)
+
+    def _attention(self, rows: int) -> KernelCase:
+        spec, prompt = self.spec, rows > MANY_ROWS
+        sequences, queries, context = (1, rows, max(rows, self.context)) if prompt else (rows, 1, self.context)
+        per_row = -(-context // BLOCK_SIZE)
+        inputs = AttentionInputs(
+            block_table=torch.randperm(sequences * per_row, generator=self._generator).int().view(sequences, per_row),
+            query_start=torch.arange(0, rows + 1, queries, dtype=torch.int32),
+            context_len=torch.full((sequences,), context, dtype=torch.int32),
+            slots=torch.full((rows,), -1),
+            block_size=BLOCK_SIZE,
+            max_query_len=queries,
+            max_context_len=context,
+        )
+        q, keys = self._random(rows, spec.num_heads, spec.head_dim), 2 * sequences * context * spec.num_kv_heads * spec.head_dim
+        caches = [self._cache(sequences * per_row * BLOCK_SIZE) for _ in range(self._copies(self._bytes(keys)))]
+
+        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(attend, q, k, v, inputs, spec.attention_scale, None, None) for k, v in caches]
+
+        seen = sequences * sum(context - queries + i + 1 for i in range(queries))
+        kind = "prefill" if prompt else "decode"
+        flops = 4 * seen * spec.num_heads * spec.head_dim
+        label = f"{kind} {sequences}x{queries}, context {context}"
+        return KernelCase("paged_attention", label, self._attention_facts(), self._bytes(keys + 2 * q.numel()), flops, calls)
+
+    def _moe(self, rows: int) -> KernelCase:
+        moe, width = SPARSE, self.spec.hidden_size
+        gate_up, down = self._weight(moe.num_experts, 2 * moe.intermediate_size, width), self._weight(moe.num_experts, width, moe.intermediate_size)
+        inputs = [(self._random(rows, width), self._random(rows, moe.num_experts)) for _ in range(16)]  # other experts each time
+
+        def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(sparse, x, router, gate_up, down, moe.top_k, moe.renormalize, Activation.SILU) for x, router in inputs]
+
+        pairs, expert = rows * moe.top_k, 3 * moe.intermediate_size * width
+        touched = sum(len(torch.topk(router.float(), moe.top_k).indices.unique()) for _, router in inputs) / len(inputs)
+        facts = {"dtype": self.dtype, "num_experts": moe.num_experts, "top_k": moe.top_k}
+        label = f"{rows} tokens, {moe.top_k} of {moe.num_experts}x{moe.intermediate_size}"
+        return KernelCase("moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls)
+
+    def _pick(self, rows: int) -> KernelCase:
+        size = 4 * rows * self.spec.vocab_size
+        shape = (min(self._copies(size), 8), rows, self.spec.vocab_size)
+        scores = torch.empty(shape).normal_(0.0, 3.0, generator=self._generator)
+        seeds, positions = torch.arange(rows) * 977, torch.arange(rows)
+
+        def calls(pick: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(pick, row_scores, None, seeds, positions) for row_scores in scores]
+
+        label = f"{rows}x{self.spec.vocab_size}"
+        return KernelCase("gumbel_argmax", label, {"dtype": torch.float32}, size, rows * self.spec.vocab_size, calls)

@@ -1,0 +1,213 @@
+"""``headrace bench kernels``: every operation and candidate, checked against its twin, then timed against the physical limits.
+
+What lives here: forcing a candidate, checking, timing, the table. What may not: the shapes and inputs (kernel_cases.py), kernels.
+
+The floor of a call is max(bytes / read bandwidth, FLOPs / GEMM rate), limits measured in the same run; the fraction is floor / median.
+A candidate that declines is printed as missing with its reason; one whose result is off is printed as wrong and fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
+from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.cost.profile import last_level_cache_bytes
+from headrace.errors import ConfigError
+from headrace.kernels import CANDIDATES, TWIN, TWINS, Kernels
+from headrace.models.families import spec_from_config
+from headrace.spec import DecoderSpec
+from headrace.worker.profile import Limits, glance_limits
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float16: 4e-3}  # of the largest value
+COLUMNS = ("op", "case", "kernel", "median µs", "spread %", "GB/s", "GFLOP/s", "floor µs", "fraction", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBench:
+    """What to time: ``spec`` gives the shapes, ``rows`` are token counts, ``seconds`` are spent on each row of the table."""
+
+    spec: DecoderSpec = DEFAULT_SPEC
+    dtype: str = "bfloat16"
+    rows: tuple[int, ...] = (1, 16, 512)
+    context: int = 1024  # tokens a sequence has behind it
+    ops: tuple[str, ...] = tuple(TWINS)
+    seconds: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One candidate at one call site; times in seconds, None where it did not run. ``note`` says why, or what it was checked to."""
+
+    op: str
+    case: str
+    kernel: str
+    seconds: float | None = None  # median of a call
+    spread: float | None = None  # (slowest - fastest) / median of the rounds
+    bytes: int = 0
+    flops: int = 0
+    floor: float | None = None
+    note: str = ""
+    wrong: bool = False
+
+    @property
+    def fraction(self) -> float | None:
+        return None if self.seconds is None or self.floor is None else self.floor / self.seconds
+
+
+def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = lambda row: None) -> list[KernelRow]:
+    """Times every candidate of ``bench.ops``, the twin last. Raises ConfigError for an unknown operation, type or row count."""
+    _check(bench)
+    dtype = DTYPES[bench.dtype]
+    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * last_level_cache_bytes())
+    done: list[KernelRow] = []
+    with torch.inference_mode():
+        for rows, op in product(bench.rows, bench.ops):
+            for case in maker.cases(op, rows):
+                for row in _case_rows(case, bench, limits, dtype):
+                    show(row)
+                    done.append(row)
+    return done
+
+
+def _check(bench: KernelBench) -> None:
+    if unknown := set(bench.ops) - set(TWINS):
+        raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(TWINS)}.")
+    if bench.dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {bench.dtype}; choose among {', '.join(DTYPES)}.")
+    if not bench.rows or min(bench.rows) < 1:
+        raise ConfigError(f"--rows is {bench.rows}; give token counts of at least 1.")
+
+
+def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torch.dtype) -> Iterator[KernelRow]:
+    twin = TWINS[case.op]
+    want = _tensors(case.calls(twin)[0]())
+    rate = limits.gemm_rates.get(bench.dtype, limits.gemm_rates["float32"])
+    floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
+    for name in (*(candidate.name for candidate in CANDIDATES[case.op]), TWIN):
+        kernel, reason = _forced(case, name)
+        if kernel is None:
+            yield KernelRow(case.op, case.label, name, note=reason)
+            continue
+        calls = case.calls(kernel)
+        error = max(_error(got, expected) for got, expected in zip(_tensors(calls[0]()), want, strict=True))
+        if not error <= TOLERANCE[dtype]:
+            yield KernelRow(case.op, case.label, name, note=f"wrong: differs from its twin by {error:.2g}", wrong=True)
+            continue
+        rounds = _time(calls, bench.seconds)
+        middle = median(rounds)
+        note = "" if name == TWIN else f"error {error:.0e}"
+        yield KernelRow(case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note)
+
+
+def _forced(case: KernelCase, name: str) -> tuple[Callable[..., Any] | None, str]:
+    """The candidate of that name for this call site, or None and its reason."""
+    others = {candidate.name for group in CANDIDATES.values() for candidate in group} - {name}
+    kernels = Kernels(torch.device("cpu"), disabled=frozenset(others))
+    kernel = kernels.choose(case.op, **case.facts)
+    choice = kernels.choices[0]
+    return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not chosen"))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """Largest difference over largest value; NaN where either has one."""
+    got, want = got.float(), want.float()
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+
+
+def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
+    """Seconds a call, one mean for each round; every round goes through all the calls, each over its own memory."""
+    for call in calls:
+        call()
+    means = []
+    for _ in range(rounds):
+        begin, count = time.perf_counter(), 0
+        while count < len(calls) or time.perf_counter() - begin < seconds / rounds:
+            calls[count % len(calls)]()
+            count += 1
+            if time.perf_counter() - begin > max(1.0, 2 * seconds):
+                break
+        means.append((time.perf_counter() - begin) / count)
+    return means
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the config.json whose shapes to use (default: Llama-3.2-1B's)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512], help="tokens in a call (default: 1 16 512)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of context in attention (default: 1024)")
+    parser.add_argument("--ops", nargs="+", choices=tuple(TWINS), default=list(TWINS), help="default: all")
+    parser.add_argument("--seconds", type=float, default=0.3, help="time for each row of the table (default: 0.3)")
+    parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all rows as JSON")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """The sub-command. Returns 1 if any candidate was wrong."""
+    bench = KernelBench(
+        spec=_read_spec(args.model) if args.model else DEFAULT_SPEC,
+        dtype=args.dtype,
+        rows=tuple(args.rows),
+        context=args.context,
+        ops=tuple(args.ops),
+        seconds=args.seconds,
+    )
+    with _threads(args.threads):
+        limits = glance_limits()
+        facts = machine_facts(str(limits), threads=torch.get_num_threads(), dtype=args.dtype)
+        print_facts(facts)
+        rows = run(bench, limits)
+    print(table(COLUMNS, [_cells(row) for row in rows]))
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
+    return int(any(row.wrong for row in rows))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None and count < 1:
+        raise ConfigError(f"--threads is {count}; give at least 1.")
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace bench kernels", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    add_arguments(parser)
+    return run_command(parser.parse_args(argv))
+
+
+def _read_spec(folder: Path) -> DecoderSpec:
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        return spec_from_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a model's config.json ({error}); give the folder that holds it.") from error
+
+
+def _cells(row: KernelRow) -> tuple[Any, ...]:
+    if row.seconds is None or row.floor is None or row.spread is None:
+        return (row.op, row.case, row.kernel, *[None] * 6, row.note)
+    rates = (row.bytes / row.seconds / 1e9, row.flops / row.seconds / 1e9)
+    return (row.op, row.case, row.kernel, row.seconds * 1e6, row.spread * 100, *rates, row.floor * 1e6, row.fraction, row.note)

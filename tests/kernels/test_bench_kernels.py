@@ -1,0 +1,93 @@
+"""``bench kernels``: nothing is timed unchecked, nothing that did not run disappears."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from headrace.bench import kernels as bench
+from headrace.bench.kernel_cases import DEFAULT_SPEC
+from headrace.errors import ConfigError
+from headrace.kernels import CANDIDATES, TWINS
+from headrace.kernels.candidate import Candidate
+from headrace.worker.profile import Limits
+
+LIMITS = Limits(1e10, 1e10, {"bfloat16": 1e11, "float32": 1e11})
+TINY = bench.KernelBench(
+    spec=replace(DEFAULT_SPEC, vocab_size=96, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48),
+    rows=(1, 70),
+    context=40,
+    seconds=0.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "last_level_cache_bytes", lambda: 2**14)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_every_candidate_of_every_operation_has_a_row(dtype: str) -> None:
+    rows = bench.run(replace(TINY, dtype=dtype), LIMITS)
+    assert {row.op for row in rows} == set(TWINS)
+    for op, candidates in CANDIDATES.items():
+        assert {row.kernel for row in rows if row.op == op} == {candidate.name for candidate in candidates} | {"torch"}
+    for row in rows:
+        assert not row.wrong, row
+        assert (row.seconds is None) == (row.fraction is None)
+        assert row.seconds is not None or row.note  # missing, and why
+
+
+def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Candidate("broken", lambda site: lambda x, weight, eps, residual: (x * 1.5, x + residual))
+    patched = MappingProxyType({**CANDIDATES, "rms_norm": (broken,)})
+    monkeypatch.setattr(bench, "CANDIDATES", patched)
+    monkeypatch.setattr("headrace.kernels.CANDIDATES", patched)
+    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    assert bench.main(["--ops", "rms_norm", "--rows", "1", "--seconds", "0"]) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if "broken" in line)
+    assert "missing" in line and "wrong: differs" in line
+
+
+def test_bytes_and_flops_are_those_of_the_mathematics() -> None:
+    rows = {(row.op, row.case): row for row in bench.run(replace(TINY, ops=("linear", "paged_attention")), LIMITS) if row.kernel == "torch"}
+    qkv = rows["linear", "qkv 1x64x128"]
+    assert (qkv.bytes, qkv.flops) == (2 * (64 * 128 + 64 + 128), 2 * 64 * 128)
+    decode = rows["paged_attention", "decode 1x1, context 40"]
+    assert (decode.bytes, decode.flops) == (2 * (2 * 40 * 2 * 16 + 2 * 4 * 16), 4 * 40 * 4 * 16)
+    prefill = rows["paged_attention", "prefill 1x70, context 70"]
+    assert prefill.flops == 4 * (70 * 71 // 2) * 4 * 16
+    assert qkv.floor == max(qkv.bytes / 1e10, qkv.flops / 1e11)
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 64}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, **heads, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "rows.json"
+    arguments = ["--model", str(tmp_path), "--ops", "gated_activation", "--rows", "2", "--seconds", "0", "--output-json", str(file)]
+    assert bench.main(arguments) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[-1]["case"] == "2x32, silu" and rows[-1]["kernel"] == "torch"
+    assert capsys.readouterr().out.count("2x32, silu") == len(rows)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"ops": ("flash",)}, "flash"), ({"dtype": "int4"}, "int4"), ({"rows": (0,)}, "at least 1")])
+def test_what_cannot_be_timed_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench.run(replace(TINY, **change), LIMITS)
+
+
+def test_threads_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    bench.main(["--ops", "activation", "--rows", "1", "--seconds", "0", "--threads", str(before + 1)])
+    assert f"threads:   {before + 1}" in capsys.readouterr().out
+    assert torch.get_num_threads() == before
