@@ -78,6 +78,7 @@ def render(result: Any) -> str:
     columns = [result.x, *(f"{figure.name} {mode}" for figure in result.figures for mode in ("off", "on")), "gain"]
     lines = [f"{result.technique}: {result.title}", table(columns, rows)]
     lines += [f"{curve.mode}: {_settings(curve)}" for curve in result.curves]
+    lines.append(f"chosen by the engine: {result.choices}")
     if result.repeats > 1:
         lines.append(f"medians of {result.repeats} repeats, both sides in turn")
     if result.compared:

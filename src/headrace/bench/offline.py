@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from headrace.bench.report import machine_facts, print_facts, print_figures, table, write_json
 from headrace.bench.statistics import spread_of
-from headrace.bench.steps import COLUMNS, summarise_steps
+from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, summarise_steps
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, shared_prefix_dialogues
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.metrics import StepRecord
 from headrace.request import SamplingParams
 
 
@@ -52,12 +54,12 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     with LLM.from_config(config) as llm:
         _warm_up(llm, _fresh(args, llm.info.vocab_size, -1)[:4])
         runs = [_timed(llm, _fresh(args, llm.info.vocab_size, repeat)) for repeat in range(args.repeats)]
-        steps = summarise_steps(llm.engine.recorder.records)
+        records = llm.engine.recorder.records
         facts |= _engine_facts(llm)
     middle = sorted(runs, key=lambda run: run["elapsed_time"])[len(runs) // 2]
     spread = [run["output_tokens_per_second"] for run in runs]
     figures = {**middle, "output_tokens_per_second_lowest": min(spread), "output_tokens_per_second_highest": max(spread)}
-    _show(args, facts, figures, steps)
+    _show(args, facts, figures, records)
     print(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s"
@@ -123,11 +125,11 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
         taken = len(llm.engine.recorder.records)
         latencies = [_timed(llm, batch)["elapsed_time"] for batch in batches[args.num_iters_warmup :]]
         records = llm.engine.recorder.records
-        steps = summarise_steps(records[taken:] if len(records) > taken else records)
+        records = records[taken:] if len(records) > taken else records  # the ring may have turned over
         facts |= _engine_facts(llm)
     figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
-    _show(args, facts, {**figures}, steps, latencies=latencies)
+    _show(args, facts, figures, records, latencies=latencies)
     return 0
 
 
@@ -144,14 +146,17 @@ def _engine_facts(llm: Any) -> dict[str, Any]:
     return {"model": f"{info.model}, {info.dtype} on {info.device}", "choices": "; ".join(f"{each.name} {each.value}" for each in info.decisions)}
 
 
-def _show(args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], steps: list[dict[str, Any]], **more: Any) -> None:
+def _show(args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], **more: Any) -> None:
+    steps, calibration = summarise_steps(records), calibrate(records)
     print_facts(facts)
     print()
     print(table(COLUMNS, [list(step.values()) for step in steps]))
+    print(describe_calibration(calibration))
     print()
     print_figures(figures)
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, **more})
+        fitted = asdict(calibration) if calibration is not None else None
+        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, **more})
 
 
 def _check_positive(args: argparse.Namespace, *names: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -106,11 +107,13 @@ def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], not
         axis.set_ylabel(panel["y"])
         for letter in panel.get("log", ""):
             getattr(axis, f"set_{letter}scale")("log")
+        if "y" not in panel.get("log", ""):
+            axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
-    figure.text(0.01, 0.005, note, fontsize=6, color="0.4")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.text(0.01, 0.005, textwrap.fill(note, 75 * len(panels)), fontsize=6, color="0.4")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

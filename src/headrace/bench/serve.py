@@ -30,6 +30,7 @@ from headrace.bench.workload import (
 )
 from headrace.errors import ConfigError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TICK = 0.01  # s between looks at how late the client's own loop is
 
 
@@ -75,10 +76,11 @@ def run(args: argparse.Namespace) -> int:
         load_pyplot()
     dialogues = create_workload(args)
     client = HttpClient(args.base_url, api_key=args.api_key, timeout=args.timeout)
+    limits_here = limits_of(client.host)
     outcome = asyncio.run(_measure(args, client, dialogues))
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
-    facts = machine_facts("those of the server's machine are not measured here", shape=_shape(args), server=f"{args.base_url}, model {outcome.model}")
+    facts = machine_facts(limits_here, shape=_shape(args), server=f"{args.base_url}, model {outcome.model}")
     print_facts(facts)
     print()
     print_figures(figures)
@@ -88,6 +90,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot_distributions(args.plot, facts, outcome.samples)
     return 0 if figures["completed"] else 1
+
+
+def limits_of(host: str) -> str:
+    """This machine's limits if the server runs on it too, measured before there is any load."""
+    if host not in LOOPBACK:
+        return "not measured: the server runs on another machine"
+    from headrace.worker.profile import glance_limits
+
+    return str(glance_limits())
 
 
 def create_workload(args: argparse.Namespace) -> list[Dialogue]:

@@ -21,6 +21,7 @@ from typing import Any
 from headrace.bench.http_client import BrokenAnswer, HttpClient
 from headrace.bench.load import BenchFailed, LoadGenerator
 from headrace.bench.report import machine_facts, print_facts, print_figures, write_json
+from headrace.bench.serve import limits_of
 from headrace.bench.workload import Lengths, random_dialogues
 
 READY_TIMEOUT = 600.0  # s
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = machine_facts("not measured: starting is no steady work", shape=f"{args.repeats} starts of each kind, median; page cache warm")
+    facts = machine_facts(limits_of("localhost"), shape=f"{args.repeats} starts of each kind, median; page cache warm")
     print_facts(facts)
     print()
     parts = _median_of([in_process(args.flags) for _ in range(args.repeats)])

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from headrace.cost.calibration import Calibration, fit
 from headrace.metrics import StepRecord
 
 COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "predicted ms", "measured ms", "fraction", "host ms")
@@ -45,3 +46,16 @@ def _medians(name: str, records: Sequence[StepRecord]) -> dict[str, Any]:
         median(record.host_seconds for record in records) * 1e3,
     )
     return dict(zip(COLUMNS, values, strict=True))
+
+
+def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
+    """The efficiency and the overhead these steps show; None without a limit or without steps of different size."""
+    good = [record for record in records if not record.failed and record.floor_seconds > 0 and record.measured_seconds > 0]
+    return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
+
+
+def describe_calibration(found: Calibration | None) -> str:
+    if found is None:
+        return "no fit: the steps do not differ enough in size, or no limit is known"
+    figures = f"{found.efficiency:.0%} of the limit beside {found.overhead * 1e3:.2f} ms a step"
+    return f"fit over all steps: {figures}; half of the steps within {found.error:.0%} of it"

@@ -66,6 +66,7 @@ class Result:
     figures: tuple[Figure, ...]
     curves: list[Curve]
     repeats: int
+    choices: str  # what the engine chose by itself, kernels included
     same: int = 0
     compared: int = 0
     log: str = ""  # axes to draw logarithmically
@@ -88,6 +89,7 @@ class Lab:
         self.quick = quick
         self.repeats = 1 if quick else REPEATS
         self.say = say
+        self.choices = ""
         self._answers: dict[str, dict[Any, tuple[int, ...]]] = {mode: {} for mode in MODES}
 
     @contextmanager
@@ -95,6 +97,7 @@ class Lab:
         """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, closed afterwards."""
         value = self.technique.off if mode == "off" else self._on
         engine = create_engine(with_values(self.config, {self.technique.switch: value, **(settings or {})}), with_tokenizer=False)
+        self.choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
             drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
             yield engine
@@ -142,7 +145,7 @@ class Lab:
         shared = off.keys() & on.keys()
         same = sum(off[key] == on[key] for key in shared)
         self._answers = {mode: {} for mode in MODES}
-        return Result(self.technique.name, title, x, tuple(figures), curves, self.repeats, same, len(shared), log)
+        return Result(self.technique.name, title, x, tuple(figures), curves, self.repeats, self.choices, same, len(shared), log)
 
 
 def _curve(mode: str, side: Side, x: str, measured: Sequence[Point]) -> Curve:
