@@ -115,7 +115,8 @@ class Stream:
 
 
 def _scores_cost(delta: RequestDelta) -> int:
-    return _LOGPROB_COST * sum(len(entry.token_ids) for scores in (delta.logprobs, delta.prompt_logprobs) for entry in scores)
+    """Of the answer's tokens alone: the prompt's are as many as the prompt is long, and one step may bring more than a reader may owe."""
+    return _LOGPROB_COST * sum(len(entry.token_ids) for entry in delta.logprobs)
 
 
 def _last_of(pending: list[RequestDelta], index: int) -> RequestDelta | None:
