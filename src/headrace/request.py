@@ -6,7 +6,6 @@ What lives here: data and its validation. What may not: torch, scheduling, text 
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -22,23 +21,36 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_ID_ENTRIES = 1024
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 8192  # of all bad words together: each is tokenised where requests are checked
+_MAX_SHOWN = 80  # characters of a wrong value in a message
+
+
+def shown(value: Any) -> str:
+    """A user's value for an error message: never long, whatever it is."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "an integer of more than 64 bits"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer inside has more digits than Python will write
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value!r}; give an integer from {low} to {high}.", param=name)
+        raise InvalidRequest(f"{name} is {shown(value)}; give an integer from {low} to {high}.", param=name)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not low <= value <= high or (open_low and value == low):
         above = f", above {low}" if open_low else ""
-        raise InvalidRequest(f"{name} is {value!r}; give a number from {low} to {high}{above}.", param=name)
+        raise InvalidRequest(f"{name} is {shown(value)}; give a number from {low} to {high}{above}.", param=name)
 
 
 def _boolean(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {value!r}; give true or false.", param=name)
+        raise InvalidRequest(f"{name} is {shown(value)}; give true or false.", param=name)
 
 
 def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None:
@@ -46,7 +58,7 @@ def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None
         raise InvalidRequest(f"{name} must be a list of at most {max_items} strings; shorten it.", param=name)
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_length:
-            raise InvalidRequest(f"{name} holds {str(item)[:40]!r}; give non-empty strings of at most {max_length} characters.", param=name)
+            raise InvalidRequest(f"{name} holds {shown(item)}; give non-empty strings of at most {max_length} characters.", param=name)
 
 
 def _id_list(name: str, value: Any, max_items: int) -> None:
@@ -105,6 +117,9 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name one or leave it out.", param="allowed_token_ids")
         _string_list("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
+        length = sum(map(len, self.bad_words))
+        if length > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(f"bad_words have {length} characters in all; give at most {MAX_BAD_WORD_CHARACTERS}.", param="bad_words")
         _string_list("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_LENGTH)
         _id_list("stop_token_ids", self.stop_token_ids, MAX_ID_ENTRIES)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):

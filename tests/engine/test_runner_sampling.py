@@ -117,6 +117,14 @@ def test_each_penalty_works_alone() -> None:
     assert _output(SamplingParams(temperature=0.0, repetition_penalty=3.0), (5,), table=table, num_tokens=2) == [6, 5]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_the_smallest_parameters_leave_a_choice(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=5e-324, top_p=5e-324, min_p=5e-324)
+    table = torch.zeros(VOCAB, VOCAB)
+    table[:, 5], table[:, 6] = 2.0, 1.0
+    assert _output(params, (6,), table=table, num_tokens=3) == [6, 6, 6]
+
+
 def test_only_the_output_is_counted() -> None:
     table = torch.zeros(VOCAB, VOCAB)
     table[:, 5], table[:, 6] = 2.0, 1.0

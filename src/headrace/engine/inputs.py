@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from headrace.request import Request, SamplingParams, check_token_ids
+from headrace.request import Request, SamplingParams, check_token_ids, shown
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
@@ -188,17 +188,17 @@ class InputProcessor:
         longest = self.info.max_sequence_tokens - 1
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
             wanted = f"give an integer from 1 to {longest}, or -1 for that"
-            raise InvalidRequest(f"truncate_prompt_tokens is {keep!r}; {wanted}.", param="truncate_prompt_tokens")
+            raise InvalidRequest(f"truncate_prompt_tokens is {shown(keep)}; {wanted}.", param="truncate_prompt_tokens")
         return ids[-(longest if keep == -1 else keep) :]
 
     def _checked_params(self, ids: array[int], params: SamplingParams, param: str, clamp: bool) -> SamplingParams:
         info, limit = self.info, self.info.max_sequence_tokens
         if not ids:
             raise InvalidRequest(f"{param} is empty; give at least one token.", param=param)
+        if len(ids) >= limit:  # before the ids are looked at: they may be millions
+            raise ContextLengthExceeded(len(ids), limit, param=param)
         check_token_ids(param, ids, info.vocab_size)
         params.check_token_ids(info.vocab_size)
-        if len(ids) >= limit:
-            raise ContextLengthExceeded(len(ids), limit, param=param)
         if params.n > info.max_num_seqs:
             raise InvalidRequest(
                 f"n is {params.n}, but at most {info.max_num_seqs} sequences run at once; ask for fewer or raise --max-num-seqs.", param="n"
@@ -262,7 +262,7 @@ def _is_text_part(part: Any) -> bool:
 
 def _integer(name: str, value: Any) -> int:
     if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise InvalidRequest(f"{name} is {value!r}; give a 32-bit integer.", param=name)
+        raise InvalidRequest(f"{name} is {shown(value)}; give a 32-bit integer.", param=name)
     return value
 
 

@@ -25,6 +25,7 @@ Ints = NDArray[np.int32]
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 INT_COLUMNS = ("top_k", "seed_low", "seed_high", "num_prompt_tokens")
 _NUM_FLOATS = len(FLOAT_COLUMNS)
+_SMALLEST_REPETITION = 1e-30  # a logit divided by less would be infinite in float32; to the choice it is the same
 
 
 class Staging:
@@ -123,7 +124,8 @@ def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:
 
 def _param_bits(new: NewRow) -> Ints:
     p = new.params
-    floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+    repetition = max(p.repetition_penalty, _SMALLEST_REPETITION)
+    floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, repetition)
     seed = new.seed & 0xFFFFFFFFFFFFFFFF
     ints = (max(p.top_k, 0), seed & 0xFFFFFFFF, seed >> 32, new.num_prompt_tokens)
     return np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(ints, np.uint32).view(np.int32)])
