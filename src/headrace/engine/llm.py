@@ -29,6 +29,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDead, InvalidRequest
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
+from headrace.pages import prefer_huge_pages
 from headrace.request import Request, RequestOutput, SamplingParams
 from headrace.waiting import limit_spinning
 
@@ -79,7 +80,8 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
-    limit_spinning()  # before torch is imported
+    limit_spinning()  # these two before torch is imported
+    prefer_huge_pages()
     from headrace.worker.meter import create_recorder
     from headrace.worker.worker import create_executor, device_kind
 

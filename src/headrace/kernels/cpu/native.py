@@ -28,7 +28,7 @@ from headrace.spec import Activation
 TYPES = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})  # as common.h numbers them
 ACTIVATIONS = MappingProxyType({Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2})  # elementwise.c
 MAX_HEAD_DIM, MAX_GROUP = 512, 64  # attention.c: MAX_DIM, MAX_ROWS
-FEW_ROWS = 48  # with more, torch's blocked product is quicker than this one, which reads the weight as it lies
+FEW_ROWS = 40  # with more, torch's blocked product is quicker than this one, which reads the weight as it lies
 
 # The argument structs of the C files, field for field: i int, q int64, P pointer, f float.
 _ROTARY = Struct("@2i8q3P6q5P6q")
