@@ -304,7 +304,8 @@ class Finished:
 class SequenceOutput(NamedTuple):
     """New tokens of one sequence after one step; the last one carries ``finished``.
 
-    ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` is set on a sequence's first output.
+    ``prompt_logprobs`` come in pieces, in order. ``num_cached_tokens`` and ``first_scheduled`` (seconds on the engine's clock) are
+    set on a sequence's first output.
     A NamedTuple, because one is made for every row of every step.
     """
 
@@ -315,6 +316,7 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int | None = None
     finished: Finished | None = None
+    first_scheduled: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

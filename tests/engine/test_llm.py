@@ -218,6 +218,9 @@ def test_a_stop_string_ends_the_sequence_in_the_core_too(llm: LLM) -> None:
     answer = cut.outputs[0]
     assert (answer.text, answer.stop_reason) == (text[: text.index(stop)], stop)
     assert answer.token_ids == free.outputs[0].token_ids[: len(answer.token_ids)]
+    times = cut.metrics
+    assert times is not None and None not in (times.first_scheduled, times.first_token, times.finished)
+    assert times.arrival <= times.first_scheduled <= times.first_token <= times.finished  # type: ignore[operator]
     while llm.engine.core.has_work:
         llm.turn()
     assert llm.engine.core.stats().num_running == 0

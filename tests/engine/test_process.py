@@ -114,6 +114,7 @@ outputs = st.builds(
     scores,
     st.none() | st.integers(0, 2**31 - 1),
     finishes,
+    seconds,
 )
 
 

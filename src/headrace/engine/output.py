@@ -128,6 +128,7 @@ class _LiveRequest:
     include_stop: bool
     arrival: float
     num_live: int
+    first_scheduled: float | None = None
     first_token: float | None = None
 
 
@@ -167,7 +168,7 @@ class OutputProcessor:
     def process(self, outputs: Iterable[SequenceOutput]) -> Iterator[tuple[int, RequestDelta]]:
         """``(request_id, delta)`` for everything that is still wanted."""
         for out in outputs:
-            delta = self.feed(out.request_id, out.index, out.token_ids, out.logprobs, out.prompt_logprobs, out.num_cached_tokens, out.finished)
+            delta = self.feed(*out)
             if delta is not None:
                 yield out.request_id, delta
 
@@ -180,14 +181,15 @@ class OutputProcessor:
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         num_cached_tokens: int | None = None,
         finished: Finished | None = None,
+        first_scheduled: float | None = None,
     ) -> RequestDelta | None:
-        """The fields of one SequenceOutput; None when nobody waits for it."""
+        """The fields of one SequenceOutput, in their order; None when nobody waits for it."""
         live = self._live.get(request_id)
         sequence = live.sequences[index] if live is not None else None
         if live is None or sequence is None:
             return None
         if live.first_token is None and token_ids:
-            live.first_token = self.now()
+            live.first_scheduled, live.first_token = first_scheduled, self.now()
         ended_by_token = finished is not None and finished.reason is FinishReason.STOP and not live.include_stop
         text, kept, stop = sequence.push(token_ids, 1 if ended_by_token and token_ids else 0)
         delta = RequestDelta(index, text, token_ids, logprobs, None, None, prompt_logprobs, num_cached_tokens)
@@ -202,7 +204,7 @@ class OutputProcessor:
         assert sequence is not None
         delta.token_ids, delta.logprobs = delta.token_ids[:kept], delta.logprobs[:kept]
         delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
-        delta.times = finished.times if finished is not None else RequestTimes(live.arrival, None, live.first_token, self.now())
+        delta.times = finished.times if finished is not None else RequestTimes(live.arrival, live.first_scheduled, live.first_token, self.now())
         if finished is None:
             self.finish(request_id, delta.index, sequence.num_tokens)
         self._close(request_id, live, delta)

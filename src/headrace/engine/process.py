@@ -87,6 +87,7 @@ class Extra(Frame):
     num_cached_tokens: int | None = None
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
+    first_scheduled: float | None = None
 
 
 class Step(Frame):
@@ -213,13 +214,13 @@ def pack_step(outputs: Iterable[SequenceOutput]) -> bytes:
     """One frame for everything a step produced."""
     request_ids, indexes, counts, token_ids = array("q"), array("i"), array("i"), array("i")
     extras: list[Extra] = []
-    for row, (request_id, index, ids, logprobs, prompt_logprobs, num_cached, finished) in enumerate(outputs):
+    for row, (request_id, index, ids, logprobs, prompt_logprobs, num_cached, finished, scheduled) in enumerate(outputs):
         request_ids.append(request_id)
         indexes.append(index)
         counts.append(len(ids))
         token_ids.extend(ids)
-        if finished is not None or logprobs or prompt_logprobs or num_cached is not None:
-            extras.append(Extra(row, finished, num_cached, _logprob_columns(logprobs), _logprob_columns(prompt_logprobs)))
+        if finished is not None or logprobs or prompt_logprobs or num_cached is not None or scheduled is not None:
+            extras.append(Extra(row, finished, num_cached, _logprob_columns(logprobs), _logprob_columns(prompt_logprobs), scheduled))
     return pack(
         Step(
             request_ids.tobytes(),
@@ -247,7 +248,7 @@ def unpack_step(frame: Step) -> Iterator[SequenceOutput]:
             yield SequenceOutput(request_id, index, ids)
         else:
             scores, prompt_scores = _logprob_entries(extra.logprobs), _logprob_entries(extra.prompt_logprobs)
-            yield SequenceOutput(request_id, index, ids, scores, prompt_scores, extra.num_cached_tokens, extra.finished)
+            yield SequenceOutput(request_id, index, ids, scores, prompt_scores, extra.num_cached_tokens, extra.finished, extra.first_scheduled)
 
 
 def _column(typecode: str, data: bytes) -> array[int]:

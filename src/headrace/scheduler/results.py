@@ -82,6 +82,7 @@ def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scor
         prompt_logprobs=scores,
         num_cached_tokens=sequence.num_cached_tokens if first else None,
         finished=finished,
+        first_scheduled=sequence.first_scheduled if first else None,
     )
 
 
