@@ -147,6 +147,16 @@ def test_what_cannot_be_served_is_refused_by_name(llm: LLM, prompt: Any, params:
     assert refused.value.param == param
 
 
+def test_prompts_are_cut_to_their_end_where_that_is_asked_for(llm: LLM) -> None:
+    long = list(range(5, 400))
+    short, fitting = (llm.generate([long, [9]], GREEDY, use_tqdm=False, truncate_prompt_tokens=keep) for keep in (7, 250))
+    assert [output.prompt_token_ids for output in (*short, *fitting)] == [long[-7:], [9], long[-250:], [9]]
+    longest = llm.generate([long], SamplingParams(), use_tqdm=False, truncate_prompt_tokens=-1)
+    assert longest[0].prompt_token_ids == long[-255:] and len(longest[0].outputs[0].token_ids) == 1
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens is 0; give an integer from 1 to 255"):
+        llm.generate([long], GREEDY, use_tqdm=False, truncate_prompt_tokens=0)
+
+
 def test_the_longest_context_is_named_and_can_be_used_to_the_last_token(llm: LLM) -> None:
     with pytest.raises(ContextLengthExceeded, match="maximum context length is 256 tokens") as refused:
         llm.generate([[1] * 300], GREEDY, use_tqdm=False)

@@ -148,13 +148,15 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Progress] = True,
         priority: Sequence[int] | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list of those.
 
+        ``truncate_prompt_tokens`` keeps that many tokens at the end of each prompt (-1: as many as the context allows).
         Raises InvalidRequest before anything runs when one cannot be served, naming its index.
         """
         parsed = _for_each(_as_list(prompts), parse_prompt)
-        return self._run(parsed, sampling_params, use_tqdm, priority)
+        return self._run(parsed, self._requests(parsed, sampling_params, priority, truncate_prompt_tokens), use_tqdm)
 
     def chat(
         self,
@@ -174,7 +176,8 @@ class LLM:
         def render(conversation: Conversation) -> ParsedPrompt:
             return self._inputs.chat_prompt(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {}))
 
-        return self._run(_for_each(conversations, render), sampling_params, use_tqdm, priority)
+        parsed = _for_each(conversations, render)
+        return self._run(parsed, self._requests(parsed, sampling_params, priority), use_tqdm)
 
     def stream(
         self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, *, clamp: bool = False, **chat_options: Any
@@ -225,14 +228,7 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.shutdown()
 
-    def _run(
-        self,
-        prompts: list[ParsedPrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Progress],
-        priority: Sequence[int] | None,
-    ) -> list[RequestOutput]:
-        requests = self._requests(prompts, sampling_params, priority)
+    def _run(self, prompts: list[ParsedPrompt], requests: list[Request], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
         collectors = [OutputCollector(str(r.request_id), p.text, r, self.engine.tokenizer) for p, r in zip(prompts, requests, strict=True)]
         bar = _progress(use_tqdm, len(requests))
         running: set[int] = set()
@@ -264,10 +260,17 @@ class LLM:
             if not last:
                 self._abandon([request.request_id])
 
-    def _request(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool, priority: int = 0) -> Request:
-        chosen = self.get_default_sampling_params() if params is None else params
+    def _request(
+        self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool = False, priority: int = 0, truncate: int | None = None
+    ) -> Request:
         return self._inputs.request(
-            next(self._ids), prompt, chosen, arrival_time=time.perf_counter(), priority=priority, clamp=clamp or params is None
+            next(self._ids),
+            prompt,
+            self.get_default_sampling_params() if params is None else params,
+            arrival_time=time.perf_counter(),
+            priority=priority,
+            truncate_prompt_tokens=truncate,
+            clamp=clamp or params is None,
         )
 
     def _collected(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool) -> OutputCollector:
@@ -277,7 +280,11 @@ class LLM:
         return collector
 
     def _requests(
-        self, prompts: list[ParsedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None
+        self,
+        prompts: list[ParsedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        truncate: int | None = None,
     ) -> list[Request]:
         """All validated before the first one runs."""
         count = len(prompts)
@@ -289,7 +296,7 @@ class LLM:
             _one_each("priority", [0] * count if priority is None else list(priority), count),
             strict=True,
         )
-        return _for_each(list(jobs), lambda job: self._request(job[0], job[1], clamp=False, priority=job[2]))
+        return _for_each(list(jobs), lambda job: self._request(job[0], job[1], priority=job[2], truncate=truncate))
 
     def _submit(self, request: Request, sink: Sink) -> None:
         with self._lock, deferred_interrupts():
