@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
@@ -39,6 +40,7 @@ def engine(
     budget: int = 64,
     max_model_len: int = 200,
     window: int | None = None,
+    padded: bool = False,
     info: ExecutorInfo | None = None,
     journal: Journal | None = None,
     cache: CacheConfig | None = None,
@@ -51,6 +53,7 @@ def engine(
     info = info or keyed_hash_info(
         vocab_size=VOCAB, max_model_len=max_model_len, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, window=window
     )
+    info = replace(info, padded=padded)
     return EngineCore(
         executor or KeyedHashExecutor(info, clock=clock, check=check),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),  # type: ignore[arg-type]

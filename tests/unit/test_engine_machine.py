@@ -34,6 +34,7 @@ class ControlPlane(RuleBasedStateMachine):
         window=st.sampled_from([None, None, 9]),
         policy=st.sampled_from(["fcfs", "priority"]),
         chunked=st.booleans(),
+        padded=st.booleans(),
         continuous=st.booleans(),
         switches=st.fixed_dictionaries({name: st.booleans() for name in ("enable_prefix_caching", "paged_allocation", "kv_caching")}),
     )
@@ -46,6 +47,7 @@ class ControlPlane(RuleBasedStateMachine):
         window: int | None,
         policy: str,
         chunked: bool,
+        padded: bool,
         continuous: bool,
         switches: dict[str, bool],
     ) -> None:
@@ -58,6 +60,7 @@ class ControlPlane(RuleBasedStateMachine):
             budget=budget,
             max_model_len=LENGTH,
             window=window,
+            padded=padded,
             scheduling_policy=policy,
             chunked_prefill=chunked,
             continuous_batching=continuous,

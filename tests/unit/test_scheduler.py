@@ -285,6 +285,24 @@ def test_a_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     assert_at_rest(core)
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+def test_padding_counts_towards_the_token_budget(chunked: bool) -> None:
+    """A step of padded chunks computes as many tokens as its longest chunk has, for each of them."""
+    core = engine(padded=True, budget=32, max_num_seqs=16, chunked_prefill=chunked)
+    plans = plans_of(core)
+    asked = [request(i, PROMPT[: length], max_tokens=12) for i, length in enumerate((3, 30, 5, 8, 1, 31, 2, 17))]
+    for each in asked[:5]:
+        core.add(each)
+    for _ in range(6):
+        core.step()
+    for each in asked[5:]:
+        core.add(each)
+    answers = run(core)
+    assert [len(answers.tokens[i, 0]) > 0 for i in range(8)] == [True] * 8
+    assert max(len(plan.counts) * max(plan.counts) for plan in plans) <= 32
+    assert any(len(plan.counts) > 1 and max(plan.counts) > 1 for plan in plans)
+
+
 @pytest.mark.parametrize("failing_step", [0, 1, 2])
 def test_all_n_answers_end_with_the_prompt_they_would_have_had(failing_step: int) -> None:
     """Steps 0 and 1 compute the prompt, before there are siblings; step 2 samples for all."""

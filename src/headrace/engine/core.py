@@ -169,5 +169,6 @@ def create_scheduler(
         max_logits_rows=config.max_logits_rows,
         paged_allocation=cache.paged_allocation,
         kv_caching=cache.kv_caching,
+        padded=info.padded,
     )
     return Scheduler(config, limits, manager, eos_token_ids)

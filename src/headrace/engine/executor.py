@@ -26,6 +26,7 @@ class ExecutorInfo:
     kv_groups: tuple[KVGroup, ...]
     device: str
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose: weights, kv_cache, activations, …
+    padded: bool = False  # a step costs its longest chunk times its chunks, not their sum
 
 
 @dataclass(slots=True)

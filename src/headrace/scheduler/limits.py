@@ -18,6 +18,7 @@ class SchedulerLimits:
     max_logits_rows: int
     paged_allocation: bool = True
     kv_caching: bool = True
+    padded: bool = False  # every chunk of a step counts as the longest one
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,35 @@ from headrace.sequence import Sequence
 
 
 class PlanBuilder:
-    """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``budget`` and ``logits_budget`` are what is left, in tokens and rows."""
+    """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``logits_budget`` is what is left, in rows.
 
-    __slots__ = ("budget", "counts", "edits", "logits_budget", "prompt_logprobs", "rows_added", "sample_work", "sampled", "starts", "step_id", "work")
+    ``padded``: every piece of work takes as much of the token budget as the longest one.
+    """
 
-    def __init__(self, step_id: int, budget: int, logits_budget: int) -> None:
+    __slots__ = (
+        "_longest",
+        "_num_tokens",
+        "_padded",
+        "_token_budget",
+        "counts",
+        "edits",
+        "logits_budget",
+        "prompt_logprobs",
+        "rows_added",
+        "sample_work",
+        "sampled",
+        "starts",
+        "step_id",
+        "work",
+    )
+
+    def __init__(self, step_id: int, token_budget: int, logits_budget: int, *, padded: bool = False) -> None:
         self.step_id = step_id
-        self.budget = budget
         self.logits_budget = logits_budget
+        self._token_budget = token_budget
+        self._padded = padded
+        self._num_tokens = 0
+        self._longest = 0
         self.work: list[Sequence] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
@@ -35,19 +56,31 @@ class PlanBuilder:
         """Edits and new rows make a plan worth sending even when it computes nothing."""
         return not (self.work or self.rows_added or self.edits.row)
 
+    @property
+    def room(self) -> int:
+        """Tokens that one more piece of work may have."""
+        if not self._padded:
+            return self._token_budget - self._num_tokens
+        share = self._token_budget // (len(self.work) + 1)
+        return share if share >= self._longest else 0
+
     def add_work(self, sequence: Sequence, start: int, count: int) -> int:
         """Plans tokens of one sequence; returns the index of this piece of work."""
         self.work.append(sequence)
         self.starts.append(start)
         self.counts.append(count)
-        self.budget -= count
+        self._num_tokens += count
+        self._longest = max(self._longest, count)
         return len(self.work) - 1
 
     def complete_plain_work(self) -> None:
         """Work appended directly (one token and one sample each, the planner's hot loop) gets its counts and samples."""
-        known = len(self.counts)
-        self.counts.extend([1] * (len(self.work) - known))
-        self.sample_work.extend(range(known, len(self.work)))
+        known, total = len(self.counts), len(self.work)
+        if total > known:
+            self.counts.extend([1] * (total - known))
+            self.sample_work.extend(range(known, total))
+            self._num_tokens += total - known
+            self._longest = max(self._longest, 1)
 
     def add_scores(self, work_index: int) -> None:
         """Every position of this piece of work is scored: it spends the logits budget."""

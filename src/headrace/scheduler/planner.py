@@ -51,11 +51,11 @@ class Planner:
         The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
         """
         longer: list[Sequence] = []
-        step_id, budget = plan.step_id, plan.budget
+        step_id, room = plan.step_id, plan.room
         work, starts, sampled = plan.work, plan.starts, plan.sampled
         for sequence in self.roster.running:  # only its tail may be popped meanwhile (preemption)
             total = sequence.num_tokens
-            if len(work) >= budget:
+            if len(work) >= room:
                 break
             if total <= sequence.plain_until and total - sequence.num_computed_tokens == 1:
                 starts.append(total - 1)
@@ -70,7 +70,6 @@ class Planner:
             else:
                 longer.append(sequence)
         plan.complete_plain_work()
-        plan.budget = budget - len(work)
         for sequence in longer:
             self._plan_longer(sequence, plan)
 
@@ -85,7 +84,7 @@ class Planner:
 
     def _plan_longer(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """A prompt under way takes what is free; it may push out a later sequence that this step does not name."""
-        if sequence.status is not SequenceStatus.RUNNING or plan.budget <= 0:
+        if sequence.status is not SequenceStatus.RUNNING or plan.room <= 0:
             return
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
@@ -110,7 +109,7 @@ class Planner:
     def _chunk(self, sequence: Sequence, start: int, plan: PlanBuilder) -> int:
         """Tokens to compute from ``start`` within the budgets; 0 when a whole that must not be split does not fit."""
         whole = sequence.num_tokens - start
-        count = min(whole, plan.budget)
+        count = min(whole, plan.room)
         if sequence.wants_scores:
             count = min(count, plan.logits_budget)
         if count < whole and not (self.config.chunked_prefill and self.limits.kv_caching):
@@ -163,7 +162,7 @@ class Planner:
     def _plan_waiting(self, plan: PlanBuilder, now: float, idle: bool) -> None:
         if not self._batch_is_open(idle):
             return
-        while plan.budget > 0:
+        while plan.room > 0:
             sequence = self.roster.waiting.peek()
             if sequence is None or sequence.last_step > self.roster.retired:  # its last tokens are not known yet
                 return

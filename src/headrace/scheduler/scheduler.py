@@ -71,7 +71,8 @@ class Scheduler:
         for event in events:
             self._apply(event, now)
         self.roster.drop_ended()
-        plan = PlanBuilder(self._next_step, self.limits.max_num_batched_tokens, self.limits.max_logits_rows)
+        limits = self.limits
+        plan = PlanBuilder(self._next_step, limits.max_num_batched_tokens, limits.max_logits_rows, padded=limits.padded)
         if self._rows_lost:
             self._planner.restore_rows(plan)
             self._rows_lost = False

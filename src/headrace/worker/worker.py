@@ -67,7 +67,13 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         "rows": rows.num_bytes,
     }
     info = ExecutorInfo(
-        spec.vocab_size, plan.max_model_len, config.scheduler.max_num_seqs, plan.groups, _device_name(setting.device, setting.threads), memory
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        kv_groups=plan.groups,
+        device=_device_name(setting.device, setting.threads),
+        memory=memory,
+        padded=not config.device.token_concatenation,
     )
     executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
     return executor, (*setting.decisions, *plan.decisions, *_kernel_decisions(kernels))
