@@ -39,7 +39,9 @@ def test_what_is_no_list_of_the_kind_is_refused_by_name(name: str, value: Any) -
     assert refused.value.param == name and len(refused.value.message) < 250
 
 
-@pytest.mark.parametrize("bias", ([], {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: None}, {5: float("nan")}, {5: 101}, {True: 1.0}, dict.fromkeys(range(2000), 1.0)))
+@pytest.mark.parametrize(
+    "bias", ([], {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: None}, {5: float("nan")}, {5: 101}, {True: 1.0}, dict.fromkeys(range(2000), 1.0))
+)
 def test_a_logit_bias_maps_ids_to_numbers(bias: Any) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         SamplingParams(logit_bias=bias)

@@ -1,0 +1,73 @@
+"""How an engine is run changes no answer: random requests in random modes, against each request by itself.
+
+``support.modes`` draws both from the seed that a failing case is named by. KV blocks that nobody has written are NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import modes, tiny
+
+from headrace import LLM
+
+STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
+FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
+SEEDS = range(8)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Iterator[modes.Oracle]:
+    made = modes.Oracle(model)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_mode_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 150))
+def test_no_mode_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed)
+
+
+def check(model: str | None, oracle: modes.Oracle, seed: int) -> None:
+    rng = random.Random(seed)
+    cases = modes.draw_cases(rng, oracle.vocab_size, STOPS, 4)
+    mode = modes.draw_mode(rng)
+    answers = modes.run_trial(model, mode, cases, rng)
+    for case, found in zip(cases, answers, strict=True):
+        if found is not None:
+            modes.compare(found, oracle.answer(case), may_fail=mode.failing > 0)
+
+
+def test_a_block_read_before_it_is_written_is_noticed(tmp_path: Path) -> None:
+    """The negative control of the poison: keys that are lost show as an unusable row."""
+    with LLM(str(tiny.save("llama", tmp_path)), **modes.PLAIN, num_blocks=16) as llm:
+        modes.poison_blocks(llm)
+        collector = llm.submit([5, 6, 7], modes.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
+        llm.turn()
+        for cache in caches(llm):
+            cache[:, :, :, :, 1] = float("nan")  # the second token's
+        while not collector.finished:
+            llm.turn()
+    answer = collector.output().outputs[0]
+    assert answer.finish_reason == "error" and len(answer.token_ids) == 1
+
+
+def caches(llm: LLM) -> tuple[torch.Tensor, ...]:
+    runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
+    return tuple(runner._kv_caches)
