@@ -40,6 +40,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "headrace.bench.offline", "one batch from start to end, and its steps", "add_latency_arguments", "run_latency", model=True, engine=True
     ),
     "serve": Benchmark("headrace.bench.serve", "load on any server that speaks OpenAI's API"),
+    "rival": Benchmark("headrace.bench.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "startup": Benchmark("headrace.bench.startup", "from the command to readiness, taken apart"),
     "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", run="run_command"),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
