@@ -38,10 +38,11 @@ import headrace.cli
 mark("import headrace")
 import torch
 mark("import torch")
-from headrace.cli import _parser
 from headrace.commands import serve
-from headrace.flags import engine_config
-config = engine_config(_parser("serve", serve).parse_args(["serve", *sys.argv[1:]]))
+from headrace.flags import CommandParser, engine_config
+parser = CommandParser(prog="headrace serve")
+serve.add_arguments(parser)
+config = engine_config(parser.parse_args(sys.argv[1:]))
 from headrace.engine.llm import LLM
 from headrace.request import SamplingParams
 mark("import the engine")

@@ -6,7 +6,7 @@ lowest tail at a middle load among those that keep nine tenths of the best throu
 
 from __future__ import annotations
 
-from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
+from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side, shown
 from headrace.bench.driver import Run, drive
 from headrace.bench.statistics import summarise
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, with_arrivals
@@ -26,7 +26,7 @@ def measure(lab: Lab) -> Result:
     most = _capacity(lab, lengths, budgets["on"][-1])
 
     def workload(engine: Engine, load: float, seed: int) -> list[Dialogue]:
-        count = 6 if lab.quick else max(16, round(load * ARRIVAL_SECONDS))
+        count = 6 if lab.quick else max(10, round(load * ARRIVAL_SECONDS))
         return with_arrivals(random_dialogues(count, lengths, vocab_size=engine.info.vocab_size, seed=seed), load, seed=seed)
 
     def trial(mode: str, engine: Engine) -> Point:
@@ -42,7 +42,7 @@ def measure(lab: Lab) -> Result:
         for candidate in candidates:
             with lab.engine(mode, candidate) as engine:
                 tried.append({**candidate, **trial(mode, engine)})
-            lab.say(f"{mode}: tried {tried[-1]}")
+            lab.say(f"{mode}: tried {shown(tried[-1])}")
         sides[mode] = Side(_lowest_tail(candidates, tried), tried)
     loads = [float(f"{most * share:.3g}") for share in ((0.6,) if lab.quick else (0.2, 0.4, 0.6, 0.8, 0.95))]
     title = f"prompts of {lengths.prompt}, answers of {lengths.output}, Poisson arrivals"

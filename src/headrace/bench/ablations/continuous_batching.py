@@ -20,11 +20,11 @@ ARRIVAL_SECONDS = 3.0  # of each point
 
 def measure(lab: Lab) -> Result:
     lengths = Lengths(16, 8, 0.9) if lab.quick else Lengths(32, 64, 0.9)
-    sizes = (4, 8) if lab.quick else (16, 32, 64)
+    sizes = (4, 8) if lab.quick else (32, 64, 128)
 
     def capacity(engine: Engine) -> float:
         """Requests/s when all are there from the start."""
-        count = 16 if lab.quick else 96
+        count = 16 if lab.quick else 192
         run = drive(engine.core, random_dialogues(count, lengths, vocab_size=engine.info.vocab_size, seed=1))
         return count / run.seconds
 
@@ -39,6 +39,6 @@ def measure(lab: Lab) -> Result:
     sides = {mode: lab.best(mode, [{SEQS: size} for size in sizes], capacity) for mode in MODES}
     with lab.engine("on", sides["on"].settings) as engine:
         most = capacity(engine)
-    loads = [float(f"{most * share:.3g}") for share in ((0.8,) if lab.quick else (0.2, 0.4, 0.6, 0.8, 1.0, 1.3))]
+    loads = [float(f"{most * share:.3g}") for share in ((0.8,) if lab.quick else (0.25, 0.5, 0.75, 1.0, 1.3))]
     title = f"prompts of {lengths.prompt}, answers of {lengths.output} ± 90 %, Poisson arrivals"
     return lab.result(title, X, FIGURES, lab.curves(X, loads, point, sides))

@@ -116,7 +116,7 @@ class Lab:
         for candidate in candidates:
             with self.engine(mode, candidate) as engine:
                 tried.append({**candidate, "score": score(engine)})
-            self.say(f"{mode}: tried {tried[-1]}")
+            self.say(f"{mode}: tried {shown(tried[-1])}")
         best = max(range(len(tried)), key=lambda index: tried[index]["score"])
         return Side(dict(candidates[best]), tried)
 
@@ -130,7 +130,7 @@ class Lab:
                 for repeat in range(self.repeats):
                     for mode in MODES:
                         measured[mode] += measure(mode, engines[mode], value, 1000 * number + repeat)
-                self.say(f"{x} = {value}: off {measured['off'][-1]}, on {measured['on'][-1]}")
+                self.say("; ".join(f"{mode}: {shown(measured[mode][-1])}" for mode in MODES))
         return [_curve(mode, sides[mode], x, measured[mode]) for mode in MODES]
 
     def run(self, mode: str, point: Any, core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> Run:
@@ -146,6 +146,10 @@ class Lab:
         same = sum(off[key] == on[key] for key in shared)
         self._answers = {mode: {} for mode in MODES}
         return Result(self.technique.name, title, x, tuple(figures), curves, self.repeats, self.choices, same, len(shared), log)
+
+
+def shown(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in point.items())
 
 
 def _curve(mode: str, side: Side, x: str, measured: Sequence[Point]) -> Curve:
