@@ -20,7 +20,7 @@ from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
 from headrace.models.source import find_model
 from headrace.request import SamplingParams, TokenLogprobs
-from headrace.server import connection, lifecycle, stream
+from headrace.server import connection, crowd, lifecycle, stream
 from headrace.server.run import run_server
 
 SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
@@ -111,9 +111,11 @@ def main() -> int:
     parser.add_argument("--token-seconds", type=float, default=0.01)
     parser.add_argument("--ping-seconds", type=float, default=0.3)
     parser.add_argument("--laggard-seconds", type=float, default=2.0)
+    parser.add_argument("--max-connections", type=int, default=1024)
+    parser.add_argument("--unread-seconds", type=float, default=3.0)
     args = parser.parse_args()
     stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
-    connection.HEADER_SECONDS = 1.0
+    connection.HEADER_SECONDS, connection.UNREAD_SECONDS, crowd.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
     lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS = 0.5, 0.8
 
     async def create() -> FakeEngine:

@@ -38,6 +38,7 @@ def test_while_loading_everything_is_answered_and_nothing_is_ready() -> None:
         assert server.ask("POST", "/v1/chat/completions", CHAT).status == 503
         server.wait_ready()
         assert server.ask("GET", "/health").status == 200
+        assert not any("loading" in line for line in server.lines)  # probes that come too early are no news
     finally:
         server.stop()
 

@@ -79,6 +79,7 @@ class Answer(Protocol):
     """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt."""
 
     choices: list[ChoiceState]
+    prompts: Sequence[PromptState]
 
     def opening(self) -> str:
         """Events before the first token."""

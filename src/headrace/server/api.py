@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
@@ -78,7 +79,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     engine = service.engine
-    request = parse_tokenize(await exchange.read_json(service.config.max_body_bytes))
+    request = await service.bodies.read(exchange, parse_tokenize)
     service.check_model(request.model)
     if request.messages is not None:
         parsed = await generate.render_chat(service, request.messages, request.conversation)
@@ -93,12 +94,13 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
     engine = service.engine
-    request = parse_detokenize(await exchange.read_json(service.config.max_body_bytes))
+    request = await service.bodies.read(exchange, parse_detokenize)
     service.check_model(request.model)
     if engine.tokenizer is None:
         raise InvalidRequest("This model has no tokenizer; start the server with --tokenizer.", param="tokens")
     check_token_ids("tokens", request.tokens, engine.info.vocab_size)
-    await exchange.reply_json({"prompt": engine.tokenizer.decode(request.tokens, request.skip_special_tokens)})
+    text = await service.threads.run(len(request.tokens), partial(engine.tokenizer.decode, request.tokens, request.skip_special_tokens))
+    await exchange.reply_json({"prompt": text})
 
 
 ROUTES = (

@@ -1,6 +1,6 @@
 """The ASGI application: every request passes the same gates in the same order, and ends in exactly one visible way.
 
-What lives here: gates, the outermost error handling, the access log. What may not: what a route does.
+What lives here: gates and the outermost error handling. What may not: what a route does, what is logged of it (access_log.py).
 
 Gates: Host and Origin, the matched route, the key, the method. No layers of middleware: one coroutine, one exchange.
 """
@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import HeadraceError, NotFound
+from headrace.server.access_log import AccessLog
 from headrace.server.api import Handler, RouteTable
 from headrace.server.auth import Guard
 from headrace.server.exchange import Exchange, Receive, Send
-from headrace.server.http_errors import ClientLeft, ClientTooSlow, MethodNotAllowed
+from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
 from headrace.server.service import Service
 from headrace.server.stream import fail_stream
 
 log = logging.getLogger("headrace.server")
-access_log = logging.getLogger("headrace.access")
-
-_QUIET = frozenset(("/health", "/ready", "/metrics"))
 
 
 class App:
@@ -34,6 +31,7 @@ class App:
         self._service = service
         self._guard = guard
         self._table = table
+        self._access_log = AccessLog()
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -52,6 +50,7 @@ class App:
             await self._end(exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it."))
         finally:
             exchange.close()
+            self._service.bodies.release(exchange)
             self._record(exchange)
 
     async def _dispatch(self, exchange: Exchange) -> None:
@@ -59,6 +58,8 @@ class App:
         await handler(self._service, exchange)
 
     def _gate(self, exchange: Exchange) -> Handler:
+        if exchange.scope["http_version"] == "1.1" and exchange.header(b"host") is None:
+            raise HttpError("The request has no Host header; HTTP/1.1 needs one.", code="invalid_http")
         self._guard.check_browser(exchange.headers)
         by_method = self._table.match(exchange.path)
         if not by_method or not all(route.open for route in by_method.values()):
@@ -81,15 +82,10 @@ class App:
             await exchange.reply_error(error)
         elif not exchange.finished:
             await fail_stream(exchange, error)
-        if error.status >= 500:
+        if error.status == 500:  # 503 is a state that was told when it began
             log.warning("%s %s: %s", exchange.method, exchange.route, error.message)
 
     def _record(self, exchange: Exchange) -> None:
-        """One line without anything a client wrote; probes are for debugging only."""
         status = exchange.status or 500
         self._service.metrics.count_answer(exchange.route, status)
-        milliseconds = (time.perf_counter() - exchange.arrival) * 1000
-        level = logging.DEBUG if exchange.route in _QUIET and status < 500 else logging.INFO
-        tokens = f"  {exchange.prompt_tokens}+{exchange.completion_tokens} tokens" if exchange.prompt_tokens else ""
-        method = exchange.method if exchange.route != "-" else "-"
-        access_log.log(level, "%s %s %d %.0f ms%s", method, exchange.route, status, milliseconds, tokens)
+        self._access_log.record(exchange, status)

@@ -1,50 +1,81 @@
-"""uvicorn's HTTP/1.1 connection with the limits it does not have: size, number and time of headers; JSON errors.
+"""uvicorn's HTTP/1.1 connection with the limits it does not have: number of connections; size, number and time of headers;
+time that a client takes nothing; JSON errors; HTTP/1.0 without chunks.
 
-What lives here: one protocol class. What may not: routes, bodies (exchange.py limits them).
+What lives here: one protocol class. What may not: routes, bodies (bodies.py limits them), which connection has to go (crowd.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from headrace.errors import HeadraceError, Unavailable
+from headrace.server.crowd import Crowd
 from headrace.server.http_errors import HeadersTooLarge, HttpError, RequestTimeout
 from headrace.server.wire import encode, error_object
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
 HEADER_SECONDS = 20.0  # from a connection's or a request's first moment to the end of its headers
+UNREAD_SECONDS = 65.0  # in which a client has to take UNREAD_BYTES of what waits for it; streams have a limit of their own, just below
+UNREAD_BYTES = 32 * 1024
 
 
 class Connection(HttpToolsProtocol):
     """One client connection. ``scope["transport"]`` lets the server cut it without waiting for the client to read."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._crowd = crowd
         self._header_bytes = 0
+        self._silent_bytes = 0  # received since anything of a body came out of them: trailers and chunk extensions
+        self._progress = False
         self._refusal: HttpError | None = None
         self._header_timer: asyncio.TimerHandle | None = None
-        self._arm()
+        self._unread_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._crowd.enter(self):
+            self._arm()
+        else:
+            self._refuse(Unavailable(f"All {self._crowd.limit} connections of this server are in use; try again in 5 s.", retry_after=5))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._stop_unread_timer()
+        self._crowd.leave(self)
         super().connection_lost(exc)
+
+    def evict(self) -> None:
+        self.transport.abort()
+
+    # --- what the client sends
 
     def data_received(self, data: bytes) -> None:
         # Names and values reach on_header only when complete; a single endless one is counted here.
+        if self.transport.is_closing():
+            return
         if self._header_timer is not None:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
-                self._refuse(HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer."))
+                self._refuse_headers()
                 return
+        self._progress = False
         super().data_received(data)
+        self._silent_bytes = 0 if self._progress else self._silent_bytes + len(data)
+        if self._silent_bytes > 2 * MAX_HEADER_BYTES:
+            self._refuse_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._progress = True
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["transport"] = self.transport
+        scope["unframe"] = self._unframe
         if self._header_timer is None:
             self._arm()
 
@@ -56,11 +87,70 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._disarm()
+        self._progress = True
         super().on_headers_complete()
+        self.headers = []  # trailers, which nobody reads, are not added to what has been judged
+
+    def on_body(self, body: bytes) -> None:
+        self._progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._progress = True
+        super().on_message_complete()
+        if not self.cycle.response_complete:
+            self._crowd.work(self)
 
     def send_400_response(self, msg: str) -> None:
         """What the parser could not read: JSON as everywhere."""
         self._refuse(self._refusal or HttpError("The bytes received are not a valid HTTP/1.1 request; check the client.", code="invalid_http"))
+
+    # --- what the client reads
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline:
+            self._crowd.wait(self)
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._start_unread_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_unread_timer()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._stop_unread_timer()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # after so long it waits for a client that does not read
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _start_unread_timer(self) -> None:
+        if self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reader, self.transport.get_write_buffer_size())
+
+    def _check_reader(self, before: int) -> None:
+        self._unread_timer = None
+        if self.transport.get_write_buffer_size() > before - UNREAD_BYTES:
+            self.transport.abort()
+        else:
+            self._start_unread_timer()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _unframe(self) -> None:
+        """HTTP/1.0 knows no chunks: the next body of unknown length ends with the connection."""
+        self.cycle.chunked_encoding = False
+        self.cycle.expected_content_length = math.inf  # type: ignore[assignment]
+
+    # --- ends
 
     def _arm(self) -> None:
         self._header_bytes = 0
@@ -74,12 +164,17 @@ class Connection(HttpToolsProtocol):
     def _expire(self) -> None:
         self._refuse(RequestTimeout(f"The headers did not arrive within {HEADER_SECONDS:.0f} s; send them at once."))
 
-    def _refuse(self, error: HttpError) -> None:
+    def _refuse_headers(self) -> None:
+        self._refuse(HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer."))
+
+    def _refuse(self, error: HeadraceError) -> None:
         self._disarm()
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = encode(error_object(error))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + head + body)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+            if isinstance(error, Unavailable):
+                head += b"retry-after: %d\r\n" % error.retry_after
+            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.transport.close()

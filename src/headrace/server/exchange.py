@@ -1,6 +1,6 @@
-"""One HTTP request and its answer, as handlers see them: read a body under limits, reply once or stream, end early.
+"""One HTTP request and its answer, as handlers see them: reply once or stream, end early.
 
-What lives here: the ASGI messages. What may not: routes, JSON fields, the engine.
+What lives here: the ASGI messages. What may not: routes, bodies (bodies.py), JSON fields, the engine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
-from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout, UnsupportedMediaType
-from headrace.server.wire import decode_object, encode, error_object
+from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout
+from headrace.server.wire import encode, error_object
 
-BODY_IDLE_SECONDS = 30.0  # between two pieces of a body
-BODY_SECONDS = 300.0  # for all of it
 RETRY_SECONDS = 5  # after which a client may try again, where the error does not say
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id
 
@@ -29,13 +27,13 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_receive", "_send", "_task", "_watch", "arrival", "cause", "completion_tokens", "finished", "headers",
-        "method", "path", "prompt_tokens", "request_id", "route", "scope", "status",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cause", "completion_tokens", "finished", "headers",
+        "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status",
     )  # fmt: skip
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self.scope = scope
-        self._receive = receive
+        self.receive = receive
         self._send = send
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._watch: asyncio.Task[None] | None = None
@@ -47,6 +45,7 @@ class Exchange:
         self.route = "-"  # the matched route's template: what logs and metrics show
         self.status: int | None = None
         self.finished = False
+        self._unframed = False  # the answer ends with the connection
         self.cause: HeadraceError | None = None
         self.prompt_tokens = self.completion_tokens = 0
 
@@ -58,48 +57,6 @@ class Exchange:
         text = (self.header(b"x-request-id") or b"").decode("latin-1").strip()
         harmless = 0 < len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()
         return text if harmless else None
-
-    # --- the request
-
-    async def read_json(self, max_bytes: int) -> dict[str, Any]:
-        """The body as one JSON object. Raises 408, 413, 415 and 400 errors; nothing larger than ``max_bytes`` is ever held."""
-        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise UnsupportedMediaType("The body must be JSON; send Content-Type: application/json.")
-        if (self.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
-            raise UnsupportedMediaType("Compressed bodies are not taken; send the JSON as it is.")
-        return decode_object(await self._read_body(max_bytes))
-
-    async def _read_body(self, max_bytes: int) -> bytes:
-        announced = self.header(b"content-length") or b"0"
-        too_large = PayloadTooLarge(f"The body is larger than {max_bytes} bytes; send less.", code="body_too_large")
-        if int(announced) > max_bytes and self.header(b"expect") is not None:
-            raise too_large  # the client waits for 100 Continue and has sent nothing yet
-        body, received, more = bytearray(), 0, True
-        deadline = time.perf_counter() + BODY_SECONDS
-        while more:
-            message = await self._receive_piece(deadline)
-            piece: bytes = message["body"]
-            received += len(piece)
-            more = message["more_body"]
-            if received <= max_bytes:
-                body += piece
-            elif received > 4 * max_bytes + 2**20:
-                raise too_large
-        # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece before.
-        if received > max_bytes:
-            raise too_large
-        return bytes(body)
-
-    async def _receive_piece(self, deadline: float) -> Message:
-        try:
-            async with asyncio.timeout(min(BODY_IDLE_SECONDS, max(deadline - time.perf_counter(), 0.0))):
-                message = await self._receive()
-        except TimeoutError:
-            raise RequestTimeout("The body did not arrive in time; send it at once.") from None
-        if message["type"] == "http.disconnect":
-            raise ClientLeft("The client left while sending its request.")
-        return message
 
     # --- the answer
 
@@ -116,6 +73,9 @@ class Exchange:
 
     async def begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.status = status
+        if self.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in headers):
+            self.scope["unframe"]()
+            self._unframed = True
         await self._send({"type": "http.response.start", "status": status, "headers": [(b"x-request-id", self.request_id.encode()), *headers]})
 
     async def write(self, body: bytes) -> None:
@@ -123,7 +83,7 @@ class Exchange:
 
     async def finish(self, body: bytes) -> None:
         self.finished = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": body, "more_body": self._unframed})
 
     # --- ends from outside
 
@@ -132,7 +92,7 @@ class Exchange:
         self._watch = asyncio.create_task(self._wait_for_disconnect())
 
     async def _wait_for_disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self.end(ClientLeft("The client left."))
 

@@ -62,7 +62,8 @@ class ServerMetrics:
             ("prefix_cache_hits", "prefix_hits", "prompt tokens found in the prefix cache"),
         ):
             page.scalar(name, "counter", help, counters.get(key, 0))
-            page.scalar(f"{name}_total", "counter", help, counters.get(key, 0))
+            # vLLM's own documents name them without the suffix that its Prometheus client then adds: dashboards ask for this.
+            page.scalar(f"{name}_total", "counter", help, counters.get(key, 0), prefixes=("vllm:",))
         page.scalar("num_preemptions_total", "counter", "sequences whose blocks were taken back", counters.get("preemptions", 0))
 
     def _answer_lines(self) -> Iterator[str]:
@@ -82,8 +83,8 @@ class _Page:
         self._model = f'model_name="{escaped}"'
         self.lines: list[str] = []
 
-    def scalar(self, name: str, kind: str, help: str, value: float) -> None:
-        for prefix in self.prefixes:
+    def scalar(self, name: str, kind: str, help: str, value: float, prefixes: tuple[str, ...] = prefixes) -> None:
+        for prefix in prefixes:
             self._head(prefix + name, kind, help)
             self.lines.append(f"{prefix}{name}{{{self._model}}} {value}")
 

@@ -24,35 +24,40 @@ from headrace.server.exposition import ServerMetrics
 from headrace.server.protocol import AnswerOptions, TemplateOptions, parse_chat, parse_completion
 from headrace.server.service import DeltaStream, Service
 from headrace.server.stream import EventStream
+from headrace.server.threads import INLINE_BYTES
+from headrace.server.wire import encode
 
-_INLINE_CHARS = 4096  # longer texts are tokenised in a thread, so that streams go on meanwhile
+_SCORE_BYTES = 64  # of an answer, about, for each logprob
 
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     engine = service.engine
-    request = parse_chat(await exchange.read_json(service.config.max_body_bytes), service.defaults)
+    request = await service.bodies.read(exchange, partial(parse_chat, defaults=service.defaults))
     model = service.check_model(request.options.model)
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
         parsed = await render_chat(service, request.messages, request.conversation)
-        prepared = _prepare(service, parsed, request.params, request.options, "messages")
-        answer = ChatAnswer(
-            _shape(service, model, request.params, request.options), PromptState(prepared.prompt_token_ids), request.params.n, engine.tokenizer
-        )
-        await _deliver(service, exchange, answer, [prepared], request.options)
+        params, options = request.params, request.options
+        prepared = _prepare(service, parsed, params, options, "messages")
+        del request, parsed  # their texts may be large, and the answer may take long
+        answer = ChatAnswer(_shape(service, model, params, options), PromptState(prepared.prompt_token_ids), params.n, engine.tokenizer)
+        await _deliver(service, exchange, answer, [prepared], options)
 
 
 async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions) -> ParsedPrompt:
-    """Templates are programs and may take their time: not on the event loop."""
-    render = service.any_engine().inputs.chat_prompt
-    return await asyncio.to_thread(render, messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables)
+    """Templates are programs and may take their time: never on the event loop."""
+    render = partial(
+        service.any_engine().inputs.chat_prompt,
+        messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables,
+    )  # fmt: skip
+    return await service.threads.run(INLINE_BYTES + 1 + sum(len(message["content"]) for message in messages), render)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
     engine = service.engine
-    request = parse_completion(await exchange.read_json(service.config.max_body_bytes), service.defaults)
+    request = await service.bodies.read(exchange, partial(parse_completion, defaults=service.defaults))
     params, options = request.params, request.options
     model = service.check_model(options.model)
     if options.stream and request.echo and params.logprobs is not None:
@@ -67,16 +72,16 @@ async def completions(service: Service, exchange: Exchange) -> None:
         states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
         shape = _shape(service, model, params, options)
         answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=request.echo, discard=request.discard)
+        del request, shown, parsed, prompt  # as above
         await _deliver(service, exchange, answer, prepared, options)
 
 
 async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
     """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is refused early."""
     if not isinstance(prompt, str):
-        return ParsedPrompt(None, array("i", prompt))
+        return ParsedPrompt(None, await service.threads.run(len(prompt), partial(array, "i", prompt)))
     encode = partial(service.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate)
-    ids = encode() if len(prompt) <= _INLINE_CHARS else await asyncio.to_thread(encode)
-    return ParsedPrompt(prompt, array("i", ids))
+    return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode)))
 
 
 def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
@@ -123,6 +128,7 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 
 async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
     engine = service.engine
+    service.bodies.release(exchange)
     sources = [
         engine.stream(ParsedPrompt(None, each.prompt_token_ids), each.params, priority=options.priority, cache_salt=options.cache_salt)
         for each in prepared
@@ -138,7 +144,9 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
     finally:
         run.end()
     if not options.stream:
-        await exchange.reply_json(answer.whole())
+        scored = [*(state.logprobs for state in answer.prompts), *(choice.logprobs for choice in answer.choices)]
+        size = _SCORE_BYTES * sum(len(entry.token_ids) for entries in scored for entry in entries)
+        await exchange.reply(200, await service.threads.run(size, lambda: encode(answer.whole())))
 
 
 async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: Merged, run: _Run) -> None:

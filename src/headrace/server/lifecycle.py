@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.config import ServerConfig
@@ -85,6 +86,7 @@ class Lifecycle:
             finally:
                 pulse.cancel()
                 await self._close(server, serving)
+                self._service.threads.close()
 
     async def _live(self, loading: asyncio.Future[Engine]) -> int:
         stop = asyncio.create_task(self._signalled.wait())
@@ -184,11 +186,12 @@ def _create_server(service: Service, guard: Guard) -> uvicorn.Server:
     from headrace.server.api import RouteTable
     from headrace.server.app import App
     from headrace.server.connection import Connection
+    from headrace.server.crowd import Crowd, connection_limit
 
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # a body that we break off on purpose is no error
     config = uvicorn.Config(
         App(service, guard, RouteTable()),
-        http=Connection,
+        http=partial(Connection, crowd=Crowd(connection_limit(service.config.max_queue))),  # type: ignore[arg-type]
         ws="none",
         loop="none",
         lifespan="off",

@@ -20,9 +20,11 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.request import SamplingParams
+from headrace.server.bodies import Bodies
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.stream import Pulse
+from headrace.server.threads import Threads
 
 STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 
@@ -96,6 +98,8 @@ class Service:
         self.state = State.LOADING
         self.metrics = ServerMetrics(routes)
         self.pulse = Pulse()
+        self.threads = Threads()
+        self.bodies = Bodies(config.max_body_bytes, self.threads)
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
         self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"

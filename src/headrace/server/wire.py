@@ -14,6 +14,9 @@ import msgspec
 from headrace.errors import HeadraceError, InvalidRequest
 
 MAX_DEPTH = 64  # nested lists and objects in a body
+MAX_CONTAINERS = 100_000  # lists and objects
+MAX_STRINGS = 250_000
+MAX_ITEMS = 1_500_000  # of all lists and objects together: what the longest prompt in token ids needs
 
 # ASCII only: U+2028, U+2029 and U+0085 leave as escapes, so no client takes them for line ends.
 quote = json.encoder.encode_basestring_ascii
@@ -24,6 +27,7 @@ _decoder = msgspec.json.Decoder()  # strict: no NaN, no Infinity, no lone surrog
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """A request body as a dict. Raises InvalidRequest for anything that is not one JSON object of bounded depth."""
+    _check_size(body)
     try:
         value = _decoder.decode(body)
     except RecursionError:
@@ -38,6 +42,24 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 def _cause(error: ValueError) -> str:
     return "bad UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).partition(" - at ")[0]
+
+
+def _check_size(body: bytes) -> None:
+    """Counts before anything is built: a few bytes of JSON can become many objects, each of which takes memory and time."""
+    if body.count(b"[") + body.count(b"{") + body.count(b",") <= MAX_CONTAINERS and body.count(b'"') <= MAX_STRINGS:
+        return  # strings may hold such characters too, so this is the most there can be
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
+    if plain.count(b'"') > 2 * MAX_STRINGS:
+        raise _too_large(f"{MAX_STRINGS} strings")
+    outside = b"".join(plain.split(b'"')[::2])
+    if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
+        raise _too_large(f"{MAX_CONTAINERS} lists and objects")
+    if outside.count(b",") >= MAX_ITEMS:
+        raise _too_large(f"{MAX_ITEMS} items")
+
+
+def _too_large(what: str) -> InvalidRequest:
+    return InvalidRequest(f"The body holds more than {what}; send less at once.", code="invalid_json")
 
 
 def _too_deep() -> InvalidRequest:

@@ -1,0 +1,98 @@
+"""Request bodies: received under limits of size, time and memory in all, then decoded and checked where nothing else waits for it.
+
+What lives here: the way from ASGI messages to a parsed request. What may not: JSON itself (wire.py), fields (protocol.py), answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from headrace.errors import Overloaded, PayloadTooLarge
+from headrace.server.exchange import Exchange, Message
+from headrace.server.http_errors import ClientLeft, RequestTimeout, UnsupportedMediaType
+from headrace.server.threads import Threads
+from headrace.server.wire import decode_object
+
+IDLE_SECONDS = 30.0  # between two pieces of a body
+WHOLE_SECONDS = 300.0  # for all of it
+HELD_BODIES = 8  # as many of the largest allowed may be in memory at once
+_INLINE_BYTES = 64 * 1024  # decoding is faster than tokenising
+
+Parsed = TypeVar("Parsed")
+
+
+class Bodies:
+    """All bodies that a server holds. ``max_bytes``: of one; nothing larger is ever in memory."""
+
+    def __init__(self, max_bytes: int, threads: Threads) -> None:
+        self.max_bytes = max_bytes
+        self._threads = threads
+        self._limit = HELD_BODIES * max_bytes
+        self._held: dict[Exchange, int] = {}
+        self._total = 0
+
+    async def read(self, exchange: Exchange, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+        """The parsed body, which counts as held until ``release``. Raises 408, 413, 415, 429 and 400 errors."""
+        _check_kind(exchange)
+        body = await self._receive(exchange)
+        size = len(body) if len(body) > _INLINE_BYTES else 0
+        return await self._threads.run(size, lambda: parse(decode_object(body)))
+
+    def release(self, exchange: Exchange) -> None:
+        """Nothing of its body is needed any more. May be called again."""
+        self._total -= self._held.pop(exchange, 0)
+
+    async def _receive(self, exchange: Exchange) -> bytes:
+        too_large = PayloadTooLarge(f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large")
+        announced = int(exchange.header(b"content-length") or b"0")
+        # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown away.
+        if announced > self._most_dropped or (announced > self.max_bytes and exchange.header(b"expect") is not None):
+            raise too_large
+        body, received, more = bytearray(), 0, True
+        deadline = time.perf_counter() + WHOLE_SECONDS
+        while more:
+            message = await _receive_piece(exchange, deadline)
+            piece: bytes = message["body"]
+            received += len(piece)
+            more = message["more_body"]
+            if received <= self.max_bytes:
+                self._hold(exchange, len(piece))
+                body += piece
+            elif received > self._most_dropped:
+                raise too_large
+        # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece before.
+        if received > self.max_bytes:
+            raise too_large
+        return bytes(body)
+
+    @property
+    def _most_dropped(self) -> int:
+        return 4 * self.max_bytes + 2**20
+
+    def _hold(self, exchange: Exchange, size: int) -> None:
+        if self._total + size > self._limit:
+            raise Overloaded(f"Large bodies fill the {self._limit} bytes that are kept for them; try again in 1 s.", retry_after=1)
+        self._total += size
+        self._held[exchange] = self._held.get(exchange, 0) + size
+
+
+def _check_kind(exchange: Exchange) -> None:
+    kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise UnsupportedMediaType("The body must be JSON; send Content-Type: application/json.")
+    if (exchange.header(b"content-encoding") or b"identity").strip().lower() != b"identity":
+        raise UnsupportedMediaType("Compressed bodies are not taken; send the JSON as it is.")
+
+
+async def _receive_piece(exchange: Exchange, deadline: float) -> Message:
+    try:
+        async with asyncio.timeout(min(IDLE_SECONDS, max(deadline - time.perf_counter(), 0.0))):
+            message = await exchange.receive()
+    except TimeoutError:
+        raise RequestTimeout("The body did not arrive in time; send it at once.") from None
+    if message["type"] == "http.disconnect":
+        raise ClientLeft("The client left while sending its request.")
+    return message

@@ -1,0 +1,233 @@
+"""What no honest client does: requests that are no requests, connections without end, JSON that explodes. One server takes it all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.server.access_log import AccessLog
+from headrace.server.exchange import Exchange
+from support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving
+
+HOST = b"Host: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
+BODY = b'{"prompt":"hi","max_tokens":1}'
+FAST = 1007  # a behaviour of fake_engine.py
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--max-body-bytes", str(40 << 20), "--max-model-len", "4096") as running:
+        yield running
+
+
+def status_of(data: bytes) -> int:
+    return int(data.split(b" ", 2)[1]) if data.startswith(b"HTTP/1.1 ") else 0
+
+
+SMUGGLED = [
+    POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/models HTTP/1.1\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    POST + b"Content-Length: 5\r\nContent-Length: 30\r\n\r\n" + BODY,
+    POST + b"Content-Length: -5\r\n\r\n" + BODY,
+    POST + b"Content-Length: +30\r\n\r\n" + BODY,
+    POST + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+    POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+    POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"GET /health HTTP/1.1\r\nHost : localhost\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
+    b"GET /health HTTP/1.1\nHost: localhost\n\n",
+    b"GET /\xff HTTP/1.1\r\n" + HOST + b"\r\n",
+    b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", SMUGGLED)
+def test_requests_that_two_servers_could_read_differently_are_refused(server: Server, data: bytes) -> None:
+    with server.raw(data) as sock:
+        answer = read_until_closed(sock)
+    assert status_of(answer) == 400 and answer.count(b"content-length:") == 1 and b'"code":"invalid_http"' in answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 1_000_000,
+        b"GET /" + b"a" * 1_000_000,
+        b"GET /health HTTP/1.1\r\n" + HOST + b"".join(b"X%d: a\r\n" % i for i in range(10_000)) + b"\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1e\r\n" + BODY + b"\r\n0\r\nX: " + b"a" * 2_000_000,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1e;" + b"a" * 2_000_000,
+    ],
+    ids=["header", "path", "count", "trailer", "chunk extension"],
+)
+def test_nothing_endless_is_collected(server: Server, head: bytes) -> None:
+    with server.raw() as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(head)
+        assert status_of(read_until_closed(sock)) in (431, 0)  # 0: the answer was lost, as we went on sending
+
+
+def test_a_body_far_beyond_the_limit_is_not_read(server: Server) -> None:
+    with server.raw(POST + b"Content-Length: 1000000000000\r\n\r\n") as sock:
+        assert status_of(read_until_closed(sock)) == 413
+
+
+def test_http_1_0_streams_come_without_chunks(server: Server) -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 3, "seed": FAST, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with server.raw(request + body) as sock:
+        head, _, events = read_until_closed(sock).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    assert events_of(events)[-1] == "[DONE]" and len(events_of(events)) == 4
+
+
+BOMBS: dict[str, Any] = {
+    "prompt": [{} for _ in range(2_000_000)],
+    "messages": [[] for _ in range(2_000_000)],
+    "stop": ["" for _ in range(2_000_000)],
+    "allowed_token_ids": [1] * 4_000_000,
+}
+
+
+@pytest.mark.parametrize("field", BOMBS)
+def test_json_that_would_explode_is_counted_before_it_is_built(server: Server, field: str) -> None:
+    body = json.dumps({"prompt": "x", field: BOMBS[field]}).encode()
+    before = peak_of(server)
+    answer = server.ask("POST", "/v1/completions", body)
+    assert answer.status == 400 and "more than" in answer.error["message"]
+    assert peak_of(server) - before < 50 << 20
+
+
+def peak_of(server: Server) -> int:
+    """Most bytes that the front end ever had in memory, less what the body itself takes."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def test_text_full_of_brackets_is_no_bomb(server: Server) -> None:
+    text = '{"a": [1, "b\\\\"]}, ' * 100_000
+    answer = server.ask("POST", "/v1/completions", {"prompt": text, "max_tokens": 1})
+    assert answer.error["code"] == "context_length_exceeded"
+
+
+def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Server) -> None:
+    """Texts and ids of a million tokens, ten at once, while probes and a stream go on."""
+    text = json.dumps({"prompt": "Once upon a time there was a cat. " * 120_000}).encode()
+    ids = json.dumps({"prompt": [8000] * 1_000_000}).encode()
+    statuses: list[int] = []
+    senders = [
+        threading.Thread(target=lambda body=body: statuses.append(server.ask("POST", "/v1/completions", body).status)) for body in [text, ids] * 5
+    ]
+    worst, connection = 0.0, server.connect()
+    for sender in senders:
+        sender.start()
+    while any(sender.is_alive() for sender in senders):
+        begun = time.perf_counter()
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b'{"status":"ok"}'
+        worst = max(worst, time.perf_counter() - begun)
+    connection.close()
+    assert statuses == [400] * 10 and worst < 1.0, worst
+
+
+def test_bodies_are_bounded_in_all_together() -> None:
+    with serving("--max-body-bytes", "100000") as server:
+        held = [server.raw(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 99_999) for _ in range(8)]
+        time.sleep(0.3)
+        asked = {"prompt": "x", "max_tokens": 1, "user": "x" * 1000}
+        answer = server.ask("POST", "/v1/completions", asked)
+        assert answer.status == 429 and answer.headers["retry-after"] == "1"
+        for sock in held:
+            sock.close()
+        deadline = time.monotonic() + 2
+        while server.ask("POST", "/v1/completions", asked).status != 200:
+            assert time.monotonic() < deadline
+
+
+def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay() -> None:
+    with serving("--max-connections", "40", "--max-queue", "20") as server, contextlib.ExitStack() as open_sockets:
+        stream = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True})))
+        read_until(stream, b"\r\n\r\n")
+        for index in range(150):
+            half = (b"", b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 100\r\n\r\n{")[index % 3]
+            with contextlib.suppress(ConnectionError):
+                open_sockets.enter_context(server.raw(half))
+            if index % 30 == 29:
+                assert server.ask("GET", "/health").status == 200
+                assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) < 40 + 20
+        assert b"[DONE]" in read_until(stream, b"[DONE]")
+        server.wait_idle()
+
+
+def test_when_every_connection_is_at_work_the_next_is_told_to_come_back() -> None:
+    with serving("--max-connections", "16", "--max-queue", "8", "--token-seconds", "0.05") as server, contextlib.ExitStack() as open_sockets:
+        for _ in range(8):
+            sock = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 400, "stream": True})))
+            read_until(sock, b"\r\n\r\n")
+        whole = [open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x"}))) for _ in range(8)]
+        assert all(status_of(read_until(sock, b"\r\n\r\n")) == 429 for sock in whole)
+        assert server.ask("GET", "/health").status == 200  # those that were refused are idle now, and make room
+
+
+def test_answers_that_nobody_reads_are_dropped() -> None:
+    """Pipelined requests whose answers pile up beyond what the system buffers: the connection goes, its memory with it."""
+    with serving("--unread-seconds", "0.5") as server:
+        sock = server.raw(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, receive_buffer=2048)
+        time.sleep(3)
+        assert read_until_closed(sock).count(b"HTTP/1.1 200 OK") < 1000
+        assert server.ask("GET", "/health").status == 200
+
+
+def test_a_server_with_few_descriptors_goes_on() -> None:
+    server_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1200, server_limit[1]), server_limit[1]))
+    with serving("--max-connections", "1000000") as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (120, 120))
+        socks: list[socket.socket] = []
+        try:
+            for _ in range(300):
+                with contextlib.suppress(OSError):
+                    socks.append(server.raw())
+        finally:
+            for sock in socks:
+                sock.close()
+        deadline = time.monotonic() + 5
+        while True:
+            with contextlib.suppress(OSError):
+                if server.ask("GET", "/health", timeout=2).status == 200:
+                    break
+            assert time.monotonic() < deadline
+    resource.setrlimit(resource.RLIMIT_NOFILE, server_limit)
+
+
+def test_floods_of_refusals_become_a_count_and_probes_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def record() -> None:
+        now = [0.0]
+        log, exchange = AccessLog(lambda: now[0]), Exchange({"method": "GET", "path": "/x", "headers": []}, None, None)  # type: ignore[arg-type]
+        for second in (0.0, 0.5, 2.0):
+            now[0] = second
+            for _ in range(100):
+                log.record(exchange, 404)
+        log.record(exchange, 200)
+        exchange.route = "/ready"
+        log.record(exchange, 503)
+
+    with caplog.at_level(logging.INFO, "headrace.access"):
+        asyncio.run(record())
+    messages = [entry.getMessage() for entry in caplog.records]
+    assert sum(" 404 " in message for message in messages) == 40 and sum(" 200 " in message for message in messages) == 1
+    assert "… and 180 more requests that were refused" in messages and not any("/ready" in message for message in messages)
