@@ -26,7 +26,7 @@ COMMANDS: dict[str, str] = {
     "serve": "answer the OpenAI HTTP API",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts from a JSONL file",
-    "bench": "measure throughput, latency, a server, start-up, kernels, techniques",
+    "bench": "measure throughput, latency, a server, start-up, kernels, techniques, a rival",
     "doctor": "what was found on this machine, what was chosen and why",
     "techniques": "the mechanisms inside: source, switch, default",
 }

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import modes, tiny
 
 from headrace import LLM
+from support import modes, tiny
 
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
 FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts

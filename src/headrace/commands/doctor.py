@@ -57,7 +57,7 @@ def found(threads: int | None) -> dict[str, Any]:
         "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
         "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
-        "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: native CPU kernels cannot be built, torch twins run instead",
+        "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: no native kernels, torch twins run instead",
         "limits now": str(limits),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "no device",
     }
