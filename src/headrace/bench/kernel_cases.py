@@ -68,11 +68,11 @@ class CaseMaker:
             yield self._norm(op, rows)
         elif op in ("activation", "gated_activation"):
             yield self._activation(op, rows, 2 if op == "gated_activation" else 1)
-        elif op == "gumbel_argmax":
+        elif op in ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"):
             if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
-                yield self._pick(rows)
+                yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
         else:
-            yield {"rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
+            yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
     def _linears(self, rows: int) -> Iterator[KernelCase]:
         spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
@@ -191,6 +191,32 @@ class CaseMaker:
         facts = {"dtype": self.dtype, "num_experts": moe.num_experts, "top_k": moe.top_k}
         label = f"{rows} tokens, {moe.top_k} of {moe.num_experts}x{moe.intermediate_size}"
         return KernelCase("moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls)
+
+    def _embedding(self, rows: int) -> KernelCase:
+        table, width = self._weight(self.spec.vocab_size, self.spec.hidden_size), self.spec.hidden_size
+        ids = [torch.randint(self.spec.vocab_size, (rows,), generator=self._generator) for _ in range(16)]
+
+        def calls(look_up: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(look_up, row_ids, table, None) for row_ids in ids]
+
+        return KernelCase("embedding", f"{rows}x{width}", {"dtype": self.dtype}, self._bytes(2 * rows * width), 0, calls)
+
+    def _logits(self, op: str, rows: int) -> KernelCase:
+        """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs of given tokens."""
+        vocab, generator = self.spec.vocab_size, self._generator
+        logits = [torch.randn(rows, vocab, generator=generator) * 4 for _ in range(4)]
+        peaks = [x.amax(-1) for x in logits]
+        filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
+        heat, seeds, positions, chosen = torch.full((rows,), 0.8), torch.arange(rows), torch.arange(rows), torch.arange(rows) % vocab
+
+        def calls(function: Callable[..., Any]) -> list[Callable[[], Any]]:
+            if op == "greedy_tokens":
+                return [partial(function, x) for x in logits]
+            if op == "score_tokens":
+                return [partial(function, x, chosen, min(5, vocab)) for x in logits]
+            return [partial(function, x, peak, heat, filters, seeds, positions) for x, peak in zip(logits, peaks, strict=True)]
+
+        return KernelCase(op, f"{rows}x{vocab}", {"dtype": torch.float32}, 4 * rows * vocab, rows * vocab, calls)
 
     def _pick(self, rows: int) -> KernelCase:
         size = 4 * rows * self.spec.vocab_size

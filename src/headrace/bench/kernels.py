@@ -119,7 +119,7 @@ def _forced(case: KernelCase, name: str) -> tuple[Callable[..., Any] | None, str
     kernels = Kernels(torch.device("cpu"), disabled=frozenset(others))
     kernel = kernels.choose(case.op, **case.facts)
     choice = kernels.choices[0]
-    return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not chosen"))
+    return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not for this device"))
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -8,13 +8,14 @@ What lives here: the registry. What may not: any kernel.
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
-``gumbel_argmax`` (dtype).
+``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import reference, sampling
 from headrace.kernels.candidate import Candidate, Declined, Site
 from headrace.kernels.cpu import candidates as cpu
+from headrace.kernels.triton import candidates as triton
 
 TWIN = "torch"
 
@@ -31,20 +33,25 @@ TWIN = "torch"
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "linear": cpu.LINEAR,
-        "rms_norm": cpu.RMS_NORM,
-        "layer_norm": (),
-        "rotary_write": cpu.ROTARY_WRITE,
-        "paged_attention": cpu.PAGED_ATTENTION,
-        "activation": (),
-        "gated_activation": cpu.GATED_ACTIVATION,
-        "moe": cpu.MOE,
-        "gumbel_argmax": cpu.GUMBEL_ARGMAX,
+        "embedding": triton.EMBEDDING,
+        "rms_norm": cpu.RMS_NORM + triton.RMS_NORM,
+        "layer_norm": triton.LAYER_NORM,
+        "rotary_write": cpu.ROTARY_WRITE + triton.ROTARY_WRITE,
+        "paged_attention": cpu.PAGED_ATTENTION + triton.PAGED_ATTENTION,
+        "activation": triton.ACTIVATION,
+        "gated_activation": cpu.GATED_ACTIVATION + triton.GATED_ACTIVATION,
+        "moe": cpu.MOE + triton.MOE,
+        "greedy_tokens": triton.GREEDY_TOKENS,
+        "pick_tokens": cpu.PICK_TOKENS + triton.PICK_TOKENS,
+        "gumbel_argmax": cpu.GUMBEL_ARGMAX + triton.GUMBEL_ARGMAX,
+        "score_tokens": triton.SCORE_TOKENS,
     }
 )
 
 TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "linear": reference.linear,
+        "embedding": reference.embedding,
         "rms_norm": reference.rms_norm,
         "layer_norm": reference.layer_norm,
         "rotary_write": reference.rotary_write,
@@ -52,7 +59,10 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "activation": reference.activation,
         "gated_activation": reference.gated_activation,
         "moe": reference.moe,
+        "greedy_tokens": sampling.greedy_tokens,
+        "pick_tokens": partial(sampling.pick_tokens, argmax=sampling.gumbel_argmax),
         "gumbel_argmax": sampling.gumbel_argmax,
+        "score_tokens": sampling.score_tokens,
     }
 )
 
@@ -106,6 +116,8 @@ class Kernels:
         site = Site(op, self.device, dict(facts), self.batch_invariant)
         declined: list[tuple[str, str]] = []
         for candidate in CANDIDATES[op]:
+            if self.device.type not in candidate.devices:
+                continue  # no news to anybody
             made = self._try(candidate, site)
             if not isinstance(made, Declined):
                 return made, KernelChoice(op, facts, candidate.name, tuple(declined))
@@ -116,8 +128,6 @@ class Kernels:
     def _try(self, candidate: Candidate, site: Site) -> Callable[..., Any] | Declined:
         if candidate.name in self._disabled:
             return Declined("disabled by configuration")
-        if self.device.type not in candidate.devices:
-            return Declined(f"runs on {'/'.join(candidate.devices)}, not on {self.device.type}")
         if self.batch_invariant and not candidate.batch_invariant:
             return Declined("its sums depend on what else is in the batch")
         return candidate.create(site)

@@ -24,6 +24,12 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return partial(F.linear, weight=weight, bias=bias)
 
 
+def embedding(ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
+    """table[ids] · scale. ``ids`` [T], ``table`` [rows, H] → [T, H]; the product is rounded to the table's type."""
+    rows = F.embedding(ids, table)
+    return rows if scale is None else rows * scale
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """Root-mean-square norm (Zhang and Sennrich 2019) after an optional residual sum.
 

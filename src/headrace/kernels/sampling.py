@@ -160,6 +160,12 @@ def _mass_above(scores: Tensor, floor: Tensor) -> Tensor:
     return (scores.exp() * (scores >= floor[:, None])).sum(-1, dtype=torch.float64).to(torch.float32)
 
 
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:  # [rows, vocab], float32 → [rows] float32, [rows] int64
+    """Each row's largest logit and the first token that has it. A NaN anywhere in a row makes its peak NaN and its token any."""
+    peak, tokens = logits.max(-1)
+    return peak, tokens
+
+
 def pick_tokens(
     logits: Tensor,  # [rows, vocab], float32, finite or −inf
     peak: Tensor,  # [rows], float32: each row's largest logit, finite

@@ -20,3 +20,4 @@ PAGED_ATTENTION = (Candidate(NATIVE, native.native_kernel(native.create_paged_at
 GATED_ACTIVATION = (Candidate(NATIVE, native.native_kernel(native.create_gated_activation)),)
 MOE = (Candidate(NATIVE, native.native_kernel(native.create_moe)),)
 GUMBEL_ARGMAX = (Candidate(NATIVE, native.native_kernel(picking.create_gumbel_argmax)),)
+PICK_TOKENS = (Candidate(NATIVE, native.native_kernel(picking.create_pick_tokens)),)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from headrace.kernels.candidate import Site
 from headrace.kernels.cpu.compiler import Native
+from headrace.kernels.sampling import pick_tokens
 
 
 def create_gumbel_argmax(native: Native, site: Site) -> Callable[..., Any]:
@@ -34,3 +36,8 @@ def create_gumbel_argmax(native: Native, site: Site) -> Callable[..., Any]:
         return tokens
 
     return gumbel_argmax
+
+
+def create_pick_tokens(native: Native, site: Site) -> Callable[..., Any]:
+    """Torch's thresholds, then the C pick."""
+    return partial(pick_tokens, argmax=create_gumbel_argmax(native, site))

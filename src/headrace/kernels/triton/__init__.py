@@ -1,0 +1,9 @@
+"""Kernels for NVIDIA GPUs, written in Triton.
+
+What lives here: one file an operation (the kernel and a thin function with the twin's signature), and candidates.py, the only file the
+registry imports. What may not: model knowledge; importing triton before a CUDA call site asks for a kernel.
+
+House rules: floats are widened after each load; every masked load names ``other``; block × stride products are 64 bits; launch shapes
+follow from shapes the host knows, never from lengths, so that every kernel can be captured into a graph; nothing is tuned at run time.
+``PDL``: a constexpr around programmatic dependent launch, off until a whole chain of kernels carries it.
+"""

@@ -1,0 +1,92 @@
+"""The GPU's candidates, best first, for the registry.
+
+What lives here: the ordered lists, and what declines a call site before a kernel module is imported. What may not: kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from headrace.kernels.candidate import Candidate, Declined, Site
+
+TRITON = "triton"
+DEVICES = ("cuda",)
+MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
+HEAD_DIMS = (64, 80, 96, 128, 256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Accept = Callable[[Site], Callable[..., Any] | Declined]
+
+
+@cache
+def missing(device: torch.device) -> str | None:
+    """Why no Triton kernel can run on ``device``; None if one can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (it comes with torch for CUDA)"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *MIN_CAPABILITY)
+    return None
+
+
+def _kernel(module: str, name: str, accept: Accept | None = None) -> Accept:
+    """``name`` of a file here, for call sites of a known element type that ``accept`` does not decline.
+
+    A name that starts with ``create_`` makes the callable from the site; any other is the callable.
+    """
+
+    def create(site: Site) -> Callable[..., Any] | Declined:
+        if site.facts.get("dtype") not in DTYPES:
+            return Declined(f"element type {site.facts.get('dtype')} is none of float32, bfloat16, float16")
+        if (reason := missing(site.device)) is not None:
+            return Declined(reason)
+        declined = None if accept is None else accept(site)
+        if isinstance(declined, Declined):
+            return declined
+        found = getattr(import_module(f"headrace.kernels.triton.{module}"), name)
+        made: Callable[..., Any] = found(site) if name.startswith("create_") else found
+        return made
+
+    return create
+
+
+def _heads(site: Site) -> Any:
+    head_dim, heads, kv_heads = (site.facts.get(name) for name in ("head_dim", "num_heads", "num_kv_heads"))
+    if head_dim is None or heads is None or kv_heads is None:
+        return Declined("the call site does not state head_dim, num_heads and num_kv_heads")
+    if head_dim not in HEAD_DIMS:
+        return Declined(f"head_dim {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}")
+    if heads % kv_heads or heads // kv_heads > 64:
+        return Declined(f"{heads} heads over {kv_heads} KV heads are no group of 1 to 64")
+    return None
+
+
+def _experts(site: Site) -> Any:
+    num_experts, top_k = site.facts.get("num_experts"), site.facts.get("top_k")
+    if num_experts is None or top_k is None:
+        return Declined("the call site does not state num_experts and top_k")
+    if num_experts > 1024 or top_k > 64:
+        return Declined(f"{top_k} of {num_experts} experts are more than 64 of 1024")
+    return None
+
+
+RMS_NORM = (Candidate(TRITON, _kernel("norm", "rms_norm"), DEVICES),)
+LAYER_NORM = (Candidate(TRITON, _kernel("norm", "layer_norm"), DEVICES),)
+ROTARY_WRITE = (Candidate(TRITON, _kernel("rotary", "rotary_write"), DEVICES),)
+ACTIVATION = (Candidate(TRITON, _kernel("activation", "activation"), DEVICES),)
+GATED_ACTIVATION = (Candidate(TRITON, _kernel("activation", "gated_activation"), DEVICES),)
+EMBEDDING = (Candidate(TRITON, _kernel("embedding", "embedding"), DEVICES),)
+PAGED_ATTENTION = (Candidate(TRITON, _kernel("attention", "create_paged_attention", _heads), DEVICES),)
+MOE = (Candidate(TRITON, _kernel("moe", "create_moe", _experts), DEVICES),)
+GREEDY_TOKENS = (Candidate(TRITON, _kernel("sampling", "greedy_tokens"), DEVICES),)
+GUMBEL_ARGMAX = (Candidate(TRITON, _kernel("sampling", "gumbel_argmax"), DEVICES),)
+PICK_TOKENS = (Candidate(TRITON, _kernel("sampling", "pick_tokens"), DEVICES),)
+SCORE_TOKENS = (Candidate(TRITON, _kernel("sampling", "score_tokens"), DEVICES),)

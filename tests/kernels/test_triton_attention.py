@@ -1,0 +1,65 @@
+"""Paged attention in Triton against its torch twin, in the interpreter: every split of work between the two kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels import reference
+from headrace.kernels.triton.attention import PagedAttention
+from support.kernel_cases import PagedCase, assert_close
+
+DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 300)]
+MIXED = [(1, 70), (37, 100), (2, 2), (1, 150), (5, 5)]
+
+
+def run(case: PagedCase, window: int | None = None, soft_cap: float | None = None, *, programs: int = 5, invariant: bool = False) -> torch.Tensor:
+    heads, kv_heads, dim = case.q.shape[1], case.k_cache.shape[1], case.q.shape[2]
+    return case.run(PagedAttention(dim, heads // kv_heads, programs, invariant), window, soft_cap)
+
+
+def check(case: PagedCase, window: int | None = None, soft_cap: float | None = None, **how: int | bool) -> None:
+    got = run(case, window, soft_cap, **how)  # type: ignore[arg-type]
+    assert_close(got, case.run(reference.paged_attention, window, soft_cap), case.q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED, [(40, 95)]], ids=["decode", "mixed", "one prompt"])
+def test_attention_equals_its_twin(lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    check(PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=dtype, block_size=16))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 80), (7, 1, 96), (20, 1, 64), (2, 1, 256)])
+def test_attention_of_other_heads(heads: int, kv_heads: int, dim: int) -> None:
+    check(PagedCase([(1, 75), (9, 40), (3, 3)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=8))
+
+
+@pytest.mark.parametrize("window", [1, 7, 70, None])
+@pytest.mark.parametrize("soft_cap", [0.5, None])
+def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float | None) -> None:
+    check(PagedCase([(1, 150), (1, 3), (12, 140), (2, 90)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16), window, soft_cap)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 11, 40])
+def test_every_cut_of_the_line_gives_the_same(programs: int) -> None:
+    check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), programs=programs)
+
+
+def test_invariant_bits_depend_on_nothing_else() -> None:
+    """Batched = alone, whole = chunked, prefill = decode, to the bit."""
+    case = PagedCase([(1, 130), (37, 100), (2, 2)], heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16)
+    whole, start = run(case, invariant=True), 0
+    check(case, invariant=True)
+    for row, (count, _) in enumerate(case.lengths):
+        for first, end in ((0, count), (0, (count + 1) // 2), (count - 1, count)):
+            assert torch.equal(run(case.part(row, first, end), invariant=True), whole[start + first : start + end])
+        start += count
+
+
+def test_tokens_of_no_sequence_and_queries_that_see_nothing_get_zeros() -> None:
+    case = PagedCase([(5, 2), (1, 0), (1, 3)], heads=2, kv_heads=1, dim=64, dtype=torch.float32)
+    q = torch.cat((case.q, torch.ones(3, 2, 64)))
+    out = PagedAttention(64, 2, 3, False)(q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None)
+    assert not out[:3].any() and not out[5].any() and not out[7:].any()
+    assert out[3:5].all() and out[6].all()

@@ -1,0 +1,43 @@
+"""The sparse feed-forward in Triton against its torch twin, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels import reference
+from headrace.kernels.triton.moe import Moe
+from headrace.spec import Activation
+from support.kernel_cases import TOLERANCE
+
+
+def inputs(tokens: int, dtype: torch.dtype, *, experts: int = 6, hidden: int = 72, inner: int = 40) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(tokens)
+    x, router = torch.randn(tokens, hidden), torch.randn(tokens, experts)
+    weights = torch.randn(experts, 2 * inner, hidden) * hidden**-0.5, torch.randn(experts, hidden, inner) * inner**-0.5
+    return tuple(each.to(dtype) for each in (x, router, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (5, 2), (33, 6)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, top_k: int, renormalize: bool) -> None:
+    arguments = (*inputs(tokens, dtype), top_k, renormalize, Activation.SILU)
+    got, want = Moe(False)(*arguments), reference.moe(*arguments)
+    assert got.dtype == dtype
+    assert float((got.float() - want.float()).abs().max()) <= 2 * TOLERANCE[dtype] * float(want.float().abs().max().clamp(min=1.0))
+
+
+def test_equal_experts_are_taken_in_order_and_unchosen_ones_are_not_read() -> None:
+    x, router, gate_up, down = inputs(4, torch.float32)
+    router.fill_(1.0)
+    gate_up[2:], down[2:] = float("nan"), float("nan")
+    arguments = (x, router, gate_up, down, 2, True, Activation.GELU_TANH)
+    torch.testing.assert_close(Moe(False)(*arguments), reference.moe(*arguments), atol=1e-5, rtol=1e-5)
+
+
+def test_invariant_bits_depend_on_nothing_else() -> None:
+    x, router, gate_up, down = inputs(20, torch.bfloat16)
+    rest = (gate_up, down, 2, True, Activation.SILU)
+    assert torch.equal(Moe(True)(x, router, *rest)[7:8], Moe(True)(x[7:8], router[7:8], *rest))

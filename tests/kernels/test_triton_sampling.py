@@ -1,0 +1,102 @@
+"""Picking tokens in Triton against its torch twins, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels import sampling as twin
+from headrace.kernels.triton import sampling, thresholds
+
+triton, tl = support.triton_interpreter.triton, support.triton_interpreter.tl
+
+
+def logits_of(rows: int, vocab: int, spread: float = 4.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+
+
+@triton.jit
+def _noise_kernel(words_ptr, noise_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(noise_ptr + at, sampling._gumbel(tl.load(words_ptr + at).to(tl.uint32)))
+
+
+def test_noise_is_the_twins() -> None:
+    some = torch.randint(0, 2**32, (4089,), generator=torch.Generator().manual_seed(3))
+    words = torch.cat((torch.tensor([0, 1, 2, 2**32 - 1, 2**31, 2**24, 2**25]), some))
+    got = torch.empty(4096)
+    _noise_kernel[(1,)](words, got, BLOCK=4096)
+    uniform = ((words.double() + 0.5) * 2.0**-32).float().clamp(max=1 - 2.0**-24).double()
+    want = -torch.log(-torch.log1p(-uniform))
+    assert float(((got.double() - want).abs() / want.abs().clamp(min=1.0)).max()) < 5e-7
+    assert got.argmax() == 0  # the smallest word is the largest noise
+
+
+def test_greedy_takes_the_first_of_the_best_and_shows_nan() -> None:
+    logits = logits_of(4, 3000)
+    logits[1, [7, 2900]] = 99.0
+    logits[2, 1500] = float("nan")
+    peak, tokens = sampling.greedy_tokens(logits)
+    want_peak, want = twin.greedy_tokens(logits)
+    torch.testing.assert_close(peak, want_peak, equal_nan=True, rtol=0, atol=0)
+    assert tokens[1] == 7 and peak[2].isnan()
+    assert torch.equal(tokens[[0, 3]], want[[0, 3]])
+
+
+@pytest.mark.parametrize("vocab", [50, 256, 1111])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_pick_is_the_twins(vocab: int, filtered: bool) -> None:
+    scores, seeds, positions = logits_of(9, vocab), torch.arange(9) * 0x123456789AB - 5, torch.arange(9) + 2**20
+    kept = torch.full((9,), 0.5) if filtered else None
+    got = sampling.gumbel_argmax(scores, kept, seeds, positions)
+    assert torch.equal(got, twin.gumbel_argmax(scores, kept, seeds, positions))
+
+
+FILTERS = {
+    "top-k": (40, 1.0, 0.0),
+    "top-1": (1, 1.0, 0.0),
+    "top-p": (0, 0.9, 0.0),
+    "min-p": (0, 1.0, 0.05),
+    "all": (40, 0.7, 0.01),
+    "many": (880, 0.99, 0.0),
+    "off": (0, 1.0, 0.0),
+    "no mass": (0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("spread", [6.0, 0.05])
+def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "_CANDIDATES", 64)  # so that some rows have too many
+    logits = logits_of(3, 900, spread)
+    logits[1, 5:25] = logits[1].amax()  # ties at the top
+    logits[2, 100:700] = float("-inf")
+    peak, heat = logits.amax(-1), torch.tensor([1.0, 0.7, 1.3])
+    scores = (logits - peak[:, None]) / heat[:, None]
+    top_k, top_p, min_p = FILTERS[name]
+    filters = (torch.full((3,), top_k), torch.full((3,), top_p), torch.full((3,), min_p))
+    want = twin.keep_thresholds(scores, *filters)
+    for got in (thresholds.keep_thresholds(scores, *filters), thresholds.keep_thresholds(logits, *filters, scale=(peak, heat))):
+        different = (scores >= got[:, None]) != (scores >= want[:, None])
+        # top-p: the twin sums in float32, so that a token at the very edge may fall on either side
+        assert int(different.sum(-1).max()) <= (2 if 0 < top_p < 1 else 0)
+
+
+def test_picks_from_logits_are_the_twins() -> None:
+    logits = logits_of(6, 1500)
+    filters = (torch.tensor([0, 40, 0, 5, 2900, 0]), torch.tensor([0.9, 1.0, 1.0, 0.5, 0.99, 1.0]), torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]))
+    arguments = (logits, logits.amax(-1), torch.tensor([0.8, 1.0, 0.5, 2.0, 1.0, 1e-30]))
+    for chosen in (filters, None):
+        got = sampling.pick_tokens(*arguments, chosen, torch.arange(6) * 977, torch.arange(6))
+        assert torch.equal(got, twin.pick_tokens(*arguments, chosen, torch.arange(6) * 977, torch.arange(6), twin.gumbel_argmax))
+
+
+@pytest.mark.parametrize("num_best", [0, 3])
+def test_scores_are_the_twins(num_best: int) -> None:
+    logits = logits_of(5, 5000)
+    logits[0, 9] = float("-inf")
+    chosen = torch.tensor([3, 0, 4999, 17, 256])
+    got, want = sampling.score_tokens(logits, chosen, num_best), twin.score_tokens(logits, chosen, num_best)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+    torch.testing.assert_close(got[1], want[1], atol=1e-5, rtol=1e-6)

@@ -1,0 +1,178 @@
+"""Compiles the Triton kernels for an H200 on a machine without a GPU, and reads what came out. Run as a program, in a process of its own.
+
+What lives here: a driver that only compiles, and figures of each kernel's machine code. What may not: kernels, judgement (the test).
+
+``python triton_offline.py [CASE …]`` prints a JSON object: for each case registers, stack and spill bytes, shared memory, instruction counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INSTRUCTIONS = ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL", "FFMA")
+
+
+class CompileOnly:
+    """What the JIT asks of a driver before a launch; nothing is launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+
+class Recorder:
+    """Stands for a kernel in its wrapper's module: launches become compilations."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            self.compiled.append(self.kernel.warmup(*arguments, grid=grid, **named))
+
+        return launch
+
+
+def record(module: Any, names: tuple[str, ...], call: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """The figures of each kernel of ``module`` that ``call`` would launch."""
+    recorders = {name: Recorder(getattr(module, name)) for name in names}
+    for name, recorder in recorders.items():
+        setattr(module, name, recorder)
+    try:
+        call()
+    finally:
+        for name, recorder in recorders.items():
+            setattr(module, name, recorder.kernel)
+    return {name: figures(recorder.compiled[-1]) for name, recorder in recorders.items() if recorder.compiled}
+
+
+def figures(compiled: Any) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _output("cuobjdump", "--dump-resource-usage", file.name)
+        code = _output("nvdisasm", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
+    return {"registers": int(found[1]), "stack": int(found[2]), "local": int(found[3]), "shared": compiled.metadata.shared, **counts}
+
+
+def _output(tool: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
+    """``call`` with one of attention's two kernels left out: the recorders stand in one module at a time."""
+
+    def run() -> None:
+        stock, module.attend = module.attend, lambda *arguments: None
+        try:
+            call()
+        finally:
+            module.attend = stock
+
+    return run
+
+
+def attention(dtype: torch.dtype, heads: int, dim: int) -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import decode, prefill
+    from headrace.kernels.triton.attention import PagedAttention
+    from headrace.layers.inputs import AttentionInputs
+
+    q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, 16, dim, dtype=dtype)
+    starts = torch.zeros(5, dtype=torch.int32)
+    inputs = AttentionInputs(torch.zeros(4, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), 16, 40, 256)
+    attend = PagedAttention(dim, heads // 8, 264, False)
+
+    def call() -> object:
+        return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
+
+    found = record(prefill, ("_prefill_kernel",), _without(decode, call))
+    return found | record(decode, ("_decode_kernel", "_merge_kernel"), _without(prefill, call))
+
+
+def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import activation, embedding, norm, rotary
+    from headrace.spec import Activation
+
+    x, weight, tokens = torch.empty(64, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+    q, cache = torch.empty(64, 48, 128, dtype=dtype), torch.empty(64, 2, 8, 16, 128, dtype=dtype)
+    parts = q.split((32, 8, 8), dim=1)
+    return {
+        **record(norm, ("_norm_kernel",), lambda: norm.rms_norm(x, weight, 1e-5, x)),
+        **record(activation, ("_activation_kernel",), lambda: activation.gated_activation(x, Activation.SILU)),
+        **record(embedding, ("_embedding_kernel",), lambda: embedding.embedding(tokens, x, None)),
+        **record(
+            rotary,
+            ("_rotary_kernel",),
+            lambda: rotary.rotary_write(*parts, tokens, torch.empty(64, 128), cache[:, 0], cache[:, 1], tokens),
+        ),
+    }
+
+
+def sampling() -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import sampling, thresholds
+
+    logits, row, ids = torch.empty(8, 128256), torch.empty(8), torch.zeros(8, dtype=torch.int64)
+    return {
+        **record(sampling, ("_pick_kernel", "_best_kernel"), lambda: sampling.gumbel_argmax(logits, row, ids, ids)),
+        **record(sampling, ("_score_kernel",), lambda: sampling.score_tokens(logits, ids, 0)),
+        **record(thresholds, ("_threshold_kernel",), lambda: thresholds.keep_thresholds(logits, ids, row, row, scale=(row, row))),
+    }
+
+
+def moe(tokens: int) -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import moe
+    from headrace.spec import Activation
+
+    x, router = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 128, dtype=torch.bfloat16)
+    gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 1536, 2048), (128, 2048, 768)))
+    kernels = ("_route_kernel", "_place_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")
+    return record(moe, kernels, lambda: moe.Moe(False)(x, router, gate_up, down, 8, True, Activation.SILU))
+
+
+CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
+    "attention bfloat16 128": lambda: attention(torch.bfloat16, 32, 128),
+    "attention bfloat16 64": lambda: attention(torch.bfloat16, 32, 64),
+    "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
+    "attention float32 128": lambda: attention(torch.float32, 32, 128),
+    "elementwise": lambda: elementwise(torch.bfloat16),
+    "sampling": sampling,
+    "moe, few": lambda: moe(8),
+    "moe, many": lambda: moe(4096),
+}
+
+
+def main(names: list[str]) -> None:
+    driver.set_active(CompileOnly())
+    json.dump({f"{name}: {kernel}": row for name in names or CASES for kernel, row in CASES[name]().items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
