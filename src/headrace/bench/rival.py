@@ -29,6 +29,7 @@ from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.request import RequestOutput, SamplingParams
 
+_BATCH_PROMPT = 64  # tokens: the batch is there for its decoding
 _TOLERANCE = 0.10  # how far the rival may be from what is expected of it on this class of machine
 
 
@@ -55,21 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM  # the engine, and torch with it
 
-    spec = spec_from_config(find_model(config.model).config)
     model = replace(config.model, load_format="dummy", dtype="bfloat16", max_model_len=args.input_len + args.output_len + 16)
-    facts = facts_here(shape=f"{config.model.model or 'the bundled model'}: {args.input_len} in, {args.output_len} out, {args.rounds} rounds in turn")
+    spec = spec_from_config(find_model(model).config)
+    named = Path(config.model.model).name if config.model.model else "the bundled model"
+    facts = facts_here(shape=f"{named}: {args.input_len} in, {args.output_len} out, {args.rounds} rounds in turn")
     with tempfile.TemporaryDirectory(prefix="headrace-rival-") as folder:
         gguf = Path(folder) / "random.gguf"
         write_random_gguf(gguf, spec, args.input_len + args.output_len + 16)
         threads = _best_threads(args, gguf)
         with LLM.from_config(replace(config, model=model)) as llm:
-            _ours(llm, args, 1, seed=1)  # warm
+            _ours(llm, args, 1, args.input_len, seed=1)  # warm
             ours, theirs, batches = [], [], []
             for round_ in range(args.rounds):
                 theirs.append(_theirs(args, gguf, threads, repeats=1))
-                ours.append(_ours(llm, args, 1, seed=10 + round_))
-                batches.append(_ours(llm, args, args.batch_size, seed=100 + round_))
-    _show(args, facts | {"rival": f"llama.cpp with {threads[0]} decode and {threads[1]} prefill threads"}, _merge(ours), _merge(theirs), _merge(batches))
+                ours.append(_ours(llm, args, 1, args.input_len, seed=10 + round_))
+                batches.append(_ours(llm, args, args.batch_size, _BATCH_PROMPT, seed=100 + round_))
+    facts["rival"] = f"llama.cpp with {threads[0]} decode and {threads[1]} prefill threads"
+    _show(args, facts, _merge(ours), _merge(theirs), _merge(batches))
     return 0
 
 
@@ -93,12 +96,12 @@ def _theirs(args: argparse.Namespace, gguf: Path, threads: Sequence[int], repeat
     return Rates(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _ours(llm: Any, args: argparse.Namespace, batch: int, seed: int) -> Rates:
+def _ours(llm: Any, args: argparse.Namespace, batch: int, input_len: int, seed: int) -> Rates:
     """Prefill: prompt tokens until the first answer token. Decode: all tokens after each one's first, over the time they took."""
     import random
 
     draw = random.Random(seed)
-    prompts = [{"prompt_token_ids": [draw.randrange(llm.info.vocab_size) for _ in range(args.input_len)]} for _ in range(batch)]
+    prompts = [{"prompt_token_ids": [draw.randrange(llm.info.vocab_size) for _ in range(input_len)]} for _ in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len + 1, ignore_eos=True, detokenize=False)
     outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
     times = [output.metrics for output in outputs if output.metrics]
@@ -107,7 +110,7 @@ def _ours(llm: Any, args: argparse.Namespace, batch: int, seed: int) -> Rates:
     last = max(t.finished for t in times if t.finished is not None)
     # in a batch, decoding begins while later prompts are computed: only the part after the last first token is pure decode
     decoded = batch * args.output_len if batch == 1 else sum(_tokens_after(t, first, args.output_len) for t in times)
-    return Rates([batch * args.input_len / (first - begin)], [decoded / (last - first)])
+    return Rates([batch * input_len / (first - begin)], [decoded / (last - first)])
 
 
 def _tokens_after(times: Any, moment: float, output: int) -> float:

@@ -71,6 +71,6 @@ def _tensors(spec: DecoderSpec, random: np.random.Generator) -> Iterator[tuple[s
 
 
 def _random_bf16(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint16]:
-    """Uniform in ±0.035 (a deviation of 0.02), cut to bfloat16's upper 16 bits."""
-    values = (random.random((rows, columns), np.float32) - 0.5) * 0.07
-    return (values.view(np.uint32) >> 16).astype(np.uint16)
+    """Uniform in ±0.035 (a deviation of 0.02), cut to bfloat16's upper 16 bits; a large matrix repeats its first million values."""
+    values = (random.random(min(rows * columns, 1 << 20), np.float32) - 0.5) * 0.07
+    return np.resize((values.view(np.uint32) >> 16).astype(np.uint16), (rows, columns))
