@@ -285,6 +285,25 @@ def test_a_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     assert_at_rest(core)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("turns", range(3, 18))
+def test_what_a_failed_step_was_to_write_for_a_client_that_left_is_not_reused(depth: int, turns: int) -> None:
+    """The tokens are known and the client is gone before the step that computes their keys fails."""
+    info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=2, num_blocks=64, block_size=4)
+    oldest_in_flight = turns - depth
+    executor = KeyedHashExecutor(info, check=True, fault=lambda plan: plan.step_id == oldest_in_flight)
+    core = engine(depth=depth, executor=executor, info=info, max_num_seqs=2)
+    left = request(0, PROMPT[:6], max_tokens=30)
+    core.add(left)
+    for _ in range(turns):
+        core.step()
+    core.abort(0)
+    run(core)
+    later = request(1, [*PROMPT[:6], *expected(left)[:20]], max_tokens=3)
+    core.add(later)
+    assert run(core).tokens[1, 0] == expected(later)
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 def test_padding_counts_towards_the_token_budget(chunked: bool) -> None:
     """A step of padded chunks computes as many tokens as its longest chunk has, for each of them."""

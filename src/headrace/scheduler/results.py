@@ -71,7 +71,7 @@ def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scor
     if finished is not None:
         roster.end(sequence)
     elif sequence.status is SequenceStatus.RUNNING:
-        roster.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), None)
+        roster.link(sequence)
         roster.refresh(sequence)
     sequence.attentive = sequence.request.params.logprobs is not None
     return SequenceOutput(

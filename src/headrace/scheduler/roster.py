@@ -104,6 +104,11 @@ class Roster:
         next_link = (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
         sequence.checkpoint = min(sequence.max_num_tokens, next_link)
 
+    def link(self, sequence: Sequence) -> None:
+        """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that step fails."""
+        written_by = sequence.last_step if sequence.last_step > self.retired else None
+        self.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by)
+
     # --- going
 
     def preempt_last(self) -> Sequence:
@@ -126,8 +131,7 @@ class Roster:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.discard()
         elif trusted:
-            written_by = sequence.last_step if sequence.last_step > self.retired else None
-            self.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by)
+            self.link(sequence)
         else:
             self.cache.forget_written_by(sequence.kv)
         sequence.status = SequenceStatus.FINISHED
