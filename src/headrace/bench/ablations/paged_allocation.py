@@ -17,7 +17,7 @@ ANSWER = 32  # tokens
 
 
 def measure(lab: Lab) -> Result:
-    blocks, count, asked = (48, 12, (64, 256)) if lab.quick else (256, 64, (32, 64, 128, 256, 512, 1024, 2048))
+    blocks, count, asked = (48, 12, (64, 256)) if lab.quick else (128, 32, (32, 64, 128, 256, 512, 1024))
 
     def point(mode: str, engine: Engine, max_tokens: int, seed: int) -> list[Point]:
         requests = random_dialogues(count, Lengths(32, max_tokens), vocab_size=engine.info.vocab_size, seed=seed)
