@@ -20,7 +20,7 @@ from headrace.cache.block_pool import BlockPool
 from headrace.engine.output import OutputCollector
 from headrace.errors import HeadraceError
 from headrace.kernels import CANDIDATES
-from headrace.request import RequestOutput, StepPlan, StepResult
+from headrace.request import RequestOutput
 
 NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
 LONGEST = 120  # tokens of prompt and answer together
@@ -177,19 +177,19 @@ def _poison_pool(pool: BlockPool, cache: Any) -> None:
 
 
 def fail_steps(llm: LLM, percent: int, rng: random.Random) -> None:
-    """Some steps fail after they have changed rows and written keys and values, as a step that runs out of memory does."""
+    """Some steps run out of memory: before anything is touched, with keys and values written, or with tokens in their rows."""
     runner = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-    run: Callable[[StepPlan], StepResult] = runner.run
+    for part in ("forward", "sample", "read") if percent else ():
+        setattr(runner, part, _failing(getattr(runner, part), percent / 3, rng))
 
-    def run_or_fail(plan: StepPlan) -> StepResult:
-        fails = rng.random() * 100 < percent
-        result = run(plan)
-        if fails:
+
+def _failing(work: Callable[[Any], Any], percent: float, rng: random.Random) -> Callable[[Any], Any]:
+    def work_or_fail(step: Any) -> Any:
+        if rng.random() * 100 < percent:
             raise MemoryError("on purpose")
-        return result
+        return work(step)
 
-    if percent:
-        runner.run = run_or_fail
+    return work_or_fail
 
 
 def check_at_rest(llm: LLM) -> None:
