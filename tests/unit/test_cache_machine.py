@@ -167,6 +167,18 @@ def test_releasing_what_nobody_holds_is_noticed() -> None:
         pool.release(0)
 
 
+def test_a_prefix_that_has_slid_out_of_every_window_leaves_no_trace() -> None:
+    spec = KVSpec((0,), KVKind.SLIDING, 4, num_kv_heads=1, head_dim=1, dtype_bytes=8, window=8)
+    cache = CacheManager([KVGroup(spec, 32)])
+    for salt in ("one", "two"):
+        kv, tokens = cache.create(salt), array("i", range(40))
+        assert cache.try_prepare(kv, 0, 40, 0, TableEdits(), 0)
+        cache.trim(kv, 30, -1)
+        cache.link(kv, tokens, 40, None)
+        cache.free(kv, -1)
+    assert cache.tree.num_roots == 0 and cache.num_used_blocks == 0
+
+
 def test_hashes_name_contents_and_their_context() -> None:
     """Equal ids under an equal parent have equal hashes in any engine; another salt, parent or namespace changes them."""
 

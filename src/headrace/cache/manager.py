@@ -195,6 +195,7 @@ class CacheManager:
             key = token_ids[start : start + self.block_tokens].tobytes()
             child = node.children.get(key) or self._name(node, key, kv, depth, step_id)
             if child is None:
+                self.tree.prune(node)  # a root may have been made for nothing
                 break
             kv.node = node = child
             kv.num_linked_blocks = depth + 1

@@ -54,6 +54,7 @@ class PrefixTree:
         self.num_groups = num_groups
         self._namespace = namespace
         self._roots: dict[tuple[str, str | None], PrefixNode] = {}
+        self._name_of: dict[PrefixNode, tuple[str, str | None]] = {}  # of each root
 
     def find_root(self, salt: str, adapter: str | None) -> PrefixNode | None:
         return self._roots.get((salt, adapter))
@@ -63,7 +64,7 @@ class PrefixTree:
         if root is None:
             seed = b"\0".join((self._namespace, salt.encode("utf-8", "surrogatepass"), (adapter or "").encode()))
             root = PrefixNode(None, b"", [None] * self.num_groups, digest=hashlib.blake2b(seed, digest_size=16).digest())
-            self._roots[(salt, adapter)] = root
+            self._roots[(salt, adapter)], self._name_of[root] = root, (salt, adapter)
         return root
 
     def walk(self, root: PrefixNode, tokens: bytes, key_bytes: int, max_nodes: int) -> list[PrefixNode]:
@@ -106,8 +107,7 @@ class PrefixTree:
                 return
             parent.detached = True
             node = parent
-        for name in [name for name, root in self._roots.items() if root is node]:
-            del self._roots[name]
+        del self._roots[self._name_of.pop(node)]
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node below the roots (tests and pictures)."""
