@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +63,16 @@ def test_answers_end_at_the_models_own_end_and_read_as_text(llm: LLM) -> None:
         assert (answer.finish_reason, answer.token_ids) == ("stop", prompt["greedy_ids"][: prompt["stop_index"] + 1])
         tokenizer = llm.get_tokenizer()
         assert tokenizer is not None and answer.text == tokenizer.decode(answer.token_ids)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_shut_down_llm_holds_no_model(overlap: int) -> None:
+    llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64, num_blocks=8, max_num_seqs=2, technique={"overlap": overlap})
+    llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+    decoder = weakref.ref(llm.engine.core.executor._runner._decoder)  # type: ignore[attr-defined]
+    llm.shutdown()
+    gc.collect()
+    assert decoder() is None, "the weights outlive shutdown()"
 
 
 OFF: list[dict[str, Any]] = [

@@ -34,7 +34,7 @@ class LocalExecutor:
 
     def __init__(self, runner: RunsPlans, info: ExecutorInfo, *, overlap: int, threads: int) -> None:
         self.info = info
-        self._runner = runner
+        self._runner: RunsPlans | None = runner  # None: closed
         self._broken = False
         self._outcomes: deque[tuple[int, Future[StepResult | StepFailed]]] = deque()
         # torch's thread count is set per calling thread, so the worker's own sets it again.
@@ -58,15 +58,18 @@ class LocalExecutor:
         return result
 
     def recover(self) -> None:
-        assert not self._outcomes, "recover needs every step in flight collected first"
+        assert self._runner is not None and not self._outcomes, "recover needs every step in flight collected first"
         self._runner.forget()
         self._broken = False
 
     def close(self) -> None:
+        """Lets go of the model: its memory is free even while somebody still holds this executor. Nothing can be submitted any more."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        self._runner = None
 
     def _run(self, plan: StepPlan) -> StepResult | StepFailed:
+        assert self._runner is not None, "submitted after close"
         if self._broken:
             return StepFailed("This step builds on one that failed. Try again.")
         try:
