@@ -23,7 +23,7 @@ from headrace.kernels.sampling import score_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan, StepResult, TokenLogprobs
 from headrace.worker.inputs import Packing, forward_inputs, pack
-from headrace.worker.rows import Ints, Rows, Staging
+from headrace.worker.rows import Rows, ship
 from headrace.worker.sampler import SampleBatch, Sampler, Samples, Scores
 
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
@@ -148,7 +148,7 @@ class ModelRunner:
             positions=(starts + counts)[work],
             source=source.astype(np.int32),
         )
-        return self._sampler.sample(self._decoder.logits(hidden[self._ship(packing.last[chunks])]), batch)
+        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.last[chunks], self._rows.device)]), batch)
 
     def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""
@@ -160,11 +160,6 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield score_tokens(logits, targets, min(num_best, logits.shape[1]))
-
-    def _ship(self, values: Ints) -> Tensor:
-        staging = Staging(self._rows.device)
-        staging.put(values)
-        return staging.ship()[0].long()
 
 
 def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:

@@ -47,6 +47,13 @@ class Staging:
         return list(torch.split(host.to(self._device, non_blocking=True), sizes))
 
 
+def ship(values: Ints, device: torch.device) -> Tensor:
+    """One array as indices: int64, on the device."""
+    staging = Staging(device)
+    staging.put(values)
+    return staging.ship()[0].long()
+
+
 @dataclass(frozen=True, slots=True)
 class BadWords:
     """Banned token sequences of one row, flat. Entry e bans ``last[e]`` when its ``lengths[e]`` prefix ids end the output."""

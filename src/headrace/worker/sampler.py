@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.kernels.sampling import apply_penalties, pick_tokens, score_tokens
-from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait
+from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait, ship
 
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
@@ -100,7 +100,7 @@ class Sampler:
             if len(which) == len(tokens):
                 tokens.copy_(self._pick_group(logits, peak, rows, positions, has_filters))
             elif len(which):
-                at = self._ship(which)
+                at = ship(which, self._rows.device)
                 tokens[at] = self._pick_group(logits[at], peak[at], rows[at], positions[at], has_filters)
 
     def _pick_group(self, logits: Tensor, peak: Tensor, rows: Tensor, positions: Tensor, has_filters: bool) -> Tensor:
@@ -109,11 +109,6 @@ class Sampler:
         seeds = (ints[:, _INT["seed_high"]] << 32) | (ints[:, _INT["seed_low"]] & 0xFFFFFFFF)
         output_positions = positions - ints[:, _INT["num_prompt_tokens"]]
         return pick_tokens(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions, self._argmax)
-
-    def _ship(self, values: Ints) -> Tensor:
-        staging = Staging(self._rows.device)
-        staging.put(values)
-        return staging.ship()[0].long()
 
     # --- what changes logits
 
@@ -208,12 +203,12 @@ class Sampler:
         counted = np.flatnonzero(traits & Trait.COUNTED).astype(np.int32)
         if len(counted):
             slots = np.array([self._rows.counts.slots[int(row)] for row in batch.rows[counted]], dtype=np.int32)
-            self._rows.counts.add(self._ship(slots), tokens[self._ship(counted)])
+            self._rows.counts.add(ship(slots, self._rows.device), tokens[ship(counted, self._rows.device)])
 
     # --- logprobs
 
     def _score(self, raw: Tensor, source: Tensor, tokens: Tensor, batch: SampleBatch, traits: Ints) -> Scores:
         which = np.flatnonzero(traits & Trait.SCORED).astype(np.int32)
         num_best = tuple(self._rows.host[int(row)].params.logprobs or 0 for row in batch.rows[which])
-        at = self._ship(which)
+        at = ship(which, self._rows.device)
         return Scores(which, num_best, *score_tokens(raw[source[at]], tokens[at], min(max(num_best), raw.shape[1])))

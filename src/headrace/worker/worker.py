@@ -5,6 +5,7 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,9 +59,11 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         padded=not config.device.token_concatenation,
         clock=RealClock(),
     )
+    loaded = process_memory()
     warm_up(runner, plan.groups, plan.max_model_len)
     memory = {
         "process": before,
+        "kernels": max(0, process_memory() - loaded),  # what a first step leaves: threads, generated code, scratch
         "weights": weight_bytes(decoder),
         "kv_cache": plan.num_bytes,
         "activations": room.activations,
@@ -106,7 +109,7 @@ def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
 
 def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> tuple[KVPlan, Room]:
     size, tokens_a_step = setting.dtype.itemsize, setting.tokens_a_step
-    weights = sum(_volume(rule.shape) for rule in families.weight_rules(spec)) * size
+    weights = sum(math.prod(rule.shape) for rule in families.weight_rules(spec)) * size
     logits_rows = min(config.scheduler.max_logits_rows, max(config.scheduler.max_num_seqs, tokens_a_step))
     activations = activation_bytes(spec, tokens_a_step, logits_rows, size)
     room = Room(device_memory(setting.device, config.cache.gpu_memory_utilization), weights, activations)
@@ -122,13 +125,6 @@ def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> 
         requested_len=config.model.max_model_len,
     )
     return plan, room
-
-
-def _volume(shape: Sequence[int]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume
 
 
 def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting: _Setting, max_model_len: int) -> tuple[Decoder, Kernels]:
@@ -164,7 +160,7 @@ def _allocate(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int) -> None:
     """One short prompt and one decoded token in row 0, the way real ones go: kernels are compiled and first-use costs paid."""
-    num_tokens = min([_WARM_UP_TOKENS, max_model_len - 1, *(group.num_blocks * group.spec.block_size - 1 for group in groups)])
+    num_tokens = min([_WARM_UP_TOKENS, max_model_len - 2, *(group.num_blocks * group.spec.block_size - 1 for group in groups)])  # both are sampled
     if num_tokens < 1:
         return
     blocks = [-(-(num_tokens + 1) // group.spec.block_size) for group in groups]
