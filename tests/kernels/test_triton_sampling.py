@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import support.triton_interpreter
 from headrace.kernels import sampling as twin
 from headrace.kernels.triton import sampling, thresholds
 
