@@ -17,7 +17,7 @@ from headrace.bench.workload import Lengths, random_dialogues
 from headrace.cost.profile import DeviceProfile, save_profile
 from headrace.engine.keywords import create_config
 from headrace.engine.llm import create_engine
-from headrace.worker.profile import identity_here, resolve_profile
+from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
 from headrace.worker.residency import resident_bytes
 
 
@@ -87,3 +87,10 @@ def test_memory_is_accounted_for_to_two_percent() -> None:
     assert sum(report["memory"]["purposes"].values()) + report["memory"]["residual"] == report["memory"]["resident"]
     assert {"machine", "versions", "torch", "compiler", "limits now"} <= report["found"].keys()
     assert {"dtype", "threads", "kv_cache", "device profile"} <= {decision["name"] for decision in report["decisions"]}
+
+
+def test_what_other_processes_take_is_noticed() -> None:
+    others = OtherProcesses()
+    busy = subprocess.run([sys.executable, "-c", "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"], check=True)
+    assert busy.returncode == 0
+    assert others.share() > 0.02

@@ -11,12 +11,17 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.bench.report import machine_facts, table
 from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceProfile, find_profile, profile_folder, save_profile
 from headrace.flags import add_config_flags, add_model_argument, engine_config
+
+if TYPE_CHECKING:
+    from headrace.engine.executor import Executor
+    from headrace.engine.llm import Engine
+    from headrace.metrics import StepRecorder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,8 +95,9 @@ def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
     if profile is None:
         return {"measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"}
     rates = {f"matrix product, {dtype}": f"{rate / 1e9:,.0f} GFLOP/s" for dtype, rate in profile.gemm_rates.items()}
+    busy = f"; other processes used {profile.others_share:.0%} of the CPUs meanwhile" if profile.others_share > 0.01 else ""
     return {
-        "measured": f"{profile.date}, {profile.identity.threads} threads, torch {profile.versions.get('torch', '?')}",
+        "measured": f"{profile.date}, {profile.identity.threads} threads, torch {profile.versions.get('torch', '?')}{busy}",
         "read": f"{profile.read_bandwidth / 1e9:.1f} GB/s sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
         "copy": f"{profile.copy_bandwidth / 1e9:.1f} GB/s",
         **rates,
@@ -101,35 +107,53 @@ def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
 
 def examine_engine(config: EngineConfig) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
-    from headrace.bench.driver import drive
-    from headrace.bench.workload import Dialogue, Lengths, random_dialogues
     from headrace.engine.llm import create_engine
-    from headrace.worker.residency import PeakMemory, create_ledger
+    from headrace.worker.residency import resident_memory
 
-    engine = create_engine(config, with_tokenizer=False)
+    loaded = 0
+
+    def note_memory(executor: Executor, recorder: StepRecorder) -> Executor:
+        nonlocal loaded
+        loaded = resident_memory()[0]
+        return executor
+
+    engine = create_engine(config, wrap=note_memory, with_tokenizer=False)
     try:
-        info, limits = engine.info, engine.core.scheduler.limits
-        length = min(limits.max_num_batched_tokens, info.max_sequence_tokens - 1)
-        workload: list[Dialogue] = random_dialogues(1, Lengths(length, 2), vocab_size=info.vocab_size)
-        with PeakMemory() as peak:
-            drive(engine.core, workload)
+        info = engine.info
         report: dict[str, Any] = {
             "engine": {"model": info.model, "device": info.device, "dtype": info.dtype, "longest sequence": f"{info.max_sequence_tokens} tokens"},
             "decisions": [asdict(decision) for decision in info.decisions],
             "announced": dict(info.memory),
         }
         if "process" in info.memory:
-            ledger = create_ledger(info.memory)
-            report["memory"] = {
-                "resident": ledger.resident,
-                "purposes": dict(ledger.purposes),
-                "residual": ledger.residual,
-                "share explained": ledger.share_explained,
-                f"peak of a step of {length} tokens": peak.bytes,
-            }
+            report["memory"] = _account(engine, resident_memory()[0] - loaded)
         return report
     finally:
         engine.close()
+
+
+def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
+    """Every resident byte by purpose, after the largest step; ``bookkeeping``: bytes the scheduler and its pools took."""
+    from headrace.bench.driver import drive
+    from headrace.bench.workload import Lengths, random_dialogues
+    from headrace.worker.residency import PeakMemory, create_ledger, resident_memory, touched_memory
+
+    info, limits = engine.info, engine.core.scheduler.limits
+    length = min(limits.max_num_batched_tokens, info.max_sequence_tokens - 1)
+    touched, before = sum(touched_memory(info.memory).values()), resident_memory()[0]
+    with PeakMemory() as peak:
+        drive(engine.core, random_dialogues(1, Lengths(length, 2), vocab_size=info.vocab_size))
+    grown = resident_memory()[0] - before - (sum(touched_memory(info.memory).values()) - touched)
+    step = f"a step of {length} tokens"
+    measured = {"scheduler, block pool and prefix tree": bookkeeping, f"kept by kernels and allocator after {step}": grown}
+    ledger = create_ledger(info.memory, measured)
+    return {
+        "resident": ledger.resident,
+        "purposes": dict(ledger.purposes),
+        "residual": ledger.residual,
+        "share explained": ledger.share_explained,
+        f"peak of {step}": peak.bytes,
+    }
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -148,7 +172,7 @@ def _section(title: str, facts: Mapping[str, Any]) -> str:
 
 def _render_memory(report: Mapping[str, Any]) -> str:
     """Announced sizes, then what is really there, purpose by purpose, with the residual."""
-    announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name != "process"]
+    announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
     text = table(("announced", "MiB"), announced)
     if "memory" not in report:
         return text

@@ -55,6 +55,7 @@ class DeviceProfile:
     efficiency: float = 1.0  # share of the floor's speed that operators reach
     working_set: int = 0  # bytes the bandwidth tests went through
     spread: float = 0.0  # (max - min) / max of the read-bandwidth rounds
+    others_share: float = 0.0  # of the CPUs' time that other processes used meanwhile
     source: str = "stated"
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -6,10 +6,12 @@ What lives here: timed reads, copies and matrix products on the CPU, in full (``
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,6 +27,7 @@ ROUND_SECONDS = 0.25  # a round repeats its operation for about this long
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MIN_WORKING_SET = 256 * 2**20  # bytes
 MAX_WORKING_SET = 2 * 2**30
+NOTED_SHARE = 0.1
 GLANCE_WORKING_SET = 128 * 2**20
 
 
@@ -41,6 +44,27 @@ class Limits:
         return f"read {self.read_bandwidth / 1e9:.1f} GB/s, copy {self.copy_bandwidth / 1e9:.1f} GB/s, {rates}"
 
 
+class OtherProcesses:
+    """What other processes take of the CPUs from here on; a steady neighbour lowers every round alike, so rounds do not show it."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def share(self) -> float:
+        """0 … 1; 0 where the system does not tell."""
+        (total, busy, own), (total_now, busy_now, own_now) = self._begin, self._now()
+        return max(0.0, ((busy_now - busy) - (own_now - own)) / (total_now - total)) if total_now > total else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        """CPU seconds since the machine started (all, not idle), and of this process."""
+        try:
+            ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except OSError:
+            return 0.0, 0.0, 0.0
+        second, times = os.sysconf("SC_CLK_TCK"), os.times()
+        return sum(ticks) / second, (sum(ticks) - ticks[3] - ticks[4]) / second, times.user + times.system
+
+
 def measure_profile(say: Callable[[str], None] = lambda line: None) -> DeviceProfile:
     """The CPU's profile with the threads torch now uses, in under a minute. Raises ConfigError when the machine was not quiet.
 
@@ -49,6 +73,7 @@ def measure_profile(say: Callable[[str], None] = lambda line: None) -> DevicePro
     size = min(max(8 * last_level_cache_bytes(), MIN_WORKING_SET), MAX_WORKING_SET)
     data = torch.full((size // 4,), 1.5)
     target = torch.empty_like(data)
+    others = OtherProcesses()
     reads, copies = [], []
     for _ in range(FULL_ROUNDS):  # in turn, so that a disturbance meets both
         reads.append(size / _seconds_per_call(lambda: data.sum(), ROUND_SECONDS))
@@ -57,8 +82,11 @@ def measure_profile(say: Callable[[str], None] = lambda line: None) -> DevicePro
     check_quiet(median(reads), max(reads))
     rates = {name: median(_gemm_rates(dtype, 2048, FULL_ROUNDS, ROUND_SECONDS)) for name, dtype in DTYPES.items()}
     say(", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in rates.items()))
-    spread = (max(reads) - min(reads)) / max(reads)
-    return _profile("measured", Limits(median(reads), median(copies), rates), size=size, spread=spread)
+    spread, share = (max(reads) - min(reads)) / max(reads), others.share()
+    if share > NOTED_SHARE:
+        say(f"note: other processes used {share:.0%} of the CPUs meanwhile; these limits may be too low, so measure again on a quiet machine")
+    limits = Limits(median(reads), median(copies), rates)
+    return replace(_profile("measured", limits, size=size), spread=spread, others_share=share)
 
 
 def glance_limits() -> Limits:
@@ -73,7 +101,7 @@ def glance_limits() -> Limits:
 
 
 def estimate_profile() -> DeviceProfile:
-    return _profile("estimated", glance_limits(), size=GLANCE_WORKING_SET, spread=0.0)
+    return _profile("estimated", glance_limits(), size=GLANCE_WORKING_SET)
 
 
 def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision]:
@@ -98,7 +126,7 @@ def _said(profile: DeviceProfile) -> str:
     return f"{profile.read_bandwidth / 1e9:.1f} GB/s, {rate / 1e9:,.0f} GFLOP/s bfloat16"
 
 
-def _profile(source: str, limits: Limits, *, size: int, spread: float) -> DeviceProfile:
+def _profile(source: str, limits: Limits, *, size: int) -> DeviceProfile:
     return DeviceProfile(
         identity=identity_here(),
         read_bandwidth=limits.read_bandwidth,
@@ -106,7 +134,6 @@ def _profile(source: str, limits: Limits, *, size: int, spread: float) -> Device
         gemm_rates=limits.gemm_rates,
         launch_overhead=_launch_seconds(),
         working_set=size,
-        spread=spread,
         source=source,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         versions={"torch": torch.__version__},

@@ -37,25 +37,33 @@ class Ledger:
         return 1.0 - abs(self.residual) / self.resident
 
 
-def create_ledger(announced: Mapping[str, int]) -> Ledger:
-    """``announced`` is ExecutorInfo.memory of the only engine in this process, with no step under way.
+def create_ledger(announced: Mapping[str, int], measured: Mapping[str, int]) -> Ledger:
+    """``announced`` is ExecutorInfo.memory of the only engine in this process, with no step under way; ``measured`` are further
+    purposes, found by what a stage added.
 
     Weights, KV and rows count as far as they are touched; what was there before the model, and code and libraries, as measured.
     """
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back, so that it is nobody's
-    anonymous, files = _resident()
-    untouched = {name: 0 for name in ("kv_cache", "rows")}
-    for tensor in _large_tensors():
-        missing = tensor.untyped_storage().nbytes() - resident_bytes(tensor)
-        untouched["kv_cache" if tensor.dim() == 6 else "rows"] += missing
+    anonymous, files = resident_memory()
+    touched = touched_memory(announced)
     purposes = {
         "code and libraries": files,
         "interpreter, torch and engine before the model": announced["process"],
         "weights": announced["weights"],
-        "KV blocks in use so far": announced["kv_cache"] - untouched["kv_cache"],
-        "rows in use so far": announced["rows"] - untouched["rows"],
+        "KV blocks in use so far": touched["kv_cache"],
+        "rows in use so far": touched["rows"],
+        "kernels: threads, generated code, scratch": announced["kernels"],
+        **measured,
     }
     return Ledger(anonymous + files, purposes)
+
+
+def touched_memory(announced: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of the KV cache and of the rows that are in memory: both are set aside whole, and touched as they are used."""
+    untouched = {"kv_cache": 0, "rows": 0}
+    for tensor in _large_tensors():
+        missing = tensor.untyped_storage().nbytes() - resident_bytes(tensor)
+        untouched["kv_cache" if tensor.dim() == 6 else "rows"] += missing
+    return {name: announced[name] - missing for name, missing in untouched.items()}
 
 
 def resident_bytes(tensor: Tensor) -> int:
@@ -81,8 +89,9 @@ def _large_tensors() -> Iterator[Tensor]:
             yield candidate
 
 
-def _resident() -> tuple[int, int]:
-    """Bytes of this process in memory: (its own, those of files and shared memory)."""
+def resident_memory() -> tuple[int, int]:
+    """Bytes of this process in memory: (its own, those of files and shared memory). What was freed is given back first."""
+    ctypes.CDLL(None).malloc_trim(0)
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     sizes = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0].startswith("Rss")}
     return sizes["RssAnon:"], sizes["RssFile:"] + sizes["RssShmem:"]
@@ -96,7 +105,7 @@ class PeakMemory:
         self._before = 0
 
     def __enter__(self) -> PeakMemory:
-        self._before = sum(_resident())
+        self._before = sum(resident_memory())
         try:
             Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak so far
         except OSError:
