@@ -27,6 +27,7 @@ if any(name.startswith("headrace.kernels.triton.") and not name.endswith(".candi
     raise RuntimeError("a kernel module was imported before the interpreter was chosen; import support.triton_interpreter first")
 os.environ["TRITON_INTERPRET"] = "1"
 
+import triton  # noqa: F401  (tests take it from here, after the mode is set)
 import triton.language as tl
 import triton.language.extra.cuda as extra_cuda
 from triton.runtime import interpreter
