@@ -18,7 +18,7 @@ from support import modes, tiny
 
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
 FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
-SEEDS = range(8)
+SEEDS = range(6)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -48,7 +48,7 @@ class Mode:
 
 def draw_mode(rng: random.Random, *, failing: bool = True) -> Mode:
     """Tiny caches, odd budgets, and every switch either way."""
-    block_size = rng.choice((8, 16, 32))
+    block_size = rng.choice((8, 16, 32, 64))
     keywords = {
         "block_size": block_size,
         "num_blocks": -(-LONGEST // block_size) + rng.choice((0, 1, 2, 5, 60)),
@@ -62,6 +62,7 @@ def draw_mode(rng: random.Random, *, failing: bool = True) -> Mode:
     for switch in ("prefix_caching", "kv_caching", "token_concatenation", "paged_allocation", "chunked_prefill", "continuous_batching"):
         name = "enable_prefix_caching" if switch == "prefix_caching" else switch
         keywords[name] = rng.random() < (0.8 if switch in ("kv_caching", "continuous_batching") else 0.6)
+    keywords["batch_invariant"] = not keywords["disabled_kernels"] and rng.random() < 0.2
     return Mode(keywords, rng.choice((0, 0, 0, 5)) if failing else 0)
 
 
