@@ -65,6 +65,16 @@ def test_answers_end_at_the_models_own_end_and_read_as_text(llm: LLM) -> None:
         assert tokenizer is not None and answer.text == tokenizer.decode(answer.token_ids)
 
 
+def test_a_bad_word_is_not_said_however_it_is_cut_into_tokens(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None and len(tokenizer.encode("afraid", False)) > len(tokenizer.encode(" afraid", False))
+    free, spared = (
+        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24, bad_words=words), use_tqdm=False)[0].outputs[0].text
+        for words in ((), ("afraid",))
+    )
+    assert "afraid" in free and "afraid" not in spared
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_shut_down_llm_holds_no_model(overlap: int) -> None:
     llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64, num_blocks=8, max_num_seqs=2, technique={"overlap": overlap})

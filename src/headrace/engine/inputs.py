@@ -225,7 +225,7 @@ class InputProcessor:
         return secrets.randbits(64) if self.seed is None else derived_seed(self.seed, ordinal)
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenised at the start of a text and after a space (where that is another token, not another cut)."""
+        """Each word as it is tokenised at the start of a text and after a space (where that is not just a space before the same tokens)."""
         if words and self.tokenizer is None:
             raise InvalidRequest("bad_words are texts, but this model has no tokenizer; use logit_bias with token ids.", param="bad_words")
         found: list[tuple[int, ...]] = []
@@ -235,7 +235,7 @@ class InputProcessor:
             bare = tuple(self.tokenizer.encode(stem, False))
             spaced = tuple(self.tokenizer.encode(" " + stem, False))
             found.append(bare)
-            if spaced and bare and spaced[0] != bare[0] and len(spaced) == len(bare):
+            if bare not in (spaced, spaced[1:]):
                 found.append(spaced)
         sequences = tuple(ids for ids in found if ids)
         for ids in sequences:
