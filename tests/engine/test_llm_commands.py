@@ -80,6 +80,7 @@ def test_prompts_on_the_command_line_print_text_alone(capsys: pytest.CaptureFixt
         (["generate", "--prompt", "x", "--temperature", "-1", *FLAGS], "temperature"),
         (["chat", "--model", "/no/such/model", "hi"], "/no/such/model"),
         (["chat", "/"], "--model /"),
+        (["chat", "word " * 20_000, "--model", "/no/such/model"], "/no/such/model"),  # no file has so long a name
     ],
 )
 def test_errors_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,15 @@ def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server
     with serving(*HASH, command=SERVE) as server:
         socks = [server.raw(post_bytes("/v1/completions", TEXT)) for _ in range(4)]
         heads = [read_until(sock, b"\n\n\r\n") for sock in socks]
-        whole = server.raw(post_bytes("/v1/completions", {**TEXT, "stream": False}))
-        os.kill(engine_of(server), signal.SIGKILL)
+        engine, whole = engine_of(server), post_bytes("/v1/completions", {**TEXT, "stream": False})
+        answers = [server.raw(whole) for _ in range(5)]  # some are read before the engine's end is known, some after
+        os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
         for sock, head in zip(socks, heads, strict=True):
             _, body, complete = split_response(head + read_until_closed(sock))
             last = events_of(body)[-1]
             assert not complete and last["error"]["type"] == "service_unavailable_error"
-        assert b" 503 " in read_until_closed(whole).split(b"\r\n")[0]
+        assert all(b" 503 " in read_until_closed(sock).split(b"\r\n")[0] for sock in answers), server.lines
         assert server.wait(10) == 1 and time.monotonic() - begun < 5
         wait_for(lambda: not server.children(), 5)
 
@@ -101,6 +103,33 @@ def test_clients_that_leave_give_their_blocks_back(streamed: bool) -> None:
         page = server.ask("GET", "/metrics").body.decode()
         usage = next(line for line in page.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
         assert float(usage.split()[-1]) == 0.0
+
+
+def test_hostile_requests_change_nobody_elses_tokens() -> None:
+    """Neighbours answer alone first, then beside wrong ids, wrong types and clients that leave, twice."""
+    asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    hostile: list[dict[str, Any]] = [
+        {"prompt": [-1]}, {"prompt": [8192]}, {"prompt": [[1], [2**31]]}, {"logit_bias": {"8192": 1}}, {"allowed_token_ids": [-1]},
+        {"stop_token_ids": [2**31]}, {"prompt": [5] * 5000}, {"max_tokens": 10**6}, {"n": 10**9}, {"temperature": 1e308}, {"stop": [[]]},
+        {"seed": "x"},
+    ]  # fmt: skip
+
+    def neighbour(server: Server, index: int) -> list[int]:
+        answer = server.ask("POST", "/v1/completions", {**asked, "prompt": f"neighbour {index}"}).json
+        return list(answer["choices"][0]["token_ids"])
+
+    with serving(*HASH, command=SERVE) as server:
+        alone = [neighbour(server, index) for index in range(6)]
+        with ThreadPoolExecutor(6) as threads:
+            beside = [threads.submit(neighbour, server, index) for index in range(6)]
+            for fields in hostile:
+                left = server.raw(post_bytes("/v1/completions", TEXT, "X-Request-Id: same"))
+                refused = server.ask("POST", "/v1/completions", {"prompt": "x", **fields}, {"X-Request-Id": "same"})
+                assert refused.status == 400 and refused.error["param"] in fields
+                left.close()
+                left.close()
+            assert [each.result() for each in beside] == alone
+        server.wait_idle(2)
 
 
 def test_a_model_that_is_not_there_is_one_line_and_leaves_nothing() -> None:

@@ -18,7 +18,7 @@ ASK: Any = [{"role": "user", "content": "What does a mill do?"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--max-model-len", "512", "--kv-cache-memory", "32MiB", "--served-model-name", "demo", "org/demo")
+    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo", "org/demo")
     with serving(*flags, command=SERVE) as running:
         yield running
 
@@ -134,7 +134,7 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI, fields: dict[str,
         client.chat.completions.create(**{"model": "demo", "messages": ASK, **fields})
     assert caught.value.param == param
     if param == "messages":
-        assert caught.value.code == "context_length_exceeded" and "maximum context length is 512 tokens" in caught.value.message
+        assert caught.value.code == "context_length_exceeded" and "maximum context length is 1200 tokens" in caught.value.message
 
 
 def test_request_ids_are_seen_by_the_client(client: openai.OpenAI) -> None:
@@ -183,3 +183,9 @@ def test_every_response_is_json_for_strict_readers(server: Server) -> None:
     answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20})
     json.loads(answer.body, parse_constant=lambda name: pytest.fail(name))
     assert len(answer.json["choices"][0]["prompt_logprobs"][1]) >= 20
+
+
+def test_every_score_of_a_long_prompt_arrives(server: Server) -> None:
+    """More in one step than a reader may fall behind: a long prompt is no slow reader."""
+    answer = server.ask("POST", "/v1/completions", {"prompt": [5000] * 1100, "max_tokens": 1, "prompt_logprobs": 20}, timeout=60)
+    assert answer.status == 200 and len(answer.json["choices"][0]["prompt_logprobs"]) == 1100

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.commands.sampling_flags import add_sampling_flags, sampling_values, with_values
@@ -80,7 +80,7 @@ class Conversation:
 
 def _message(words: list[str]) -> str | None:
     """The words given, or what is piped in; None at a terminal."""
-    if len(words) == 1 and (Path(words[0]).is_dir() or words[0].endswith(".gguf")):
+    if len(words) == 1 and (os.path.isdir(words[0]) or words[0].endswith(".gguf")):
         raise ConfigError(f"{words[0]!r} reads as a model, but `headrace chat` takes a message; write --model {words[0]}.")
     if words:
         return " ".join(words)

@@ -146,8 +146,9 @@ class EngineConnection:
 
     def send(self, data: bytes) -> None:
         """Never blocks; dropped when the engine is gone (its death has been told)."""
-        if self._peer is not None and self._peer.transport is not None and self.death is None:
-            self._peer.transport.write(data)
+        transport = self._peer.transport if self._peer is not None else None
+        if transport is not None and not transport.is_closing():  # uvloop's raises then, and its process's end is heard later
+            transport.write(data)
 
     async def close(self, timeout: float = _EXIT_SECONDS) -> None:
         """Asks the process to end, kills it after ``timeout`` seconds. Nothing of it is left afterwards."""

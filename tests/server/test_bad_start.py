@@ -1,0 +1,115 @@
+"""Starts that must fail: each in one line that names what is wrong, within seconds, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from support.serving import ROOT, SERVE, environment
+
+DEMO = ROOT / "src" / "headrace" / "data" / "demo"
+SECONDS = 30.0  # of a machine that does several at once
+AT_ONCE = 3
+
+
+def variant(folder: Path, name: str, file: str, change: Callable[[bytes], bytes]) -> str:
+    """The bundled model with one file changed."""
+    copy = folder / name
+    copy.mkdir()
+    for each in DEMO.iterdir():
+        if each.name == file:
+            (copy / file).write_bytes(change(each.read_bytes()))
+        else:
+            (copy / each.name).symlink_to(each)
+    return str(copy)
+
+
+def with_fields(**fields: Any) -> Callable[[bytes], bytes]:
+    return lambda data: json.dumps({**json.loads(data), **fields}).encode()
+
+
+def with_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """Changes the table of contents of a safetensors file."""
+
+    def changed(data: bytes) -> bytes:
+        size = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + size])
+        change(header)
+        raw = json.dumps(header).encode()
+        return struct.pack("<Q", len(raw)) + raw + data[8 + size :]
+
+    return changed
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def rename(header: dict[str, Any]) -> None:
+    header["model.layers.0.self_attn.query.weight"] = header.pop(QUERY)
+
+
+def reshape(header: dict[str, Any]) -> None:
+    rows, columns = header[QUERY]["shape"]
+    header[QUERY]["shape"] = [rows * 2, columns // 2]
+
+
+def with_a_token_too_many(data: bytes) -> bytes:
+    tokenizer = json.loads(data)
+    last = tokenizer["added_tokens"][-1]
+    tokenizer["added_tokens"].append({**last, "id": last["id"] + 1, "content": "<one more>"})
+    return json.dumps(tokenizer).encode()
+
+
+# name → the file that is changed, how, and what the line must say
+BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "truncated": ("model.safetensors", lambda data: data[: len(data) // 2], "truncated"),
+    "name": ("model.safetensors", with_header(rename), QUERY),
+    "shape": ("model.safetensors", with_header(reshape), QUERY),
+    "family": ("config.json", with_fields(model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"]), "multi-head latent attention"),
+    "field": ("config.json", with_fields(rope_scaling={"rope_type": "weird", "factor": 2.0}), "'weird'"),
+    "value": ("config.json", with_fields(hidden_size=-5), "hidden_size is -5"),
+    "json": ("config.json", lambda data: data[:-10], "not JSON"),
+    "tokenizer": ("tokenizer.json", with_a_token_too_many, "vocab_size is 8192"),
+    "sampling": ("generation_config.json", with_fields(temperature=-1), "temperature is -1"),
+}
+FLAGS = {
+    "memory": (("--kv-cache-memory", "100TiB"), "Lower --kv-cache-memory"),
+    "length": (("--max-model-len", "1M"), "at most 4096"),
+    "template": (("--chat-template", "/nope.jinja"), "'/nope.jinja'"),
+}
+
+
+def failed_start(arguments: tuple[str, ...], mark: str) -> tuple[int, list[str]]:
+    """Exit status, and what was said on stderr beside the greeting."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run([*SERVE, *arguments], timeout=SECONDS, check=False, env={**environment(), "STARTED_FOR_TEST": mark}, **options)
+    assert done.stdout == ""
+    return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("Headrace ")]
+
+
+def left_behind(mark: str) -> list[str]:
+    """Processes that were started under the mark and still live."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if f"STARTED_FOR_TEST={mark}".encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                found.append(entry)
+        except OSError:
+            continue
+    return found
+
+
+def test_starts_that_cannot_succeed(tmp_path: Path) -> None:
+    cases = {name: (("--model", variant(tmp_path, name, file, change)), word) for name, (file, change, word) in BROKEN.items()} | FLAGS
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        results = {name: threads.submit(failed_start, arguments, str(tmp_path)) for name, (arguments, _) in cases.items()}
+    for name, (_, word) in cases.items():
+        status, lines = results[name].result()
+        assert status in (1, 2) and len(lines) == 1 and lines[0].startswith("headrace: ") and word in lines[0], (name, status, lines)
+    assert not left_behind(str(tmp_path))
