@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
@@ -239,7 +239,7 @@ class LLM:
             while running:
                 self.turn()
         finally:
-            self._abandon(list(running))
+            self._leave(running)
             if bar is not None:
                 bar.close()
         return [collector.output() for collector in collectors]
@@ -257,8 +257,7 @@ class LLM:
                     last = delta.last
                     yield delta
         finally:
-            if not last:
-                self._abandon([request.request_id])
+            self._leave(() if last else (request.request_id,))
 
     def _request(
         self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool = False, priority: int = 0, truncate: int | None = None
@@ -304,15 +303,15 @@ class LLM:
             self._outputs.add(request)
             self.engine.core.add(request)
 
-    def _abandon(self, request_ids: list[int]) -> None:
-        """Aborts what still runs and lets the steps in flight end, so that blocks and rows are free again."""
+    def _leave(self, request_ids: Iterable[int]) -> None:
+        """Aborts these requests. Once nobody waits any more the steps in flight may end, so that blocks and rows are free again."""
         with self._lock, deferred_interrupts():
             for request_id in request_ids:
                 self._sinks.pop(request_id, None)
                 self._outputs.drop(request_id)
                 if self._engine is not None:
                     self._engine.core.abort(request_id)
-            while request_ids and not self._sinks and self._engine is not None and self._engine.core.has_work:
+            while not self._sinks and self._engine is not None and self._engine.core.has_work:
                 self._engine.core.step()
 
 
