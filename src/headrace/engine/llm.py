@@ -9,6 +9,7 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -245,17 +246,16 @@ class LLM:
         return [collector.output() for collector in collectors]
 
     def _stream(self, request: Request) -> Generator[RequestDelta, None, None]:
-        arrived: list[RequestDelta] = []
+        arrived: deque[RequestDelta] = deque()  # filled by whichever thread takes a turn
         self._submit(request, arrived.append)
         last = False
         try:
             while not last:
                 while not arrived:
                     self.turn()
-                taken, arrived[:] = list(arrived), []
-                for delta in taken:
-                    last = delta.last
-                    yield delta
+                delta = arrived.popleft()
+                last = delta.last
+                yield delta
         finally:
             self._leave(() if last else (request.request_id,))
 

@@ -1,6 +1,6 @@
 """A StepPlan in the making.
 
-What lives here: collecting one step's work and freezing it. What may not: deciding what goes in (scheduler.py).
+What lives here: collecting one step's work and freezing it. What may not: deciding what goes in (planner.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 To add one: a file with a class that satisfies Policy, and a line in ``POLICIES``.
 
-What lives here: the protocol and the register. What may not: budgets, blocks, rows (scheduler.py).
+What lives here: the protocol and the register. What may not: budgets, blocks, rows (planner.py).
 """
 
 from __future__ import annotations
