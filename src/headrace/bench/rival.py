@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=512, help="prompt tokens (default: 512)")
     parser.add_argument("--output-len", type=int, default=64, help="decoded tokens (default: 64)")
     parser.add_argument("--batch-size", type=int, default=16, help="Headrace's batch beside its single stream (default: 16)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each side (default: 5)")
     parser.add_argument("--rival-threads", default="1:1,2:2", metavar="D:P,…", help="its decode:prefill threads to try (default: 1:1,2:2)")
     parser.add_argument("--expect-decode", type=float, help="tokens/s the rival is known to reach; more than 10 %% off voids the comparison")
     parser.add_argument("--expect-prefill", type=float, help="likewise for prefill")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         with LLM.from_config(replace(config, model=model)) as llm:
             _ours(llm, args, 1, args.input_len, seed=1)  # warm
             ours, theirs, batches = [], [], []
-            for round_ in range(args.rounds):
+            for round_ in range(args.rounds):  # what the machine loses to its neighbours, both sides lose
                 theirs.append(_theirs(args, gguf, threads, repeats=1))
                 ours.append(_ours(llm, args, 1, args.input_len, seed=10 + round_))
                 batches.append(_ours(llm, args, args.batch_size, _BATCH_PROMPT, seed=100 + round_))
@@ -126,14 +126,16 @@ def _show(args: argparse.Namespace, facts: dict[str, Any], ours: Rates, theirs: 
     ]
     print_facts(facts)
     print()
-    print(table(["tokens/s", "headrace", "rival", "ratio", "headrace's range"], rows))
+    print(table(["tokens/s", "headrace", "rival", "ratio", "ratios of rounds"], rows))
     print(f"\n{_verdict(args, theirs)}")
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "headrace": asdict(ours), "llama.cpp": asdict(theirs), "batch": asdict(batch)})
 
 
 def _row(name: str, ours: Sequence[float], theirs: Sequence[float]) -> list[Any]:
-    return [name, median(ours), median(theirs), median(ours) / median(theirs), f"{min(ours):.2f} to {max(ours):.2f}"]
+    """The ratio is the median of the rounds' own ratios: a machine that slows down for a while slows both sides of a round."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return [name, median(ours), median(theirs), median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"]
 
 
 def _verdict(args: argparse.Namespace, theirs: Rates) -> str:
