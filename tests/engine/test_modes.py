@@ -54,6 +54,17 @@ def check(model: str | None, oracle: modes.Oracle, seed: int) -> None:
             modes.compare(found, oracle.answer(case), may_fail=mode.failing > 0)
 
 
+def test_padding_reads_nothing_that_was_given_back(model: str, oracle: modes.Oracle) -> None:
+    """Dummy tokens stand before the real ones of a chunk, so their windows begin earlier."""
+    params = modes.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    cases = [modes.Case([7, *range(20, 79)], params), modes.Case([9, *range(20, 59)], params)]
+    sizes = {"block_size": 8, "num_blocks": 64, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    mode = modes.Mode({**sizes, "token_concatenation": False, "disabled_kernels": modes.NATIVE})
+    for case, found in zip(cases, modes.run_trial(model, mode, cases, random.Random(0)), strict=True):
+        assert found is not None
+        modes.compare(found, oracle.answer(case), may_fail=False)
+
+
 def test_a_block_read_before_it_is_written_is_noticed(tmp_path: Path) -> None:
     """The negative control of the poison: keys that are lost show as an unusable row."""
     with LLM(str(tiny.save("llama", tmp_path)), **modes.PLAIN, num_blocks=16) as llm:

@@ -77,7 +77,8 @@ NO_MATCH = PrefixMatch((), 0)
 class CacheManager:
     """Blocks of all KV groups. ``prefix_caching`` off: nothing is named, so nothing is found.
 
-    ``sliding`` off: blocks behind a window are kept (who recomputes or reserves everything needs them all).
+    ``sliding`` off: blocks behind a window are kept (who recomputes or reserves everything needs them all, and the dummy tokens
+    of padding look further back than the real ones).
     """
 
     def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes = b"") -> None:

@@ -159,7 +159,7 @@ def create_scheduler(
     manager = CacheManager(
         info.kv_groups,
         prefix_caching=cache.enable_prefix_caching and cache.kv_caching,
-        sliding=cache.kv_caching and cache.paged_allocation,
+        sliding=cache.kv_caching and cache.paged_allocation and not info.padded,
         namespace=namespace,
     )
     limits = SchedulerLimits(
