@@ -58,6 +58,7 @@ def test_wrong_values_are_named(parse: Callable[..., Any], name: str, value: Any
 
 
 LISTS = (("stop", 5), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("bad_words", "x"), ("bad_words", [1]))
+LONG = (("bad_words", ["x" * 1000] * 9),)
 FLAGS = (("ignore_eos", 1), ("include_stop_str_in_output", "yes"), ("skip_special_tokens", 0), ("stream", "true"), ("return_token_ids", 1))
 OTHERS = (
     ("logit_bias", {"x": 1}), ("logit_bias", {"5": "1"}), ("logit_bias", {"-5": 1}), ("logit_bias", {"9" * 5000: 1}), ("logit_bias", {"5": 10**400}),
@@ -66,7 +67,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("parse", BOTH)
-@pytest.mark.parametrize(("name", "value"), LISTS + FLAGS + OTHERS)
+@pytest.mark.parametrize(("name", "value"), LISTS + LONG + FLAGS + OTHERS)
 def test_wrong_lists_flags_and_maps_are_named(parse: Callable[..., Any], name: str, value: Any) -> None:
     assert error_of(parse, max_tokens=5, **{name: value}).param == name
 
