@@ -14,9 +14,17 @@ DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 300)]
 MIXED = [(1, 70), (37, 100), (2, 2), (1, 150), (5, 5)]
 
 
-def run(case: PagedCase, window: int | None = None, soft_cap: float | None = None, *, programs: int = 5, invariant: bool = False) -> torch.Tensor:
+def run(
+    case: PagedCase,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    *,
+    processors: int = 2,
+    invariant: bool = False,
+    bulk: bool = False,
+) -> torch.Tensor:
     heads, kv_heads, dim = case.q.shape[1], case.k_cache.shape[1], case.q.shape[2]
-    return case.run(PagedAttention(dim, heads // kv_heads, programs, invariant), window, soft_cap)
+    return case.run(PagedAttention(dim, heads // kv_heads, processors, invariant, bulk), window, soft_cap)
 
 
 def check(case: PagedCase, window: int | None = None, soft_cap: float | None = None, **how: int | bool) -> None:
@@ -41,9 +49,16 @@ def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float |
     check(PagedCase([(1, 150), (1, 3), (12, 140), (2, 90)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16), window, soft_cap)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 11, 40])
-def test_every_cut_of_the_line_gives_the_same(programs: int) -> None:
-    check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), programs=programs)
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("window", [70, None])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window: int | None, dim: int) -> None:
+    check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)
+
+
+@pytest.mark.parametrize("processors", [1, 3, 20])
+def test_every_cut_of_the_line_gives_the_same(processors: int) -> None:
+    check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), processors=processors)
 
 
 def test_invariant_bits_depend_on_nothing_else() -> None:
@@ -60,6 +75,6 @@ def test_invariant_bits_depend_on_nothing_else() -> None:
 def test_tokens_of_no_sequence_and_queries_that_see_nothing_get_zeros() -> None:
     case = PagedCase([(5, 2), (1, 0), (1, 3)], heads=2, kv_heads=1, dim=64, dtype=torch.float32)
     q = torch.cat((case.q, torch.ones(3, 2, 64)))
-    out = PagedAttention(64, 2, 3, False)(q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None)
+    out = PagedAttention(64, 2, 2, False)(q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None)
     assert not out[:3].any() and not out[5].any() and not out[7:].any()
     assert out[3:5].all() and out[6].all()

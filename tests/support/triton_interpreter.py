@@ -147,6 +147,8 @@ def _tensors(argument: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
     elif isinstance(argument, torch.Tensor):
         yield argument
+    elif hasattr(argument, "block_shape"):  # a descriptor of one
+        yield argument.base
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -169,7 +171,8 @@ def _note_arguments() -> None:
 def _check(pointers: Any, mask: Any, what: str) -> None:
     """Every unmasked address must lie in a tensor argument."""
     size = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
-    used = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)].astype(np.uint64).reshape(-1)
+    lanes = np.asarray(mask.data if isinstance(mask, Handle) else mask).astype(bool)  # descriptors bring a bare array
+    used = pointers.data[np.broadcast_to(lanes, pointers.data.shape)].astype(np.uint64).reshape(-1)
     if used.size == 0:
         return
     inside = np.zeros(used.shape, bool)

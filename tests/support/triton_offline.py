@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INSTRUCTIONS = ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL", "FFMA")
+INSTRUCTIONS = ("HGMMA", "UTMALDG", "HMMA", "LDGSTS", "LDL", "STL", "FFMA")
 
 
 class CompileOnly:
@@ -100,15 +100,16 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def attention(dtype: torch.dtype, heads: int, dim: int) -> dict[str, dict[str, int]]:
+def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False) -> dict[str, dict[str, int]]:
     from headrace.kernels.triton import decode, prefill
     from headrace.kernels.triton.attention import PagedAttention
     from headrace.layers.inputs import AttentionInputs
 
-    q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, 16, dim, dtype=dtype)
+    size = 128 if bulk else 16
+    q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, size, dim, dtype=dtype)
     starts = torch.zeros(5, dtype=torch.int32)
-    inputs = AttentionInputs(torch.zeros(4, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), 16, 40, 256)
-    attend = PagedAttention(dim, heads // 8, 264, False)
+    inputs = AttentionInputs(torch.zeros(4, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
+    attend = PagedAttention(dim, heads // 8, 132, False, bulk)
 
     def call() -> object:
         return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
@@ -159,6 +160,7 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
 
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 128": lambda: attention(torch.bfloat16, 32, 128),
+    "attention bfloat16 128 bulk": lambda: attention(torch.bfloat16, 32, 128, bulk=True),
     "attention bfloat16 64": lambda: attention(torch.bfloat16, 32, 64),
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),

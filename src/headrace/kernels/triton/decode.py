@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.prefill import accumulate
+from headrace.kernels.triton.prefill import accumulate, cache_arguments
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def _tiles(context, queries, MOST: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, out_ptr, part_ptr, part_peak_ptr, first_unit_ptr, span_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
+    q_ptr, out_ptr, part_ptr, part_peak_ptr, first_unit_ptr, span_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
     sequences, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
-    MOST: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    BULK: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     lane, element, every = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
@@ -82,12 +82,24 @@ def _decode_kernel(
             q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
             first_key = _first_key(context, queries, WINDOW)
             first_tile = first_key // BLOCK_N + done
+            end_tile = first_tile + count
+            total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            mass = tl.zeros((BLOCK_M,), tl.float32)
+            position = context - queries + query
+            k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
+            rest = first_tile
+            if BULK and WINDOW == 0:
+                rest = tl.maximum(tl.minimum((context - queries + 1) // BLOCK_N, end_tile), first_tile)  # every row sees the tiles before
+                total, peak, mass = accumulate(
+                    total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                    first_tile, rest, 0, context, scale, soft_cap,
+                    BULK, False, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
             total, peak, mass = accumulate(
-                tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
-                q, context - queries + query,
-                k_ptr + kv_head.to(tl.int64) * k_head, v_ptr + kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row,
-                k_block, k_row, v_block, v_row, first_tile, first_tile + count, first_key, context, scale, soft_cap,
-                True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                rest, tl.minimum(end_tile, tl.cdiv(context, BLOCK_N)), first_key, context, scale, soft_cap,
+                BULK, True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
             )  # fmt: skip
             result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
             if done == 0:
@@ -162,6 +174,7 @@ def attend(
     most: int,
     programs: int,
     tiles: Tiles,
+    bulk: bool,
 ) -> None:
     """Fills ``out`` for the sequences with 1 to ``most`` queries. See PagedAttention; ``most`` × group heads fit into ``tiles.rows``."""
     heads, dim, kv_heads, sequences = q.shape[1], q.shape[2], k_cache.shape[1], inputs.context_len.shape[0]
@@ -171,11 +184,12 @@ def attend(
     places = torch.empty(sequences * kv_heads + 1, dtype=torch.int32, device=device)
     first_unit, span = places[1:], places
     shape = {"MOST": most, "GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "WINDOW": window or 0, "DIM": dim, "BLOCK_D": block_d}
+    keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
     _decode_kernel[(programs,)](
-        q, out, parts, peaks, first_unit, span, k_cache, v_cache, inputs.block_table, inputs.query_start, inputs.context_len,
-        sequences, *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0),
+        q, out, parts, peaks, first_unit, span, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
+        sequences, *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0),
         scale, soft_cap or 0.0, **shape,
-        SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        BULK=bulk, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_S=triton.next_power_of_2(sequences), PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     _merge_kernel[(sequences * most, heads)](

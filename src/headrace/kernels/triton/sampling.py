@@ -68,6 +68,12 @@ def _best_of(values, tokens):
 
 
 @triton.jit
+def _score(row_ptr, token, vocab, peak, heat, HAS_SCALE: tl.constexpr):
+    x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return scaled(x, peak, heat) if HAS_SCALE else x
+
+
+@triton.jit
 def _pick_kernel(
     logits_ptr, peak_ptr, heat_ptr, threshold_ptr, seeds_ptr, positions_ptr, best_ptr, token_ptr, row_stride, vocab, span,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -90,19 +96,22 @@ def _pick_kernel(
     for begin in range(part * span, tl.minimum(part * span + span, vocab), BLOCK):
         # Words 0 … 3 of call c belong to the tokens c // 64 * 256 + word * 64 + c % 64.
         first = begin + lane // 64 * 256 + lane % 64
-        if HAS_NOISE:
-            zero = tl.zeros((CALLS,), tl.uint32)
-            call = (begin // 4 + lane).to(tl.uint32)
-            w0, w1, w2, w3 = tl.philox(seed, call, zero + position, zero, zero)
-        for word in tl.static_range(4):
-            token = first + word * 64
-            x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-            if HAS_SCALE:
-                x = scaled(x, peak, heat)
-            kept = (token < vocab) & (x >= threshold) if HAS_THRESHOLD else token < vocab
+        x0 = _score(logits_ptr + row * row_stride, first, vocab, peak, heat, HAS_SCALE)
+        x1 = _score(logits_ptr + row * row_stride, first + 64, vocab, peak, heat, HAS_SCALE)
+        x2 = _score(logits_ptr + row * row_stride, first + 128, vocab, peak, heat, HAS_SCALE)
+        x3 = _score(logits_ptr + row * row_stride, first + 192, vocab, peak, heat, HAS_SCALE)
+        highest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
+        if not HAS_THRESHOLD or tl.max(highest, 0) >= threshold:  # most blocks keep nothing and need no noise
             if HAS_NOISE:
-                x += _gumbel(w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3)
-            best, best_token = _better(tl.where(kept, x, float("-inf")), tl.where(kept, token, _NO_TOKEN), best, best_token)
+                zero = tl.zeros((CALLS,), tl.uint32)
+                w0, w1, w2, w3 = tl.philox(seed, (begin // 4 + lane).to(tl.uint32), zero + position, zero, zero)
+            for word in tl.static_range(4):
+                x = x0 if word == 0 else x1 if word == 1 else x2 if word == 2 else x3
+                token = first + word * 64
+                kept = (token < vocab) & (x >= threshold) if HAS_THRESHOLD else token < vocab
+                if HAS_NOISE:
+                    x += _gumbel(w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3)
+                best, best_token = _better(tl.where(kept, x, float("-inf")), tl.where(kept, token, _NO_TOKEN), best, best_token)
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
     tl.store(token_ptr + row * parts + part, token)

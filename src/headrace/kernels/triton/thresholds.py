@@ -54,27 +54,29 @@ def _read(source_ptr, at, count, peak, heat, HAS_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _reached(source_ptr, count, peak, heat, limit, floor, BY_MASS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the scores are at least as good as ``limit``, or their mass. int64."""
+def _reached(source_ptr, count, peak, heat, a, b, c, BY_MASS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of the scores are at least as good as the limits a ≤ b ≤ c, or their mass. int64 each."""
     lane = tl.arange(0, BLOCK)
-    reached = tl.zeros((BLOCK,), tl.int64)
+    to_a, to_b, to_c = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, count, BLOCK):
         bits = _read(source_ptr, begin + lane, count, peak, heat, HAS_SCALE)
-        inside = (bits <= limit) & (begin + lane < count)
-        reached += tl.where(inside & (bits <= floor), _mass(bits), 0) if BY_MASS else inside.to(tl.int64)
-    return tl.sum(reached, 0)
+        amount = tl.where(begin + lane < count, _mass(bits) if BY_MASS else tl.full((BLOCK,), 1, tl.int64), 0)
+        to_a += tl.where(bits <= a, amount, 0)
+        to_b += tl.where(bits <= b, amount, 0)
+        to_c += tl.where(bits <= c, amount, 0)
+    return tl.sum(to_a, 0), tl.sum(to_b, 0), tl.sum(to_c, 0)
 
 
 @triton.jit
 def _search(source_ptr, count, peak, heat, want, high, BY_MASS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """The best limit in 0 … high at which count or mass reach ``want``; ``high`` if none does."""
-    floor = high
     low = high * 0
-    while low < high:
-        middle = low + (high - low) // 2
-        enough = _reached(source_ptr, count, peak, heat, middle, floor, BY_MASS, HAS_SCALE, BLOCK) >= want
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
+    while low < high:  # three limits a pass: a quarter of the range is left
+        step = (high - low) // 4
+        a, b, c = low + step, low + 2 * step, low + 3 * step
+        to_a, to_b, to_c = _reached(source_ptr, count, peak, heat, a, b, c, BY_MASS, HAS_SCALE, BLOCK)
+        low = tl.where(to_a >= want, low, tl.where(to_b >= want, a + 1, tl.where(to_c >= want, b + 1, c + 1)))
+        high = tl.where(to_a >= want, a, tl.where(to_b >= want, b, tl.where(to_c >= want, c, high)))
     return high
 
 
@@ -154,7 +156,7 @@ def _limit(
     if by_mass:
         left = mass
         if by_rank:
-            left = _reached(source, count, peak, heat, limit, limit, True, HAS_SCALE, BLOCK)
+            left, _, _ = _reached(source, count, peak, heat, limit, limit, limit, True, HAS_SCALE, BLOCK)
         limit = _search(source, count, peak, heat, _part(top_p, left), tl.minimum(limit, bound), True, HAS_SCALE, BLOCK)
     return limit
 

@@ -1,0 +1,215 @@
+"""Every Triton kernel on the card, compiled, against its torch twin on the same card, at the shapes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.kernels import Kernels, reference
+from headrace.kernels import sampling as twin
+from headrace.spec import Activation
+from support.kernel_cases import DTYPES, PagedCase
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value
+
+
+@pytest.fixture(autouse=True)
+def exact() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def chosen(op: str, *, batch_invariant: bool = False, **facts: Any) -> Any:
+    kernels = Kernels(CUDA, strict=True, batch_invariant=batch_invariant)
+    kernel = kernels.choose(op, **facts)
+    assert kernels.choices[-1].chosen == "triton"
+    return kernel
+
+
+def check(got: torch.Tensor, want: torch.Tensor, *, factor: float = 1.0) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert bool(got.isfinite().all())
+    worst = float((got.float() - want.float()).abs().max())
+    assert worst <= factor * TOLERANCE[got.dtype] * max(1.0, float(want.float().abs().max())), worst
+
+
+def on_card(case: PagedCase) -> PagedCase:
+    case.q, case.k_cache, case.v_cache, case.table = (x.cuda() for x in (case.q, case.k_cache, case.v_cache, case.table))
+    return case
+
+
+def inputs_of(case: PagedCase) -> Any:
+    made = case.inputs
+    return replace(made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda())
+
+
+def attend(case: PagedCase, kernel: Any, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs_of(case), case.q.shape[2] ** -0.5, window, soft_cap)
+    return out
+
+
+LENGTHS = {
+    "decode": [(1, 1000), (1, 1), (1, 0), (1, 4097), (1, 64)],
+    "mixed": [(1, 2000), (300, 900), (4, 4), (1, 17), (130, 130), (3, 2500)],
+    "chunk": [(700, 3000)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (12, 12, 80), (24, 3, 96), (16, 8, 256), (20, 1, 64)])
+@pytest.mark.parametrize("block_size", [16, 128])  # gathered rows; tiles brought by the copy engine
+def test_attention(block_size: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    kernel = chosen("paged_attention", dtype=dtype, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    for lengths in LENGTHS.values():
+        case = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, block_size=block_size))
+        check(attend(case, kernel), attend(case, reference.paged_attention))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (500, None), (None, 30.0), (4096, 50.0)])
+def test_attention_with_a_window_and_a_cap(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
+    kernel = chosen("paged_attention", dtype=dtype, head_dim=128, num_heads=8, num_kv_heads=4)
+    for lengths in LENGTHS.values():
+        case = on_card(PagedCase(lengths, heads=8, kv_heads=4, dim=128, dtype=dtype, block_size=64))
+        check(attend(case, kernel, window, soft_cap), attend(case, reference.paged_attention, window, soft_cap))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_invariant_attention(block_size: int, dtype: torch.dtype) -> None:
+    kernel = chosen("paged_attention", dtype=dtype, head_dim=128, num_heads=32, num_kv_heads=8, batch_invariant=True)
+    case = on_card(PagedCase(LENGTHS["mixed"], heads=32, kv_heads=8, dim=128, dtype=dtype, block_size=block_size))
+    whole, start = attend(case, kernel), 0
+    check(whole, attend(case, reference.paged_attention))
+    for row, (count, _) in enumerate(case.lengths):
+        for first, end in ((0, count), (0, (count + 1) // 2), (count - 1, count)):
+            assert torch.equal(attend(case.part(row, first, end), kernel), whole[start + first : start + end])
+        start += count
+
+
+def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:
+    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    case = on_card(PagedCase([(1, 3000), (1, 40), (1, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=16))
+    inputs = inputs_of(case)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None)
+        return out
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([3000, 40, 900], [17, 1, 800], [2999, 0, 1]):
+        inputs.context_len.copy_(torch.tensor(lengths))
+        graph.replay()
+        check(out, reference.paged_attention(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elementwise(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, width in ((1, 4096), (300, 8192), (7, 2048), (5, 72)):
+        x, residual, weight, bias = (torch.randn(shape, device=CUDA).to(dtype) for shape in ((rows, width), (rows, width), (width,), (width,)))
+        for added in (None, residual):
+            for got, want in zip(chosen("rms_norm", dtype=dtype)(x, weight, 1e-5, added), reference.rms_norm(x, weight, 1e-5, added), strict=True):
+                check(got, want)
+            results = (norm(x, weight, bias, 1e-5, added) for norm in (chosen("layer_norm", dtype=dtype), reference.layer_norm))
+            for got, want in zip(*results, strict=True):
+                check(got, want)
+        for kind in Activation:
+            check(chosen("gated_activation", dtype=dtype)(x, kind), reference.gated_activation(x, kind))
+            check(chosen("activation", dtype=dtype)(x, kind), reference.activation(x.float(), kind).to(dtype))
+        ids = torch.randint(rows, (33,), device=CUDA)
+        assert torch.equal(chosen("embedding", dtype=dtype)(ids, x, 3.0), reference.embedding(ids, x, 3.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(128, 128), (64, 64), (80, 32), (96, 96), (256, 256), (64, 0)])
+def test_rotary_write(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+    torch.manual_seed(dim)
+    kernel = chosen("rotary_write", dtype=dtype, head_dim=dim, num_heads=12, num_kv_heads=4)
+    cos_sin = torch.randn(5000, rotary_dim, device=CUDA) if rotary_dim else None
+    slots, positions = torch.randperm(64 * 16, device=CUDA)[:777], torch.randint(0, 5000, (777,), device=CUDA)
+    slots[::7] = -1
+    packed, results = torch.randn(777, 20, dim, device=CUDA).to(dtype), []
+    for write in (kernel, reference.rotary_write):
+        q, k, v = packed.clone().split((12, 4, 4), dim=1)
+        caches = torch.zeros(64, 3, 2, 4, 16, dim, dtype=dtype, device=CUDA)
+        results.append((write(q, k, v, positions, cos_sin, caches[:, 1, 0], caches[:, 1, 1], slots), caches))
+    for got, want in zip(*results, strict=True):
+        check(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 30, 700, 3000])
+def test_moe(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    experts, hidden, inner = 32, 512, 352
+    x, router = torch.randn(tokens, hidden, device=CUDA), torch.randn(tokens, experts, device=CUDA)
+    gate_up = torch.randn(experts, 2 * inner, hidden, device=CUDA) * hidden**-0.5
+    down = torch.randn(experts, hidden, inner, device=CUDA) * inner**-0.5
+    arguments = (*(each.to(dtype) for each in (x, router, gate_up, down)), 4, True, Activation.SILU)
+    check(chosen("moe", dtype=dtype, num_experts=experts, top_k=4)(*arguments), reference.moe(*arguments), factor=2.0)
+    if dtype is torch.bfloat16 and tokens > 1:
+        kernel = chosen("moe", dtype=dtype, num_experts=experts, top_k=4, batch_invariant=True)
+        alone = kernel(arguments[0][5:6], arguments[1][5:6], *arguments[2:])
+        assert torch.equal(kernel(*arguments)[5:6], alone)
+
+
+def test_picks() -> None:
+    """Noise word for word the twin's: a pick differs only where two sums are within rounding of each other."""
+    vocab, rows = 128256, 64
+    logits = torch.randn(rows, vocab, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)) * 3
+    seeds, positions = torch.arange(rows, device=CUDA) * 0x123456789AB - 7, torch.arange(rows, device=CUDA)
+    peak, tokens = chosen("greedy_tokens", dtype=torch.float32)(logits)
+    assert torch.equal(peak, logits.amax(-1)) and torch.equal(logits.gather(1, tokens[:, None])[:, 0], peak)
+    got = chosen("gumbel_argmax", dtype=torch.float32)(logits, None, seeds, positions)
+    noisy = logits + twin.vocabulary_noise(seeds, positions, vocab)
+    lost = noisy.amax(-1) - noisy.gather(1, got[:, None])[:, 0]
+    assert float(lost.max()) < 2e-5 and int((lost > 0).sum()) <= 2
+    alone = chosen("gumbel_argmax", dtype=torch.float32)(logits[9:10], None, seeds[9:10], positions[9:10])
+    assert torch.equal(alone, got[9:10])
+
+
+@pytest.mark.parametrize("spread", [3.0, 0.01, 12.0])
+def test_filters(spread: float) -> None:
+    vocab, rows = 128256, 12
+    logits = torch.randn(rows, vocab, device=CUDA, generator=torch.Generator(CUDA).manual_seed(2)) * spread
+    logits[3, 100:90000] = float("-inf")
+    peak, heat = logits.amax(-1), torch.linspace(0.5, 1.5, rows, device=CUDA)
+    scores = (logits - peak[:, None]) / heat[:, None]
+    filters = (
+        torch.tensor([0, 1, 50, 50, 3000, 0, 0, 0, 20, 0, 100000, 50], device=CUDA),
+        torch.tensor([0.9, 1.0, 1.0, 0.8, 1.0, 1.0, 0.5, 1.0, 0.9, 0.99, 0.9, 1.0], device=CUDA),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.2], device=CUDA),
+    )
+    seeds, positions = torch.arange(rows, device=CUDA), torch.arange(rows, device=CUDA)
+    from headrace.kernels.triton.thresholds import keep_thresholds
+
+    got, want = keep_thresholds(logits, *filters, scale=(peak, heat)), twin.keep_thresholds(scores, *filters)
+    kept, wanted = scores >= got[:, None], scores >= want[:, None]
+    exact = filters[1] >= 1.0
+    assert torch.equal(kept[exact], wanted[exact])
+    mass = scores.double().exp()  # the twin sums top-p in float32; float64 is the judge
+    difference = ((mass * kept).sum(-1) - (mass * wanted).sum(-1)).abs() / mass.sum(-1)
+    assert float(difference.max()) < 1e-3
+    picked = chosen("pick_tokens", dtype=torch.float32)(logits, peak, heat, filters, seeds, positions)
+    assert bool(kept.gather(1, picked[:, None]).all())
+    again = keep_thresholds(logits[4:7], *(f[4:7] for f in filters), scale=(peak[4:7], heat[4:7]))
+    assert torch.equal(again, got[4:7])
+
+
+def test_scores() -> None:
+    logits = torch.randn(33, 128256, device=CUDA) * 4
+    targets = torch.randint(0, 128256, (33,), device=CUDA)
+    got, want = chosen("score_tokens", dtype=torch.float32)(logits, targets, 5), twin.score_tokens(logits, targets, 5)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+    torch.testing.assert_close(got[1], want[1], atol=2e-5, rtol=1e-6)

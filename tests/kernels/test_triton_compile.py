@@ -1,0 +1,58 @@
+"""The Triton kernels compile for an H200 without one: no spills, the matrix instructions and copies that were meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support import __file__ as support
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+SCRIPT = Path(support).with_name("triton_offline.py")
+CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "moe, many")
+
+
+@cache
+def kernels() -> dict[str, dict[str, int]]:
+    """Figures of every kernel, compiled in a process of its own: here, kernels may already be interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, str(SCRIPT), *CASES], capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_nothing_spills() -> None:
+    assert len(kernels()) == 6 + 4 + 4 + 5
+    for name, figures in kernels().items():
+        assert figures["LDL"] + figures["STL"] <= 4 and figures["local"] == 0, name  # a word or two is no spilled tile
+        assert figures["shared"] <= 232448, name
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("attention bfloat16 128: _prefill_kernel", "HGMMA"),
+        ("attention bfloat16 128: _prefill_kernel", "LDGSTS"),  # asynchronous copies
+        ("attention bfloat16 128 bulk: _prefill_kernel", "HGMMA"),
+        ("attention bfloat16 128 bulk: _prefill_kernel", "UTMALDG"),  # the copy engine
+        ("attention bfloat16 128 bulk: _decode_kernel", "UTMALDG"),
+        ("attention bfloat16 128: _decode_kernel", "HMMA"),
+        ("moe, many: _expand_kernel", "HGMMA"),
+        ("moe, many: _contract_kernel", "HGMMA"),
+    ],
+)
+def test_instructions_are_those_meant(name: str, instruction: str) -> None:
+    assert kernels()[name][instruction] > 0
