@@ -31,6 +31,7 @@ ENDLESS = 1005  # large deltas as fast as they are taken
 SEPARATORS = 1006  # text with what some clients take for line ends
 FAST = 1007  # no waiting between tokens
 HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
+STALLS = 1009  # so for a while, then it goes on
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
@@ -65,6 +66,8 @@ class FakeEngine:
             for position in range(params.max_tokens or 1):
                 await asyncio.sleep(0 if params.seed in (ENDLESS, FAST) else self._token_seconds)
                 self._misbehave(params.seed, position)
+                if params.seed == STALLS and position == 2:
+                    await self._stall()
                 yield [self._delta(index, position, prompt, params) for index in range(params.n)]
         finally:
             self.live -= 1
@@ -75,6 +78,12 @@ class FakeEngine:
             raise EngineDead("the engine was killed")
         if position == 2 and seed == HANGS:
             self.alive = False
+
+    async def _stall(self) -> None:
+        self.alive = False
+        for _ in range(5):  # not one sleep: a process that was stopped in between has slept it out when it goes on
+            await asyncio.sleep(0.1)
+        self.alive = True
 
     def _delta(self, index: int, position: int, prompt: ParsedPrompt, params: SamplingParams) -> RequestDelta:
         assert self.tokenizer is not None and prompt.token_ids is not None

@@ -14,7 +14,7 @@ import pytest
 from support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-DIES, HANGS = 1002, 1008  # behaviours of fake_engine.py
+DIES, HANGS, STALLS = 1002, 1008, 1009  # behaviours of fake_engine.py
 
 
 def streams(server: Server, count: int, **fields: Any) -> list[socket.socket]:
@@ -133,6 +133,18 @@ def test_an_engine_that_hangs_is_unhealthy_at_once_and_given_up_later() -> None:
         _, body, complete = split_response(b"x\r\ntransfer-encoding: chunked\r\n\r\n" + read_until_closed(held))
         assert not complete and "error" in events_of(body)[-1]
         assert server.wait(5) == 1
+
+
+def test_a_server_that_was_stopped_itself_does_not_take_that_time_for_the_engines() -> None:
+    with serving() as server:
+        with server.raw(post_bytes("/v1/chat/completions", {**CHAT, "seed": STALLS, "stream": True, "max_tokens": 20}, "Connection: close")) as sock:
+            while server.ask("GET", "/health").status == 200:
+                pass
+            server.signal(signal.SIGSTOP)
+            time.sleep(1.2)  # longer than an engine may hang here
+            server.signal(signal.SIGCONT)
+            assert b"[DONE]" in read_until_closed(sock)
+        assert server.ask("GET", "/ready").status == 200
 
 
 def failing_start(*arguments: str, seconds: float = 15.0) -> tuple[int, list[str]]:

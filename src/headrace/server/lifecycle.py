@@ -113,14 +113,13 @@ class Lifecycle:
         return 0
 
     async def _serve(self, engine: Engine) -> int:
-        last_alive = time.monotonic()
-        while not engine.dead and time.monotonic() - last_alive < HANG_SECONDS:
+        hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
+        while not engine.dead and hung < HANG_SECONDS:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._signalled.wait(), WATCH_SECONDS)
             if self._signals:
                 return await self._drain(engine)
-            if engine.alive:
-                last_alive = time.monotonic()
+            hung = 0.0 if engine.alive else hung + WATCH_SECONDS
         return await self._bury()
 
     async def _drain(self, engine: Engine) -> int:
