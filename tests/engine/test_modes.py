@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from headrace import LLM
 from support import modes, tiny
+from support.kernel_cases import native
 
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
 FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
@@ -52,6 +54,22 @@ def check(model: str | None, oracle: modes.Oracle, seed: int) -> None:
     for case, found in zip(cases, answers, strict=True):
         if found is not None:
             modes.compare(found, oracle.answer(case), may_fail=mode.failing > 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_answers_are_the_same_to_the_bit(tmp_path: Path, dtype: str) -> None:
+    native("linear", batch_invariant=True, dtype=torch.float32, in_features=64, out_features=64)  # skips where it cannot be built
+    rng, folder = random.Random(3), str(tiny.save("gemma2", tmp_path))
+    invariant = {"dtype": dtype, "batch_invariant": True}
+    with LLM(folder, **{**modes.PLAIN, **invariant}, max_num_seqs=4, num_blocks=64) as alone:
+        for _ in range(2):
+            drawn = modes.draw_cases(rng, alone.info.vocab_size, STOPS, 6)
+            cases = [replace(case, leaves=None, params=replace(case.params, logprobs=2, prompt_logprobs=1)) for case in drawn]
+            mode = modes.draw_mode(rng, failing=False)
+            mode.keywords |= {**invariant, "disabled_kernels": ()}
+            for case, found in zip(cases, modes.run_trial(folder, mode, cases, rng), strict=True):
+                wanted = alone.generate(case.prompt, case.params, use_tqdm=False)[0]
+                assert found is not None and found.outputs == wanted.outputs and found.prompt_logprobs == wanted.prompt_logprobs
 
 
 def test_padding_reads_nothing_that_was_given_back(model: str, oracle: modes.Oracle) -> None:
