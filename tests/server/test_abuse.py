@@ -144,6 +144,22 @@ def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Serve
     assert statuses == [400] * 10 and worst < 1.0, worst
 
 
+def test_a_thousand_prompts_leave_the_event_loop_to_others(server: Server) -> None:
+    """And what they share is worked out once."""
+    body = {"prompt": ["one two three " * 100] * 64, "max_tokens": 1, "seed": FAST, "bad_words": [f"{index} " + "x" * 70 for index in range(110)]}
+    answers: list[int] = []
+    sender = threading.Thread(target=lambda: answers.append(server.ask("POST", "/v1/completions", body).status))
+    worst, connection = 0.0, server.connect()
+    sender.start()
+    while sender.is_alive():
+        begun = time.perf_counter()
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        worst = max(worst, time.perf_counter() - begun)
+    connection.close()
+    assert answers == [200] and worst < 0.2, worst
+
+
 def test_bodies_are_bounded_in_all_together() -> None:
     with serving("--max-body-bytes", "100000") as server:
         held = [server.raw(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 99_999) for _ in range(8)]

@@ -204,3 +204,9 @@ def test_tokenize_takes_text_or_messages() -> None:
         with pytest.raises(InvalidRequest) as caught:
             parse_detokenize({"tokens": tokens})
         assert caught.value.param == "tokens"
+
+
+def test_what_every_prompt_carries_is_bounded_by_their_number() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion({"prompt": ["x"] * 1000, "allowed_token_ids": list(range(2000))}, {})
+    assert caught.value.param == "allowed_token_ids"

@@ -115,6 +115,7 @@ class InputProcessor:
     tokenizer: Encoder | None
     seed: int | None
     _ordinal: int = 0
+    _bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def request(
         self,
@@ -225,6 +226,12 @@ class InputProcessor:
         return secrets.randbits(64) if self.seed is None else derived_seed(self.seed, ordinal)
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The last words asked for are remembered: the prompts of one request share them."""
+        if words != self._bad_words[0]:
+            self._bad_words = words, self._find_bad_word_ids(words)
+        return self._bad_words[1]
+
+    def _find_bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenised at the start of a text and after a space (where that is not just a space before the same tokens)."""
         if words and self.tokenizer is None:
             raise InvalidRequest("bad_words are texts, but this model has no tokenizer; use logit_bias with token ids.", param="bad_words")

@@ -27,6 +27,7 @@ from headrace.server.stream import EventStream
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.wire import encode
 
+_STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _SCORE_BYTES = 64  # of an answer, about, for each logprob
 
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
@@ -68,6 +69,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         for prompt in request.prompts:
             parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
             prepared.append(_prepare(service, parsed, params, options, "prompt"))
+            await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if options.truncate_prompt_tokens is None else [list(each.prompt_token_ids) for each in prepared]
         states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
         shape = _shape(service, model, params, options)
@@ -129,10 +131,12 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
     engine = service.engine
     service.bodies.release(exchange)
-    sources = [
-        engine.stream(ParsedPrompt(None, each.prompt_token_ids), each.params, priority=options.priority, cache_salt=options.cache_salt)
-        for each in prepared
-    ]
+    sources = []
+    for each in prepared:
+        prompt = ParsedPrompt(None, each.prompt_token_ids)
+        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=options.cache_salt))
+        if len(sources) % _STREAMS_A_TURN == 0:
+            await asyncio.sleep(0)
     run = _Run(service.metrics, exchange, answer, n=prepared[0].params.n)
     run.begin(sum(len(each.prompt_token_ids) for each in prepared))
     try:

@@ -18,6 +18,7 @@ from headrace.server.messages import check_template_kwargs, read_messages, read_
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 2048  # prompts x n
+MAX_ALLOWED_IDS = 2**20  # prompts x allowed_token_ids: each prompt carries its own to the engine
 MAX_LABEL = 4096  # characters of a label or salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _LARGEST_INTEGER = 2**64
@@ -219,6 +220,11 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
     prompts = _read_prompts(body.require("prompt"))
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts with n {params.n} make more than {MAX_CHOICES} choices; ask for fewer.", param="n")
+    if len(prompts) * len(params.allowed_token_ids or ()) > MAX_ALLOWED_IDS:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with {len(params.allowed_token_ids or ())} allowed ids each are too many; send fewer at once.",
+            param="allowed_token_ids",
+        )
     return CompletionRequest(
         prompts=prompts,
         echo=echo,
