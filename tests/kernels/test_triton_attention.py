@@ -10,8 +10,8 @@ from headrace.kernels import reference
 from headrace.kernels.triton.attention import PagedAttention
 from support.kernel_cases import PagedCase, assert_close
 
-DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 300)]
-MIXED = [(1, 70), (37, 100), (2, 2), (1, 150), (5, 5)]
+DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 200)]
+MIXED = [(1, 70), (37, 100), (2, 2), (1, 150)]
 
 
 def run(

@@ -171,10 +171,10 @@ def tile_for(dtype: torch.dtype, pairs: int, num_experts: int, *, invariant: boo
     """By the mean number of pairs an expert has; one for all where bits must not depend on it."""
     if dtype is torch.float32:
         return Tile(16, 32, 32, 4, 2)
-    mean = 16 if invariant else pairs / num_experts
-    if mean <= 16:
+    mean = 0.0 if invariant else pairs / num_experts
+    if mean <= 12:
         return Tile(16, 32, 128, 4, 4)
-    return Tile(64, 64, 64, 4, 3) if mean <= 96 else Tile(128, 64, 64, 8, 3)
+    return Tile(64, 64, 64, 4, 3) if mean <= 96 else Tile(128, 128, 64, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)

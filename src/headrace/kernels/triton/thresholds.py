@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CANDIDATES = 8192  # room for them, a row
-_COLUMNS = 4096
+_COLUMNS = 2048
 _WORST = tl.constexpr(0x7F800000)  # the bits of infinity: −score of a token that was ruled out
 _UNIT = tl.constexpr(1099511627776.0)  # 2⁴⁰
 
@@ -185,6 +185,6 @@ def keep_thresholds(
     columns = max(16, min(_COLUMNS, triton.next_power_of_2(vocab) // 4))
     _threshold_kernel[(rows,)](
         scores, peak, heat, top_k.contiguous(), top_p.contiguous(), min_p.contiguous(), candidates, counters, threshold, scores.stride(0), vocab,
-        HAS_SCALE=scale is not None, CANDIDATES=_CANDIDATES, COLUMNS=columns, PDL=False, num_warps=16,
+        HAS_SCALE=scale is not None, CANDIDATES=_CANDIDATES, COLUMNS=columns, PDL=False, num_warps=8,
     )  # fmt: skip
     return threshold
