@@ -19,7 +19,8 @@ from headrace.server.messages import check_template_kwargs, read_messages, read_
 MAX_PROMPTS = 1024
 MAX_CHOICES = 2048  # prompts x n
 MAX_ALLOWED_IDS = 2**20  # prompts x allowed_token_ids: each prompt carries its own to the engine
-MAX_LABEL = 4096  # characters of a label or salt
+MAX_LABEL = 4096  # characters of a label
+MAX_SALT = 1024  # characters; the engine takes no more
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _LARGEST_INTEGER = 2**64
 
@@ -336,8 +337,8 @@ def _check_options(options: AnswerOptions) -> None:
         raise InvalidRequest("prompt_logprobs is not given in streams; set stream to false.", param="prompt_logprobs")
     if not -(2**31) <= options.priority < 2**31:
         raise InvalidRequest(f"priority is {options.priority}; give an integer of 32 bits.", param="priority")
-    if len(options.cache_salt) > MAX_LABEL:
-        raise InvalidRequest(f"cache_salt has {len(options.cache_salt)} characters; give at most {MAX_LABEL}.", param="cache_salt")
+    if len(options.cache_salt) > MAX_SALT:
+        raise InvalidRequest(f"cache_salt has {len(options.cache_salt)} characters; give at most {MAX_SALT}.", param="cache_salt")
     keep = options.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep < 2**31:
         raise InvalidRequest(f"truncate_prompt_tokens is {keep}; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
