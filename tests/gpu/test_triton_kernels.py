@@ -40,7 +40,8 @@ def check(got: torch.Tensor, want: torch.Tensor, *, factor: float = 1.0) -> None
     assert worst <= factor * TOLERANCE[got.dtype] * max(1.0, float(want.float().abs().max())), worst
 
 
-def on_card(case: PagedCase) -> PagedCase:
+def on_card(case: PagedCase, window: int | None = None) -> PagedCase:
+    case.poison(window)
     case.q, case.k_cache, case.v_cache, case.table = (x.cuda() for x in (case.q, case.k_cache, case.v_cache, case.table))
     return case
 
@@ -77,7 +78,7 @@ def test_attention(block_size: int, dtype: torch.dtype, heads: int, kv_heads: in
 def test_attention_with_a_window_and_a_cap(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
     kernel = chosen("paged_attention", dtype=dtype, head_dim=128, num_heads=8, num_kv_heads=4)
     for lengths in LENGTHS.values():
-        case = on_card(PagedCase(lengths, heads=8, kv_heads=4, dim=128, dtype=dtype, block_size=64))
+        case = on_card(PagedCase(lengths, heads=8, kv_heads=4, dim=128, dtype=dtype, block_size=64), window)
         check(attend(case, kernel, window, soft_cap), attend(case, reference.paged_attention, window, soft_cap))
 
 

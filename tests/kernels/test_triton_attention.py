@@ -28,6 +28,7 @@ def run(
 
 
 def check(case: PagedCase, window: int | None = None, soft_cap: float | None = None, **how: int | bool) -> None:
+    case.poison(window)
     got = run(case, window, soft_cap, **how)  # type: ignore[arg-type]
     assert_close(got, case.run(reference.paged_attention, window, soft_cap), case.q.dtype)
 

@@ -64,6 +64,15 @@ class PagedCase:
         slots = torch.full((sum(counts),), -1)
         return AttentionInputs(self.table, starts, torch.tensor(contexts, dtype=torch.int32), slots, self.block_size, max(counts), max(contexts))
 
+    def poison(self, window: int | None) -> None:
+        """NaN in every slot of the sequences' own blocks that no query sees: beyond the context, behind the window."""
+        for row, (count, context) in enumerate(self.lengths):
+            first = 0 if window is None else max(0, context - count + 1 - window)
+            unseen = torch.tensor([*range(first), *range(context, -(-context // self.block_size) * self.block_size)], dtype=torch.long)
+            blocks = self.table[row, unseen // self.block_size].long()
+            for cache in (self.k_cache, self.v_cache):
+                cache[blocks, :, unseen % self.block_size] = float("nan")
+
     def run(self, attention: Callable[..., Tensor], window: int | None = None, soft_cap: float | None = None) -> Tensor:
         return attention(self.q, self.k_cache, self.v_cache, self.inputs, self.q.shape[2] ** -0.5, window, soft_cap)
 

@@ -53,12 +53,12 @@ class KernelCase:
 class CaseMaker:
     """Makes the cases of one shape. ``working_set`` bytes are cycled through, so that no cache holds a weight from call to call."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int) -> None:
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device) -> None:
         self.spec = spec
         self.dtype = dtype
         self.context = context
         self.working_set = working_set
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
         """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one prompt."""

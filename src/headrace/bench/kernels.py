@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.bench.cuda_timing import cuda_limits, cuda_time
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.cost.profile import last_level_cache_bytes
@@ -46,6 +47,7 @@ class KernelBench:
     context: int = 1024  # tokens a sequence has behind it
     ops: tuple[str, ...] = tuple(TWINS)
     seconds: float = 0.3
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,10 @@ def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = 
     """Times every candidate of ``bench.ops``, the twin last. Raises ConfigError for an unknown operation, type or row count."""
     _check(bench)
     dtype = DTYPES[bench.dtype]
-    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * last_level_cache_bytes())
+    device = torch.device(bench.device)
+    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * _cache_bytes(device), device)
     done: list[KernelRow] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), device:
         for rows, op in product(bench.rows, bench.ops):
             for case in maker.cases(op, rows):
                 for row in _case_rows(case, bench, limits, dtype):
@@ -83,7 +86,13 @@ def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = 
     return done
 
 
+def _cache_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else last_level_cache_bytes()
+
+
 def _check(bench: KernelBench) -> None:
+    if bench.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu.")
     if unknown := set(bench.ops) - set(TWINS):
         raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(TWINS)}.")
     if bench.dtype not in DTYPES:
@@ -98,7 +107,7 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
     rate = limits.gemm_rates.get(bench.dtype, limits.gemm_rates["float32"])
     floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
     for name in (*(candidate.name for candidate in CANDIDATES[case.op]), TWIN):
-        kernel, reason = _forced(case, name)
+        kernel, reason = _forced(case, name, torch.device(bench.device))
         if kernel is None:
             yield KernelRow(case.op, case.label, name, note=reason)
             continue
@@ -107,16 +116,16 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
         if not error <= TOLERANCE[dtype]:
             yield KernelRow(case.op, case.label, name, note=f"wrong: differs from its twin by {error:.2g}", wrong=True)
             continue
-        rounds = _time(calls, bench.seconds)
+        rounds = (cuda_time if bench.device == "cuda" else _time)(calls, bench.seconds)
         middle = median(rounds)
         note = "" if name == TWIN else f"error {error:.0e}"
         yield KernelRow(case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note)
 
 
-def _forced(case: KernelCase, name: str) -> tuple[Callable[..., Any] | None, str]:
+def _forced(case: KernelCase, name: str, device: torch.device) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for group in CANDIDATES.values() for candidate in group} - {name}
-    kernels = Kernels(torch.device("cpu"), disabled=frozenset(others))
+    kernels = Kernels(device, disabled=frozenset(others))
     kernel = kernels.choose(case.op, **case.facts)
     choice = kernels.choices[0]
     return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not for this device"))
@@ -149,6 +158,7 @@ def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the config.json whose shapes to use (default: Llama-3.2-1B's)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512], help="tokens in a call (default: 1 16 512)")
@@ -168,10 +178,13 @@ def run_command(args: argparse.Namespace) -> int:
         context=args.context,
         ops=tuple(args.ops),
         seconds=args.seconds,
+        device=args.device,
     )
+    _check(bench)
     with _threads(args.threads):
-        limits = glance_limits()
-        facts = machine_facts(str(limits), threads=torch.get_num_threads(), dtype=args.dtype)
+        limits = cuda_limits() if bench.device == "cuda" else glance_limits()
+        name = torch.cuda.get_device_name() if bench.device == "cuda" else "cpu"
+        facts = machine_facts(str(limits), threads=torch.get_num_threads(), device=name, dtype=args.dtype)
         print_facts(facts)
         rows = run(bench, limits)
     print(table(COLUMNS, [_cells(row) for row in rows]))
