@@ -56,6 +56,8 @@ def attend(case: PagedCase, kernel: Any, window: int | None = None, soft_cap: fl
     return out
 
 
+HEADS = [(32, 8, 128), (32, 8, 64), (12, 12, 80), (24, 3, 96), (16, 8, 256), (20, 1, 64), (4, 2, 8), (6, 2, 40)]
+
 LENGTHS = {
     "decode": [(1, 1000), (1, 1), (1, 0), (1, 4097), (1, 64)],
     "mixed": [(1, 2000), (300, 900), (4, 4), (1, 17), (130, 130), (3, 2500)],
@@ -64,7 +66,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (12, 12, 80), (24, 3, 96), (16, 8, 256), (20, 1, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 @pytest.mark.parametrize("block_size", [16, 128])  # gathered rows; tiles brought by the copy engine
 def test_attention(block_size: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     kernel = chosen("paged_attention", dtype=dtype, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)

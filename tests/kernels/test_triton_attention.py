@@ -39,7 +39,7 @@ def test_attention_equals_its_twin(lengths: list[tuple[int, int]], dtype: torch.
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=dtype, block_size=16))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 80), (7, 1, 96), (20, 1, 64), (2, 1, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 80), (7, 1, 96), (20, 1, 64), (2, 1, 256), (4, 2, 8), (2, 2, 33)])
 def test_attention_of_other_heads(heads: int, kv_heads: int, dim: int) -> None:
     check(PagedCase([(1, 75), (9, 40), (3, 3)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=8))
 
@@ -50,8 +50,7 @@ def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float |
     check(PagedCase([(1, 150), (1, 3), (12, 140), (2, 90)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16), window, soft_cap)
 
 
-@pytest.mark.parametrize("dim", [64, 80])
-@pytest.mark.parametrize("window", [70, None])
+@pytest.mark.parametrize(("dim", "window"), [(64, None), (80, None), (64, 70), (8, 70)])
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window: int | None, dim: int) -> None:
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)

@@ -65,8 +65,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize("spread", [6.0, 0.05])
+@pytest.mark.parametrize(("name", "spread"), [*((name, 6.0) for name in FILTERS), ("top-p", 0.05), ("many", 0.05)])
 def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "_CANDIDATES", 64)  # so that some rows have too many
     logits = logits_of(3, 600, spread)

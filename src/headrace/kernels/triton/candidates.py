@@ -18,7 +18,7 @@ from headrace.kernels.candidate import Candidate, Declined, Site
 TRITON = "triton"
 DEVICES = ("cuda",)
 MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
-HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Accept = Callable[[Site], Callable[..., Any] | Declined]
@@ -62,8 +62,8 @@ def _heads(site: Site) -> Any:
     head_dim, heads, kv_heads = (site.facts.get(name) for name in ("head_dim", "num_heads", "num_kv_heads"))
     if head_dim is None or heads is None or kv_heads is None:
         return Declined("the call site does not state head_dim, num_heads and num_kv_heads")
-    if head_dim not in HEAD_DIMS:
-        return Declined(f"head_dim {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}")
+    if head_dim > MAX_HEAD_DIM:
+        return Declined(f"head_dim {head_dim} is above {MAX_HEAD_DIM}")
     if heads % kv_heads or heads // kv_heads > 64:
         return Declined(f"{heads} heads over {kv_heads} KV heads are no group of 1 to 64")
     return None

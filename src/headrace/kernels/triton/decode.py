@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.prefill import accumulate, cache_arguments
+from headrace.kernels.triton.prefill import accumulate, cache_arguments, padded
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def attend(
 ) -> None:
     """Fills ``out`` for the sequences with 1 to ``most`` queries. See PagedAttention; ``most`` × group heads fit into ``tiles.rows``."""
     heads, dim, kv_heads, sequences = q.shape[1], q.shape[2], k_cache.shape[1], inputs.context_len.shape[0]
-    block_d, device = triton.next_power_of_2(dim), q.device
+    block_d, device = padded(dim), q.device
     parts = torch.empty((programs, 2, tiles.rows, block_d), dtype=torch.float32, device=device)
     peaks = torch.empty((programs, 2, tiles.rows), dtype=torch.float32, device=device)
     places = torch.empty(sequences * kv_heads + 1, dtype=torch.int32, device=device)

@@ -160,6 +160,11 @@ def _prefill_kernel(
         gdc_launch_dependents()
 
 
+def padded(head_dim: int) -> int:
+    """What a matrix instruction takes in place of ``head_dim``."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
     """The largest power of 2 of keys that the copy engine can bring at once: rows of one block, one after another; 0 if it cannot."""
     size, dim = k_cache.shape[2:]
@@ -181,7 +186,7 @@ def _rows_map(cache: Tensor, keys: int) -> TensorDescriptor:
     """A descriptor of all rows from the first of ``cache`` to its last; those of other layers and of the other half lie between."""
     (blocks, heads, size, dim), (block, head, row, _) = cache.shape, cache.stride()
     rows = ((blocks - 1) * block + (heads - 1) * head + (size - 1) * row) // dim + 1
-    return TensorDescriptor(cache, [rows, dim], [dim, 1], [keys, triton.next_power_of_2(dim)])
+    return TensorDescriptor(cache, [rows, dim], [dim, 1], [keys, padded(dim)])
 
 
 def attend(
@@ -206,6 +211,6 @@ def attend(
         tokens, sequences, *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0),
         scale, soft_cap or 0.0,
         BULK=bulk, FEW=few, GROUP=heads // kv_heads, WINDOW=window or 0, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=triton.next_power_of_2(sequences),
+        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=triton.next_power_of_2(sequences),
         PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -1,0 +1,56 @@
+"""When the Triton candidates decline, and that nobody without a GPU notices them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headrace.kernels import CANDIDATES, Kernels, StrictKernelError, reference
+from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.triton import candidates
+
+CUDA = torch.device("cuda")
+HEADS = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "missing", lambda device: "torch finds no CUDA device")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "missing", lambda device: None)
+
+
+def test_without_a_device_the_twin_runs_and_says_why(no_gpu: None) -> None:
+    kernels = Kernels(CUDA)
+    assert kernels.choose("rms_norm", dtype=torch.bfloat16) is reference.rms_norm
+    assert kernels.choices[0].declined == (("triton", "torch finds no CUDA device"),)
+    with pytest.raises(StrictKernelError, match="no CUDA device"):
+        Kernels(CUDA, strict=True).choose("rms_norm", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "reason"),
+    [
+        ("rms_norm", {"dtype": torch.float64}, "torch.float64"),
+        ("paged_attention", {"dtype": torch.bfloat16}, "does not state"),
+        ("paged_attention", HEADS | {"head_dim": 512}, "above 256"),
+        ("paged_attention", HEADS | {"num_heads": 71, "num_kv_heads": 1}, "71 heads"),
+        ("moe", {"dtype": torch.bfloat16, "num_experts": 2048, "top_k": 2}, "2 of 2048"),
+    ],
+)
+def test_declines_name_their_reason(gpu: None, op: str, facts: dict[str, object], reason: str) -> None:
+    (candidate,) = (each for each in CANDIDATES[op] if each.name == candidates.TRITON)
+    declined = candidate.create(Site(op, CUDA, facts, False))
+    assert isinstance(declined, Declined) and reason in declined.reason
+
+
+def test_the_registry_imports_no_triton() -> None:
+    code = "import sys, headrace.kernels; print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    assert done.stdout.strip() == "[]"
