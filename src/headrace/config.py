@@ -51,7 +51,7 @@ class ModelConfig:
 class CacheConfig:
     """Where keys and values live."""
 
-    block_size: int = option(16, "tokens a KV block", choices=(8, 16, 32, 64))
+    block_size: int | None = option(None, "tokens a KV block; automatic by device", choices=(8, 16, 32, 64, 128))
     gpu_memory_utilization: float = option(
         0.9, "share of the device's memory that weights, activations and KV may take (on a CPU see --kv-cache-memory)"
     )

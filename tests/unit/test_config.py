@@ -22,7 +22,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
         (ModelConfig, "seed", True, "give a whole number"),
         (ModelConfig, "quantization", "fp8", "nothing is supported there yet; leave it out"),
         (ModelConfig, "served_model_name", "one", "give a tuple of strings"),
-        (CacheConfig, "block_size", 15, "give one of 8, 16, 32, 64"),
+        (CacheConfig, "block_size", 15, "give one of 8, 16, 32, 64, 128"),
         (CacheConfig, "gpu_memory_utilization", 1.01, "give a share above 0 and up to 1"),
         (CacheConfig, "gpu_memory_utilization", float("nan"), "give a share above 0 and up to 1"),
         (CacheConfig, "enable_prefix_caching", 1, "give true or false"),

@@ -17,6 +17,7 @@ from headrace.models.source import ModelSource, find_model
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
 CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a few tens of milliseconds of an 8B model
+DEFAULT_BLOCK_SIZE = 16  # tokens
 HASH_TOKENS_A_STEP = 2048
 HASH_SLOTS = 1 << 20  # tokens, if that holds one sequence; eight bytes each
 MAX_HASH_SLOTS = 1 << 24
@@ -29,13 +30,17 @@ def find_source(config: EngineConfig) -> ModelSource:
 
 
 def resolve_config(config: EngineConfig, device: str) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Fills max_num_batched_tokens and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash)."""
+    """Fills max_num_batched_tokens, block_size and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash)."""
     decisions: list[Decision] = []
     if config.scheduler.max_num_batched_tokens is None:
         tokens, reason = _tokens_a_step(device)
         tokens = max(tokens, config.scheduler.max_num_seqs)
         decisions.append(Decision("max_num_batched_tokens", tokens, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
+    if config.cache.block_size is None:
+        size, reason = _block_size(device)
+        decisions.append(Decision("block_size", size, reason))
+        config = replace(config, cache=replace(config.cache, block_size=size))
     if config.device.overlap is None:
         depth, reason = _overlap(device, config.device.device_time)
         decisions.append(Decision("overlap", depth, reason))
@@ -49,6 +54,12 @@ def _tokens_a_step(device: str) -> tuple[int, str]:
     if device == "cpu":
         return CPU_TOKENS_A_STEP, "prompts beside running answers are computed in chunks short enough for a CPU"
     return HASH_TOKENS_A_STEP, "the keyed-hash executor's default"
+
+
+def _block_size(device: str) -> tuple[int, str]:
+    if device == "cuda":
+        return 128, "whole tiles of keys and values, as the attention kernels read them"
+    return DEFAULT_BLOCK_SIZE, "small blocks share more of a prefix and waste less of a short answer"
 
 
 def _overlap(device: str, device_time: float) -> tuple[int, str]:
@@ -65,7 +76,7 @@ def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHash
     max_model_len = config.model.max_model_len or longest
     if max_model_len > MAX_HASH_SLOTS:
         raise ConfigError(f"max_model_len is {max_model_len}, but the keyed-hash executor holds {MAX_HASH_SLOTS} tokens at most; give less.")
-    block_size, rows = config.cache.block_size, config.scheduler.max_num_seqs
+    block_size, rows = config.cache.block_size or DEFAULT_BLOCK_SIZE, config.scheduler.max_num_seqs
     needed = -(-max_model_len // block_size)
     num_blocks = config.cache.num_blocks or max(needed, min(rows * needed, HASH_SLOTS // block_size))
     info = keyed_hash_info(

@@ -77,10 +77,10 @@ class LocalExecutor:
         except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
             self._broken = True
             _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
-            return _failure(error, plan)
+            return failure_of(error, plan)
 
 
-def _failure(error: Exception, plan: StepPlan) -> StepFailed:
+def failure_of(error: Exception, plan: StepPlan) -> StepFailed:
     """Says no more than a client may read; the log has the rest."""
     shape = f"{plan.num_tokens} tokens of {len(plan.rows)} sequences"
     if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY):

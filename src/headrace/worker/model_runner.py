@@ -10,7 +10,7 @@ device; ``read`` does, at collect.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.sampling import score_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan, StepResult, TokenLogprobs
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Packing, forward_inputs, pack
 from headrace.worker.rows import Rows, ship
 from headrace.worker.sampler import SampleBatch, Sampler, Samples, Scores
@@ -49,12 +50,17 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step whose tokens are (being) sampled; everything in it is still on the device."""
+    """A step whose tokens are (being) sampled; everything in it is still on the device, or on its way to the host.
+
+    ``begun`` and ``arrived`` are CUDA events around the step and its copies to the host; None on a CPU.
+    """
 
     plan: StepPlan
     started: float
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
+    begun: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event | None = None
 
 
 class ModelRunner:
@@ -73,8 +79,10 @@ class ModelRunner:
         max_logits_rows: int,
         padded: bool,
         clock: Clock,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
+        self._graphs = graphs
         self._kv_caches = tuple(kv_caches)
         self._rows = rows
         self._sampler = Sampler(rows, kernels)
@@ -87,6 +95,15 @@ class ModelRunner:
         with torch.inference_mode():
             return self.read(self.sample(self.forward(plan)))
 
+    def launch(self, plan: StepPlan) -> Sampled:
+        """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
+        begun, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun.record()
+        with torch.inference_mode():
+            step = _to_host(self.sample(self.forward(plan)))
+        arrived.record()
+        return replace(step, begun=begun, arrived=arrived)
+
     def forward(self, plan: StepPlan) -> Forwarded:
         """Edits rows, copies blocks, computes every planned token."""
         started = self._clock.now()
@@ -96,7 +113,10 @@ class ModelRunner:
             return Forwarded(plan, started)
         packing = pack(plan, padded=self._padded)
         inputs = forward_inputs(plan, self._rows, packing)
-        return Forwarded(plan, started, packing, self._decoder.forward(inputs, self._kv_caches))
+        hidden = self._graphs.forward(inputs) if self._graphs is not None and inputs.attention[0].max_query_len == 1 else None
+        if hidden is None:
+            hidden = self._decoder.forward(inputs, self._kv_caches)
+        return Forwarded(plan, started, packing, hidden)
 
     def sample(self, step: Forwarded) -> Sampled:
         """Picks a token for every sampled row and scores the prompts that asked for it."""
@@ -110,6 +130,8 @@ class ModelRunner:
 
     def read(self, step: Sampled) -> StepResult:
         """Waits for the device and brings the step's results to the host."""
+        if step.arrived is not None:
+            step.arrived.synchronize()
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
@@ -120,8 +142,13 @@ class ModelRunner:
             errors.update({first + j: UNUSABLE for j, ok in enumerate(usable) if not ok})
             if samples.scores is not None:
                 logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
-        prompt = _read_prompt(step)
-        return StepResult(step.plan.step_id, tokens, logprobs, prompt, errors, device_seconds=self._clock.now() - step.started)
+        return StepResult(step.plan.step_id, tokens, logprobs, _read_prompt(step), errors, device_seconds=self._seconds(step))
+
+    def _seconds(self, step: Sampled) -> float:
+        """The device's own time where it has a clock."""
+        if step.begun is None or step.arrived is None:
+            return self._clock.now() - step.started
+        return float(step.begun.elapsed_time(step.arrived)) / 1e3
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are."""
@@ -160,6 +187,20 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield score_tokens(logits, targets, min(num_best, logits.shape[1]))
+
+
+def _to_host(step: Sampled) -> Sampled:
+    """Starts the copies of everything that ``read`` looks at, into pinned memory."""
+
+    def home(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)
+
+    def scores_home(scores: Scores | None) -> Scores | None:
+        return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
+
+    samples = tuple(Samples(home(each.tokens), home(each.usable), scores_home(each.scores)) for each in step.samples)
+    prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
+    return replace(step, samples=samples, prompt=prompt)
 
 
 def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:

@@ -24,10 +24,12 @@ from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.request import NewRow, SamplingParams, StepPlan
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.memory import KVPlan, Room, activation_bytes, check_weights_fit, device_memory, plan_kv, weight_bytes
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rows import Rows
 from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
 
@@ -46,19 +48,9 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
     setting = _resolve(config, spec)
     plan, room = _plan_memory(config, spec, setting)
     decoder, kernels = _load(config, source, spec, setting, plan.max_model_len)
-    rows = Rows(
-        config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, [group.spec.block_size for group in plan.groups], setting.device
-    )
-    kv_caches = [_allocate(group, setting.dtype, setting.device) for group in plan.groups]
-    runner = ModelRunner(
-        decoder,
-        kv_caches,
-        rows,
-        kernels,
-        max_logits_rows=config.scheduler.max_logits_rows,
-        padded=not config.device.token_concatenation,
-        clock=RealClock(),
-    )
+    block_sizes = [group.spec.block_size for group in plan.groups]
+    rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, block_sizes, setting.device)
+    runner = _create_runner(config, setting, plan, decoder, kernels, rows)
     loaded = process_memory()
     warm_up(runner, plan.groups, plan.max_model_len)
     memory = {
@@ -78,8 +70,34 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         memory=memory,
         padded=not config.device.token_concatenation,
     )
-    executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
+    executor: Executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
+    if setting.device.type == "cuda":
+        executor = QueuedExecutor(runner, info)
     return executor, (*setting.decisions, *plan.decisions, *_kernel_decisions(kernels))
+
+
+def _create_runner(config: EngineConfig, setting: _Setting, plan: KVPlan, decoder: Decoder, kernels: Kernels, rows: Rows) -> ModelRunner:
+    kv_caches = [_allocate(group, setting.dtype, setting.device) for group in plan.groups]
+    graphs = None
+    if setting.device.type == "cuda" and not config.device.enforce_eager:
+        graphs = DecodeGraphs(
+            decoder,
+            kv_caches,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            block_sizes=rows.block_sizes,
+            device=setting.device,
+        )
+    return ModelRunner(
+        decoder,
+        kv_caches,
+        rows,
+        kernels,
+        max_logits_rows=config.scheduler.max_logits_rows,
+        padded=not config.device.token_concatenation,
+        clock=RealClock(),
+        graphs=graphs,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +109,21 @@ class _Setting:
     threads: int
     overlap: int
     tokens_a_step: int
+    block_size: int
     decisions: tuple[Decision, ...]
 
 
 def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
-    tokens_a_step, overlap = config.scheduler.max_num_batched_tokens, config.device.overlap
-    if tokens_a_step is None or overlap is None:
-        raise ConfigError("max_num_batched_tokens and overlap must be resolved before a worker is made; resolve the config first.")
+    tokens_a_step, overlap, block_size = config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size
+    if tokens_a_step is None or overlap is None or block_size is None:
+        raise ConfigError("max_num_batched_tokens, overlap and block_size must be resolved before a worker is made; resolve the config first.")
     device = torch.device(device_kind(config.device.device))
     threads, threads_decision = resolve_threads(config.device.threads)
     torch.set_num_threads(threads)
     dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
     check_kv_dtype(config.cache.kv_cache_dtype, dtype)
     decisions = (dtype_decision,) if threads_decision is None else (dtype_decision, threads_decision)
-    return _Setting(device, dtype, threads, overlap, tokens_a_step, decisions)
+    return _Setting(device, dtype, threads, overlap, tokens_a_step, block_size, decisions)
 
 
 def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> tuple[KVPlan, Room]:
@@ -115,7 +134,7 @@ def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> 
     room = Room(device_memory(setting.device, config.cache.gpu_memory_utilization), weights, activations)
     check_weights_fit(room, setting.device)
     plan = plan_kv(
-        kv_groups(spec, config.cache.block_size, size),
+        kv_groups(spec, setting.block_size, size),
         config.cache,
         room,
         on_cpu=setting.device.type == "cpu",

@@ -1,0 +1,82 @@
+"""The executor of a device with a queue of its own (CUDA): a submitted step is queued, a collected one waited for.
+
+Nothing between the two reads the device, so with overlap 1 the next step's kernels stand behind this one's before it has ended.
+
+What lives here: the Executor protocol over such a runner. What may not: what a step does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Protocol
+
+from headrace.engine.executor import ExecutorInfo, Ticket
+from headrace.errors import StepFailed
+from headrace.request import StepPlan, StepResult
+from headrace.worker.local_executor import failure_of
+from headrace.worker.model_runner import Sampled
+
+_log = logging.getLogger(__name__)
+
+
+class QueuesPlans(Protocol):
+    def launch(self, plan: StepPlan) -> Sampled: ...
+
+    def read(self, step: Sampled) -> StepResult: ...
+
+    def forget(self) -> None: ...
+
+
+class QueuedExecutor:
+    """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every later
+    one, untouched, until ``recover``."""
+
+    def __init__(self, runner: QueuesPlans, info: ExecutorInfo) -> None:
+        self.info = info
+        self._runner: QueuesPlans | None = runner  # None: closed
+        self._broken = False
+        self._queued: deque[tuple[StepPlan, Sampled | StepFailed]] = deque()
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self._queued.append((plan, self._launch(plan)))
+        return Ticket(plan.step_id)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        plan, step = self._queued.popleft()
+        assert plan.step_id == ticket.step_id, f"step {ticket.step_id} was collected before step {plan.step_id}"
+        assert self._runner is not None
+        if isinstance(step, StepFailed):
+            raise step
+        try:
+            return self._runner.read(step)
+        except RuntimeError as error:  # what the device reports late belongs to this step
+            raise self._fail(error, plan) from error
+
+    def recover(self) -> None:
+        assert self._runner is not None and not self._queued, "recover needs every step in flight collected first"
+        self._runner.forget()
+        self._broken = False
+
+    def close(self) -> None:
+        """Lets go of the model and gives its memory back to the device. Nothing can be submitted any more."""
+        import torch
+
+        self._queued.clear()
+        self._runner = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def _launch(self, plan: StepPlan) -> Sampled | StepFailed:
+        assert self._runner is not None, "a closed executor runs nothing"
+        if self._broken:
+            return StepFailed("This step builds on one that failed. Try again.")
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
+            return self._fail(error, plan)
+
+    def _fail(self, error: Exception, plan: StepPlan) -> StepFailed:
+        self._broken = True
+        _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
+        return failure_of(error, plan)
