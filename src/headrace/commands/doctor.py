@@ -109,6 +109,7 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
     from headrace.engine.llm import create_engine
     from headrace.worker.residency import resident_memory
+    from headrace.worker.settings import device_kind
 
     loaded = 0
 
@@ -125,7 +126,7 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
             "decisions": [asdict(decision) for decision in info.decisions],
             "announced": dict(info.memory),
         }
-        if "process" in info.memory:
+        if "process" in info.memory and device_kind(config.device.device) == "cpu":  # a GPU's own memory is not accounted for yet
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
         return report
     finally:
