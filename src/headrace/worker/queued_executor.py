@@ -11,6 +11,8 @@ import logging
 from collections import deque
 from typing import Protocol
 
+import torch
+
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.errors import StepFailed
 from headrace.request import StepPlan, StepResult
@@ -60,8 +62,6 @@ class QueuedExecutor:
 
     def close(self) -> None:
         """Lets go of the model and gives its memory back to the device. Nothing can be submitted any more."""
-        import torch
-
         self._queued.clear()
         self._runner = None
         torch.cuda.synchronize()
