@@ -12,7 +12,6 @@
 #include "common.h"
 #include "product.h"
 
-#define LONG_RUN (2 << 20) /* bytes */
 #define TILE 4 /* rows of x and rows of w in a tile: 16 accumulators */
 
 /* acc[i] holds 16 partial sums; lane i of the result is the sum of acc[i], by the tree of sum16. */
@@ -200,18 +199,10 @@ void headrace_product_columns(const Product *p, int64_t from, int64_t to) {
         product_range(p, from, to, F16);
 }
 
-/* Rows of w a thread takes at a time. A lone row of x only streams w, and a long run is what the prefetchers like best (+8 % over runs of
- * 256 KiB where it was measured), as long as every thread still gets several. */
-static int64_t run_length(int64_t m, int64_t n, int64_t row_bytes, int threads) {
-    const int64_t most = n / (2 * threads), wanted = LONG_RUN / row_bytes;
-    const int64_t rows = m > 1 ? CHUNK_N : wanted < most ? wanted : most;
-    return rows > CHUNK_N ? rows / CHUNK_N * CHUNK_N : CHUNK_N;
-}
-
 void headrace_linear(int type, int64_t m, int64_t n, int64_t k, const char *x, int64_t x_row, const char *w, int64_t w_row, const char *bias,
                      char *y, int64_t y_row, int invariant, int threads) {
     const Product p = {type, m, n, k, x, w, bias, y, x_row, w_row, y_row, invariant};
-    const int64_t run = run_length(m, n, k * size_of(type), threads), runs = (n + run - 1) / run;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && runs > 1 && m * n * k > 65536)
-    for (int64_t i = 0; i < runs; i++) headrace_product_columns(&p, i * run, (i + 1) * run < n ? (i + 1) * run : n);
+    const int64_t chunks = (n + CHUNK_N - 1) / CHUNK_N;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && chunks > 1 && m * n * k > 65536)
+    for (int64_t i = 0; i < chunks; i++) headrace_product_columns(&p, i * CHUNK_N, (i + 1) * CHUNK_N < n ? (i + 1) * CHUNK_N : n);
 }
