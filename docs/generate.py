@@ -123,7 +123,7 @@ def technique_page() -> str:
 
 
 def _technique(item: techniques.Technique) -> Iterator[str]:
-    default = {True: "on", False: "off", None: "chosen by device"}.get(item.default, item.default)
+    default = "chosen by device" if item.default is None else item.default_state
     yield f"## {item.name}\n"
     yield f"- **Source:** {item.source}"
     yield f"- **Switch:** `--technique {item.name}=…`, the config field `{item.switch}`; default: {default}"

@@ -18,7 +18,8 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     """A config field that is also a flag.
 
     ``extra``: ``choices``; ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further spellings); ``metavar``;
-    ``technique`` (it is reached by ``--technique`` too), with ``on`` and ``off`` where those words mean other values.
+    ``technique`` (it is reached by ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and
+    ``off`` where those words mean other values.
     """
     return field(default=default, metadata={"help": help, **extra})
 
@@ -26,6 +27,17 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 def switch(default: bool, help: str) -> Any:
     """A technique's on/off switch: reached by ``--technique NAME=on|off``, without a flag of its own."""
     return field(default=default, metadata={"help": help, "technique": True, "flag": False})
+
+
+def technique_name(of: Field[Any]) -> str:
+    """What the technique that a switch belongs to is called."""
+    named = of.metadata["technique"]
+    return named if isinstance(named, str) else of.name.removeprefix("enable_")
+
+
+def technique_spellings(of: Field[Any]) -> set[str]:
+    """What ``--technique`` and ``LLM(technique=…)`` know a switch by: the technique's name, and the field's own where that says the same."""
+    return {technique_name(of)} if isinstance(of.metadata["technique"], str) else {technique_name(of), of.name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +112,7 @@ class DeviceConfig:
     overlap: int | None = option(
         None, "steps in flight beyond the one being collected (0, 1 or 2); automatic by device", choices=(0, 1, 2), technique=True, on=1, off=0
     )
-    enforce_eager: bool = option(False, "no graphs")
+    enforce_eager: bool = option(False, "no graphs", technique="cuda_graphs", on=False, off=True)
     batch_invariant: bool = option(False, "the same bits whatever else is in the batch")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")

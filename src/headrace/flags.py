@@ -15,7 +15,18 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig, FieldType, ModelConfig, SchedulerConfig, ServerConfig, field_types
+from headrace.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    FieldType,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    field_types,
+    technique_name,
+    technique_spellings,
+)
 from headrace.errors import ConfigError
 
 ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
@@ -237,7 +248,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
             if each.metadata.get("flag", True):
                 _add_flag(group, each, field_types(part)[each.name])
     if technique_fields(parts):
-        names = ", ".join(name.removeprefix("enable_") for name in technique_fields(parts))
+        names = ", ".join(technique_name(of) for _, of in technique_fields(parts).values())
         parser.add_argument(
             "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
             help=f"switch a technique on or off, or give it a value; may be repeated. Names: {names} (see headrace techniques)",
@@ -295,20 +306,21 @@ def technique_values(entries: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
-        name = _technique_name(name.strip(), known)
+        spelled = name.strip().replace("-", "_")
+        name = _technique_field(spelled, known)
         if not equals or not text:
-            raise ConfigError(f"--technique {entry}: write it as {name}=on, {name}=off or {name}=VALUE.")
+            raise ConfigError(f"--technique {entry}: write it as {spelled}=on, {spelled}=off or {spelled}=VALUE.")
         part, of = known[name]
         values[name] = _technique_value(of, field_types(part)[name], text.strip())
     return values
 
 
-def _technique_name(name: str, known: Mapping[str, Any]) -> str:
-    spelled = name.replace("-", "_")
-    for candidate in (spelled, f"enable_{spelled}"):
-        if candidate in known:
-            return candidate
-    raise ConfigError(f"--technique {name}: there is no such switch{near_match(name, known) or '.'} `headrace techniques` lists them all.")
+def _technique_field(name: str, known: Mapping[str, tuple[type, Field[Any]]]) -> str:
+    fields_by_spelling = {spelling: each for each, (_, of) in known.items() for spelling in technique_spellings(of)}
+    if name not in fields_by_spelling:
+        near = near_match(name, fields_by_spelling)
+        raise ConfigError(f"--technique {name}: there is no such switch{near or '.'} `headrace techniques` lists them all.")
+    return fields_by_spelling[name]
 
 
 def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
@@ -317,8 +329,8 @@ def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
         return of.metadata[word]
     if kind.base is bool:
         if word not in WORDS:
-            raise ConfigError(f"--technique {of.name}={text}: give on or off.")
-        return WORDS[word]
+            raise ConfigError(f"--technique {technique_name(of)}={text}: give on or off.")
+        return of.metadata.get("on" if WORDS[word] else "off", WORDS[word])
     try:
         return _reader(of, kind)(text)
     except (ValueError, argparse.ArgumentTypeError) as error:

@@ -16,7 +16,10 @@ from headrace.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Technique:
-    """``switch`` is the path of a config field; ``off`` is the field's value when the technique is off."""
+    """``switch`` is the path of a config field; ``off`` is the field's value when the technique is off.
+
+    ``needs_gpu``: without one the switch does nothing, and there is nothing to measure.
+    """
 
     name: str
     source: str
@@ -24,6 +27,7 @@ class Technique:
     off: Any
     improves: str
     off_means: str
+    needs_gpu: bool = False
 
     @property
     def ablate(self) -> str:
@@ -34,6 +38,17 @@ class Technique:
         """The field's default; None means that it is chosen by device."""
         folder, _, name = self.switch.partition(".")
         return getattr(getattr(EngineConfig(), folder), name)
+
+    @property
+    def on(self) -> Any:
+        """The field's value when the technique is on."""
+        return not self.off if isinstance(self.off, bool) else 1
+
+    @property
+    def default_state(self) -> str:
+        """``on``, ``off``, ``automatic`` (chosen by device) or another value."""
+        words = {self.on: "on", self.off: "off"} if isinstance(self.off, bool) else {}
+        return "automatic" if self.default is None else words.get(self.default, str(self.default))
 
     def __str__(self) -> str:
         return self.name
@@ -96,6 +111,15 @@ TECHNIQUES = (
         improves="steps/s: the next step is scheduled while the last one runs",
         off_means="a step is scheduled after the last one's tokens are known",
     ),
+    Technique(
+        name="cuda_graphs",
+        source="Nimble (Kwon et al., NeurIPS 20): task scheduling ahead of time; Accelerating PyTorch with CUDA Graphs (PyTorch blog, 2021)",
+        switch="device.enforce_eager",
+        off=True,
+        improves="time a decode step of small batches on a GPU",
+        off_means="the host launches every kernel of every step",
+        needs_gpu=True,
+    ),
 )
 
 
@@ -124,7 +148,7 @@ def describe() -> list[dict[str, Any]]:
             "name": item.name,
             "source": item.source,
             "switch": item.switch,
-            "default": "automatic" if item.default is None else item.default,
+            "default": item.default_state,
             "off": item.off,
             "improves": item.improves,
             "off_means": item.off_means,

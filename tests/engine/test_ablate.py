@@ -10,7 +10,8 @@ import pytest
 
 from headrace.bench import ablate
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from headrace.techniques import TECHNIQUES
+from headrace.errors import ConfigError
+from headrace.techniques import TECHNIQUES, find_technique
 from support import tiny
 
 
@@ -31,7 +32,7 @@ def test_every_technique_has_an_ablation() -> None:
     assert set(ablate.ABLATIONS) == {technique.name for technique in TECHNIQUES}
 
 
-@pytest.mark.parametrize("name", ablate.ABLATIONS)
+@pytest.mark.parametrize("name", [name for name in ablate.ABLATIONS if not find_technique(name).needs_gpu])
 def test_tokens_are_equal_on_and_off(name: str, config: EngineConfig) -> None:
     for result in ablate.measure(name, config, quick=True):
         assert result.compared > 0
@@ -58,3 +59,10 @@ def test_the_command_writes_every_curve(config: EngineConfig, tmp_path: Path, ca
     assert [curve["mode"] for curve in written["curves"]] == ["off", "on"]
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("machine:", "limits:", "versions:", "quick form", "gain", "equal tokens on and off: 2 of 2"))
+
+
+def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(config: EngineConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"cuda_graphs needs a GPU, .* on cpu, .*CUDA device"):
+        ablate.run(Namespace(name="cuda-graphs", quick=True, output_json=None, plot=None), config)
+    assert "cuda_graphs" not in ablate._possible("cpu") and "cuda_graphs: missing" in capsys.readouterr().err
+    assert tuple(ablate._possible("cuda")) == ablate.ABLATIONS

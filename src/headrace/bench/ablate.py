@@ -11,13 +11,14 @@ import argparse
 import importlib
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, table, write_json
 from headrace.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.techniques import TECHNIQUES, find_technique
 
 ABLATIONS = (
@@ -28,7 +29,9 @@ ABLATIONS = (
     "paged_allocation",
     "prefix_caching",
     "overlap",
+    "cuda_graphs",
 )
+BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU, unless the user says otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
-    names = list(ABLATIONS) if args.name == "all" else [find_technique(args.name).name]
+    device = _device(config)
+    names = _possible(device) if args.name == "all" else [find_technique(args.name).name]
+    check_device(names, device)
     if args.plot:
         load_pyplot()  # its absence is said before minutes are spent
     facts = _facts(config, quick=args.quick)
@@ -56,13 +61,48 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
+def _device(config: EngineConfig) -> str:
+    from headrace.worker.settings import device_kind
+
+    return device_kind(config.device.device)
+
+
+def _possible(device: str) -> list[str]:
+    """All techniques that can be measured on this device; the others are named."""
+    names = [name for name in ABLATIONS if device == "cuda" or not find_technique(name).needs_gpu]
+    for name in ABLATIONS:
+        if name not in names:
+            print(f"{name}: missing, it needs a GPU", file=sys.stderr)
+    return names
+
+
+def check_device(names: Sequence[str], device: str) -> None:
+    """Raises ConfigError for a technique whose switch does nothing on this device."""
+    for name in names:
+        if find_technique(name).needs_gpu and device != "cuda":
+            raise ConfigError(
+                f"{name} needs a GPU, and this engine would run on {device}, where its switch does nothing. "
+                f"Run it where torch finds a CUDA device, without --device cpu."
+            )
+
+
 def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Any]:
     """The results (``ablations.lab.Result``) of one technique: one, or one for each workload."""
     from headrace.bench.ablations.lab import Lab  # the engine, and torch with it
 
+    device = _device(config)
+    check_device([name], device)
     module = importlib.import_module(f"headrace.bench.ablations.{name}")
+    config = _beside_each_other(config) if device == "cuda" else config
     measured = module.measure(Lab(config, find_technique(name), quick=quick, say=say))
     return measured if isinstance(measured, list) else [measured]
+
+
+def _beside_each_other(config: EngineConfig) -> EngineConfig:
+    """Both sides stand in one process at once: neither may take the whole card for its KV blocks."""
+    if config.cache.kv_cache_memory is not None or config.cache.num_blocks is not None:
+        return config
+    return replace(config, cache=replace(config.cache, kv_cache_memory=BESIDE_EACH_OTHER))
 
 
 def render(result: Any) -> str:

@@ -25,12 +25,8 @@ def render(width: int = 110) -> str:
     """One paragraph a technique: name and switch, then what it is for."""
     blocks = []
     for item in techniques.describe():
-        head = f"{item['name']}  (--technique {item['name']}={'N' if item['name'] == 'overlap' else 'on|off'}, default {_said(item['default'])})"
+        head = f"{item['name']}  (--technique {item['name']}={'N' if item['name'] == 'overlap' else 'on|off'}, default {item['default']})"
         facts = (("improves", item["improves"]), ("off", item["off_means"]), ("source", item["source"]), ("measure", item["ablate"]))
         lines = [textwrap.fill(text, width, initial_indent=f"  {label:9}", subsequent_indent=" " * 11) for label, text in facts]
         blocks.append("\n".join([head, *lines]))
     return "\n\n".join(blocks)
-
-
-def _said(value: object) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)

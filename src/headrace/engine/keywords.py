@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, field_types
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, field_types, technique_spellings
 from headrace.errors import ConfigError
 
 _SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
@@ -33,15 +33,15 @@ def create_config(model: str | os.PathLike[str] | None = None, *, technique: Map
 
 
 def _switches(technique: Mapping[str, Any]) -> dict[str, Any]:
-    """Switches by field name; hyphens and a missing ``enable_`` are accepted, as on the command line."""
-    known = {each.name for kind in _SECTIONS.values() for each in fields(kind) if each.metadata.get("technique")}
+    """Values by field name; hyphens and a missing ``enable_`` are accepted, as on the command line, and so are True and False for any switch."""
+    switches = [each for kind in _SECTIONS.values() for each in fields(kind) if each.metadata.get("technique")]
+    known = {spelling: each for each in switches for spelling in technique_spellings(each)}
     found: dict[str, Any] = {}
     for written, value in technique.items():
-        name = written.replace("-", "_")
-        name = name if name in known else f"enable_{name}"
-        if name not in known:
+        each = known.get(written.replace("-", "_"))
+        if each is None:
             raise ConfigError(f"{written!r} is not a technique with a switch{_near(written, known)}")
-        found[name] = value
+        found[each.name] = each.metadata.get("on" if value else "off", value) if isinstance(value, bool) else value
     return found
 
 

@@ -95,7 +95,7 @@ class Lab:
     @contextmanager
     def engine(self, mode: str, settings: Settings | None = None) -> Iterator[Engine]:
         """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, closed afterwards."""
-        value = self.technique.off if mode == "off" else self._on
+        value = self.technique.off if mode == "off" else self.technique.on
         engine = create_engine(with_values(self.config, {self.technique.switch: value, **(settings or {})}), with_tokenizer=False)
         self.choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
@@ -103,10 +103,6 @@ class Lab:
             yield engine
         finally:
             engine.close()
-
-    @property
-    def _on(self) -> Any:
-        return True if isinstance(self.technique.off, bool) else 1
 
     def best(self, mode: str, candidates: Sequence[Settings], score: Callable[[Engine], float]) -> Side:
         """The candidate with the highest score, and all that were tried. A single candidate needs no trial."""
