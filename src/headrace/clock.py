@@ -14,6 +14,10 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
+    def thread_seconds(self) -> float:
+        """CPU seconds the calling thread has used."""
+        ...
+
     def sleep_until(self, when: float) -> None: ...
 
 
@@ -22,6 +26,9 @@ class RealClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def thread_seconds(self) -> float:
+        return time.thread_time()
 
     def sleep_until(self, when: float) -> None:
         remaining = when - time.perf_counter()
@@ -37,6 +44,10 @@ class VirtualClock:
 
     def now(self) -> float:
         return self._now
+
+    def thread_seconds(self) -> float:
+        """None are used: computing takes no virtual time."""
+        return 0.0
 
     def sleep_until(self, when: float) -> None:
         self._now = max(self._now, when)

@@ -1,6 +1,6 @@
 """What the engine counts: the record of each step beside its prediction, counters and histograms of fixed size.
 
-What lives here: StepRecord, StepRecorder (a StepObserver of the core), Histogram, bucket bounds, plain-text rendering.
+What lives here: StepTimes, StepRecord, StepRecorder (a StepObserver of the core), Histogram, bucket bounds, plain-text rendering.
 What may not: torch, labels chosen by clients, network. Nothing here grows with time.
 """
 
@@ -22,12 +22,13 @@ TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 QUEUE_BUCKETS = TTFT_BUCKETS
+HOST_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 FRACTION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
 ERROR_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # measured / predicted
 
 COUNTS = ("steps", "failed_steps", "tokens", "generated_tokens")
-AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_seconds", "host_seconds")
+AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_seconds", "idle_seconds", "host_seconds")
 
 
 class Histogram:
@@ -66,11 +67,30 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When the core did what for one step, in seconds on its clock.
+
+    ``host_seconds``: CPU time of the core's thread between the last submission and this one, without what it computed inline for
+    the device or spun waiting for it. ``continuous``: there was work all the time since the step before.
+    """
+
+    scheduled: float  # scheduling began
+    submitted: float  # the plan was handed over
+    queued: float  # ... completely
+    awaited: float  # collecting began
+    collected: float
+    settled: float  # its tokens are in the scheduler's books
+    host_seconds: float
+    continuous: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step: what it had to do, what was predicted, what was measured. Seconds, bytes, FLOPs.
 
     ``decodes`` of its rows computed a single token. ``fraction`` = floor / measured, the share of the physical limit; None
-    without a device profile or a measured time.
+    without a device profile or a measured time. The device was at it from ``begin`` to ``end`` (the engine's clock), after
+    ``idle_seconds`` with work but without a step.
     """
 
     step_id: int
@@ -86,6 +106,38 @@ class StepRecord:
     host_seconds: float
     fraction: float | None
     failed: bool = False
+    overlapped_floor_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did."""
+        if self.decodes == self.rows:
+            return "decode"
+        return "mixed" if self.decodes else "prefill"
+
+
+class DeviceTimeline:
+    """When the device worked, from what is known of each step: its length, and the pause before it where the device tells.
+
+    A step cannot begin before it was submitted nor before the one before it has ended, and ends before it is collected.
+    """
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free: float | None = None  # when the last step ended
+
+    def place(self, times: StepTimes, measured: float, idle: float | None) -> tuple[float, float, float]:
+        """(begin, end, idle seconds before it) of the next step; idle counts only while there was work."""
+        free = self._free if self._free is not None else times.submitted
+        begin = max(times.submitted, free if idle is None else free + idle)
+        begin = max(free, min(begin, times.collected - measured))
+        self._free = max(begin, min(begin + measured, times.collected))
+        paused = begin - free if idle is None else idle
+        return begin, self._free, paused if times.continuous else 0.0
 
 
 class StepRecorder:
@@ -94,8 +146,10 @@ class StepRecorder:
     def __init__(self, cost_model: CostModel | None = None, *, capacity: int = 1024) -> None:
         self._cost_model = cost_model
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
+        self._timeline = DeviceTimeline()
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
+        self.host_seconds = Histogram(HOST_BUCKETS)
         self.fraction = Histogram(FRACTION_BUCKETS)
         self.prediction_error = Histogram(ERROR_BUCKETS)
 
@@ -104,27 +158,30 @@ class StepRecorder:
         """Oldest first."""
         return tuple(self._ring)
 
-    def on_step(self, plan: StepPlan, result: StepResult | None, submitted: float, collected: float, host_seconds: float) -> None:
-        """``submitted`` and ``collected`` are the clock's; the device's own time is taken where the executor gives one."""
-        measured = result.device_seconds if result is not None and result.device_seconds > 0 else collected - submitted
-        record = self._record(plan, measured, host_seconds, failed=result is None)
+    def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
+        """The device's own time is taken where the executor gives one, else the way from submission to collection."""
+        measured = result.device_seconds if result is not None and result.device_seconds > 0 else times.collected - times.submitted
+        begin, end, idle = self._timeline.place(times, measured, result.idle_seconds if result is not None else None)
+        record = self._record(plan, measured, times.host_seconds, (idle, begin, end), failed=result is None)
         self._ring.append(record)
         self._add(record, sum(map(len, result.tokens)) if result is not None else 0)
+        return record
 
     def predict(self, plan: StepPlan) -> float:
         """Seconds this step should take; 0.0 without a cost model."""
         return self._cost_model.estimate(plan).seconds if self._cost_model is not None else 0.0
 
-    def _record(self, plan: StepPlan, measured: float, host_seconds: float, *, failed: bool) -> StepRecord:
+    def _record(self, plan: StepPlan, measured: float, host_seconds: float, placed: tuple[float, float, float], *, failed: bool) -> StepRecord:
         rows, decodes, sampled = len(plan.rows), plan.counts.count(1), len(plan.sample_work)
         if self._cost_model is None:
-            return StepRecord(plan.step_id, rows, decodes, plan.num_tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed)
+            tokens = plan.num_tokens
+            return StepRecord(plan.step_id, rows, decodes, tokens, sampled, 0.0, 0.0, 0.0, 0.0, measured, host_seconds, None, failed, 0.0, *placed)
         load = self._cost_model.load_of(plan)
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
         return StepRecord(
             plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
-            cost.floor_seconds, cost.seconds, measured, host_seconds, fraction, failed,
+            cost.floor_seconds, cost.seconds, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
         )
 
     def _add(self, record: StepRecord, generated: int) -> None:
@@ -138,7 +195,9 @@ class StepRecorder:
         sums["floor_seconds"] += record.floor_seconds
         sums["predicted_seconds"] += record.predicted_seconds
         sums["measured_seconds"] += record.measured_seconds
+        sums["idle_seconds"] += record.idle_seconds
         sums["host_seconds"] += record.host_seconds
+        self.host_seconds.observe(record.host_seconds)
         self.step_seconds.observe(record.measured_seconds)
         if record.fraction is not None:
             self.fraction.observe(record.fraction)
@@ -152,8 +211,10 @@ class StepRecorder:
             **{name: int(sums[name]) for name in COUNTS},
             **{name: sums[name] for name in AMOUNTS},
             "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
+            "idle_share": sums["idle_seconds"] / (sums["idle_seconds"] + measured) if measured > 0 else 0.0,
             "histograms": {
                 "step_seconds": self.step_seconds.as_dict(),
+                "step_host_seconds": self.host_seconds.as_dict(),
                 "step_roofline_fraction": self.fraction.as_dict(),
                 "step_measured_over_predicted": self.prediction_error.as_dict(),
             },
@@ -187,14 +248,16 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
         ("step_floor_seconds_total", "floor_seconds", "seconds the device's limits allow at best"),
         ("step_predicted_seconds_total", "predicted_seconds", "seconds predicted"),
         ("step_measured_seconds_total", "measured_seconds", "seconds measured"),
-        ("step_host_seconds_total", "host_seconds", "CPU seconds of scheduling and updating"),
+        ("step_idle_seconds_total", "idle_seconds", "seconds the device waited for its next step although there was work"),
     )
     lines: list[str] = []
     for name, key, help in counters:
         lines += render_value(prefix + name, summary[key], "counter", help)
     lines += _render_last(summary["last_step"], prefix)
+    lines += render_value(prefix + "device_idle_share", summary["idle_share"], "gauge", "idle / (idle + measured) seconds since the start")
     histograms = summary["histograms"]
     lines += render_histogram(prefix + "step_seconds", histograms["step_seconds"], "seconds a step took")
+    lines += render_histogram(prefix + "step_host_seconds", histograms["step_host_seconds"], "CPU seconds of the engine's thread a step")
     lines += render_histogram(prefix + "step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
     lines += render_histogram(prefix + "step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
     return "\n".join(lines) + "\n"

@@ -272,6 +272,8 @@ class StepResult:
     # index into plan.rows → one entry for each next token: position p scores token p + 1 (the last position of the prompt scores nothing)
     errors: Mapping[int, str] = field(default_factory=dict)  # j → why this row's logits were unusable
     device_seconds: float = 0.0
+    idle_seconds: float | None = None  # the device had nothing to do between the step before and this one; None: it has no clock to tell
+    lent_seconds: float = 0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
 
 
 class SequenceStatus(Enum):

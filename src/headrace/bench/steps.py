@@ -15,19 +15,12 @@ from headrace.metrics import StepRecord
 COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "predicted ms", "measured ms", "fraction", "host ms")
 
 
-def kind_of(record: StepRecord) -> str:
-    """Rows of one token decode (or end a prompt with its last token), rows of more prefill; a step may have both."""
-    if record.decodes == record.rows:
-        return "decode"
-    return "mixed" if record.decodes else "prefill"
-
-
 def summarise_steps(records: Iterable[StepRecord]) -> list[dict[str, Any]]:
     """Medians by kind; ``fraction`` None where no limit is known."""
     groups: dict[str, list[StepRecord]] = {}
     for record in records:
         if not record.failed:
-            groups.setdefault(kind_of(record), []).append(record)
+            groups.setdefault(record.kind, []).append(record)
     return [_medians(name, groups[name]) for name in ("decode", "mixed", "prefill") if name in groups]
 
 

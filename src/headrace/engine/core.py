@@ -18,6 +18,7 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.executor import Executor, Ticket
 from headrace.engine.journal import Journal
 from headrace.errors import StepFailed
+from headrace.metrics import StepTimes
 from headrace.request import Request, SequenceOutput, StepPlan, StepResult
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
@@ -27,9 +28,9 @@ DEFAULT_TOKEN_BUDGET = 2048
 
 
 class StepObserver(Protocol):
-    """Told of each step after it was collected. Times in seconds on the engine's clock; ``result`` None: the step failed."""
+    """Told of each step after it was collected and settled. ``result`` None: the step failed."""
 
-    def on_step(self, plan: StepPlan, result: StepResult | None, submitted: float, collected: float, host_seconds: float) -> None: ...
+    def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,11 @@ class EngineStats:
 class _Submitted:
     plan: StepPlan
     ticket: Ticket
+    scheduled: float  # these three on the engine's clock: scheduling began, handed over, handed over completely
     submitted: float
-    schedule_seconds: float
+    queued: float
+    host_seconds: float
+    continuous: bool
 
 
 class EngineCore:
@@ -77,6 +81,8 @@ class EngineCore:
         self._events: list[Event] = []
         self._failed = False
         self._fifo: deque[_Submitted] = deque()
+        self._had_work = False  # when the last step was collected
+        self._host_mark = 0.0  # CPU seconds of this thread, less what it lent to the device, at the last submission
 
     @property
     def has_work(self) -> bool:
@@ -103,6 +109,8 @@ class EngineCore:
 
     def _submit_next(self) -> bool:
         begin = self.clock.now()
+        if not self._had_work:  # what happened while there was nothing to do is no step's
+            self._host_mark = self.clock.thread_seconds()
         events, self._events = self._events, []
         if self._journal is not None:
             self._journal.scheduled(begin, events)
@@ -110,10 +118,20 @@ class EngineCore:
         if plan is None:
             return False
         submitted = self.clock.now()
-        self._fifo.append(_Submitted(plan, self.executor.submit(plan), submitted, submitted - begin))
+        host, continuous = self._host_seconds(), self._had_work
+        ticket = self.executor.submit(plan)
+        self._fifo.append(_Submitted(plan, ticket, begin, submitted, self.clock.now(), host, continuous))
+        self._had_work = True
         return True
 
+    def _host_seconds(self) -> float:
+        """CPU time of this thread since the last submission (never negative: callers may take turns on several threads)."""
+        now = self.clock.thread_seconds()
+        used, self._host_mark = now - self._host_mark, now
+        return max(0.0, used)
+
     def _collect_oldest(self) -> list[SequenceOutput]:
+        awaited = self.clock.now()
         step = self._fifo.popleft()
         result, error = self._result_of(step)
         collected = self.clock.now()
@@ -121,9 +139,11 @@ class EngineCore:
             self._journal.collected(collected, result, error)
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
         self._settle(result is None)
+        self._host_mark += result.lent_seconds if result is not None else 0.0
+        self._had_work = self.has_work
         if self._observer is not None:
-            host = step.schedule_seconds + self.clock.now() - collected
-            self._observer.on_step(step.plan, result, step.submitted, collected, host)
+            times = StepTimes(step.scheduled, step.submitted, step.queued, awaited, collected, self.clock.now(), step.host_seconds, step.continuous)
+            self._observer.on_step(step.plan, result, times)
         return outputs
 
     def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:
