@@ -56,7 +56,7 @@ def _random_table(seed: int = 0) -> Tensor:
 
 def _executor(table: Tensor, overlap: int = 0) -> tuple[LocalExecutor, TableDecoder]:
     decoder = TableDecoder(table)
-    rows = Rows(8, 64, VOCAB, (), torch.device("cpu"))
+    rows = Rows(8, 64, VOCAB, (64,), torch.device("cpu"))
     runner = ModelRunner(decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock())
     return LocalExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), overlap=overlap, threads=1), decoder
 

@@ -62,11 +62,10 @@ class PagedRun:
             token_ids=torch.tensor([token for tokens in chunks.values() for token in tokens]),
             positions=torch.tensor([starts[name] + i for name, tokens in chunks.items() for i in range(len(tokens))]),
             attention=tuple(self._attention(index, chunks, starts) for index in range(len(self._groups))),
-            logits_rows=torch.arange(sum(map(len, chunks.values()))),
         )
         with torch.inference_mode():
             hidden = self.decoder(inputs, self.caches)
-            logits = self.decoder.logits(hidden[inputs.logits_rows])
+            logits = self.decoder.logits(hidden)
         self._lengths.update({name: starts[name] + len(tokens) for name, tokens in chunks.items()})
         self._release()
         return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))

@@ -8,7 +8,7 @@ What lives here: the registry. What may not: any kernel.
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
-``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype).
+``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``gather_inputs``, ``store_tokens`` (dtype, int32).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.kernels import reference, sampling
+from headrace.kernels import reference, rows, sampling
 from headrace.kernels.candidate import Candidate, Declined, Site
 from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.triton import candidates as triton
@@ -45,6 +45,8 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "pick_tokens": cpu.PICK_TOKENS + triton.PICK_TOKENS,
         "gumbel_argmax": cpu.GUMBEL_ARGMAX + triton.GUMBEL_ARGMAX,
         "score_tokens": triton.SCORE_TOKENS,
+        "gather_inputs": triton.GATHER_INPUTS,
+        "store_tokens": triton.STORE_TOKENS,
     }
 )
 
@@ -63,6 +65,8 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "pick_tokens": partial(sampling.pick_tokens, argmax=sampling.gumbel_argmax),
         "gumbel_argmax": sampling.gumbel_argmax,
         "score_tokens": sampling.score_tokens,
+        "gather_inputs": rows.gather_inputs,
+        "store_tokens": rows.store_tokens,
     }
 )
 

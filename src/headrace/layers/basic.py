@@ -8,7 +8,6 @@ Layers choose their kernels when they are made. They compute after ``finish_load
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.kernels import Kernels
@@ -71,14 +70,15 @@ class LayerNorm(nn.Module):
 class Embedding(nn.Module):
     """A row of ``weight`` for each id, times ``scale`` (rounded to the weights' precision, as the models were trained)."""
 
-    def __init__(self, rows: int, size: int, *, scale: float | None = None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, size: int, *, scale: float | None = None, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
         self.weight = empty_parameter(rows, size, dtype=dtype, device=device)
         self._scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+        self._lookup = kernels.choose("embedding", dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:  # [tokens], int64 → [tokens, size]
-        rows = F.embedding(ids, self.weight)
-        return rows if self._scale is None else rows * self._scale
+        rows: Tensor = self._lookup(ids, self.weight, self._scale)
+        return rows
 
 
 class FeedForward(nn.Module):

@@ -30,4 +30,3 @@ class ForwardInputs:
     token_ids: Tensor  # [tokens], int64
     positions: Tensor  # [tokens], int64
     attention: tuple[AttentionInputs, ...]  # one per KV group
-    logits_rows: Tensor  # [n], int64: packed tokens whose logits are wanted

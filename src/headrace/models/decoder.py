@@ -43,7 +43,7 @@ class LayerFactory:
         )
 
     def embedding(self, rows: int, scale: float | None = None) -> Embedding:
-        return Embedding(rows, self._spec.hidden_size, scale=scale, dtype=self._dtype, device=self._device)
+        return Embedding(rows, self._spec.hidden_size, scale=scale, dtype=self._dtype, device=self._device, kernels=self._kernels)
 
     def attention(self, layer: LayerSpec, cos_sin: Tensor | None) -> Attention:
         return Attention(

@@ -1,133 +1,162 @@
-"""CUDA graphs of decode steps: the forward pass of a batch bucket, launched as one.
+"""CUDA graphs of decode steps: everything between a step's numbers and its hidden states, or its greedy tokens, launched as one.
 
-A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host.
-A bucket is captured between two steps after its second eager use, largest tensors shared, and replayed from then on. Rows that fill
-a batch up to its bucket have no context and write no KV (slot -1).
+A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host. For
+every batch bucket two graphs are captured when an engine starts: one gathers the inputs from rows and computes the forward pass, the
+other goes from there to tokens written into rows (greedy, as most do; whoever samples otherwise leaves it out). Rows that fill a batch
+up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels import Kernels
+from headrace.layers.inputs import ForwardInputs
+from headrace.worker.inputs import Gather
+from headrace.worker.pinned import PinnedRing
+from headrace.worker.rows import Ints, Rows
 
-USES_BEFORE_CAPTURE = 2  # eager: kernels are compiled and their first-use costs paid outside the capture
+_ROW, _POSITION, _CONTEXT = range(3)  # what the host ships for each row of a step
+_ALIGNED = 4  # int32 values in 16 bytes
 
 
-class Forward(Protocol):
+class Computes(Protocol):
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32
 
 
 def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every multiple of 8."""
-    return tuple(size for size in (1, 2, 4, *range(8, max_num_seqs + 8, 8)) if size < max_num_seqs + 8)
+    """1, 2, 4, then multiples of 8 up to 256, then of 32: padding costs at most an eighth of a large batch."""
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 32, 32))
+    enough = next(size for size in sizes if size >= max_num_seqs)
+    return tuple(size for size in sizes if size <= enough)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
-    hidden: Tensor  # [bucket, hidden], written by every replay
+    """Both graphs of one bucket and what they write."""
+
+    forward: torch.cuda.CUDAGraph
+    pick: torch.cuda.CUDAGraph
+    hidden: Tensor  # [bucket, hidden]
+    picked: Tensor  # [bucket, 2], int32: (token, usable)
 
 
 class DecodeGraphs:
-    """One graph a bucket over static inputs of the largest one. ``block_sizes`` and ``table_widths``: one entry a KV group."""
+    """Graphs of one decoder over one KV cache and one set of rows. Empty, and then of no use, until ``capture_all``."""
 
     def __init__(
-        self,
-        decoder: Forward,
-        kv_caches: Sequence[Tensor],
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_sizes: Sequence[int],
-        device: torch.device,
+        self, decoder: Computes, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], *, max_num_seqs: int, max_model_len: int
     ) -> None:
         self._decoder = decoder
+        self._rows = rows
         self._kv_caches = tuple(kv_caches)
-        self._buckets = buckets_up_to(max_num_seqs)
         self._max_model_len = max_model_len
-        self._uses: Counter[int] = Counter()
-        self._captured: dict[int, _Captured] = {}
+        self._buckets = buckets_up_to(max_num_seqs)
+        self._gather = Gather(rows, kernels)
+        self._greedy: Callable[..., Any] = kernels.choose("greedy_tokens", dtype=torch.float32)
+        self._store: Callable[..., Any] = kernels.choose("store_tokens", dtype=torch.int32)
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(rows.device)
+        self._captured: dict[int, _Captured] = {}
         largest = self._buckets[-1]
-        self._static = _static_inputs(largest, max_model_len, block_sizes, device)
+        self._staging = PinnedRing(3 * max(_ALIGNED, largest))
+        self._shipped = torch.zeros(3 * max(_ALIGNED, largest), dtype=torch.int32, device=rows.device)
+        self._every = torch.arange(largest + 1, dtype=torch.int32, device=rows.device)
 
-    def forward(self, inputs: ForwardInputs) -> Tensor | None:
-        """Hidden states of a step in which every sequence computes one token, [sequences, hidden]; None: run it eagerly this time.
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Batch sizes there are graphs for, ascending."""
+        return tuple(sorted(self._captured))
 
-        The result is overwritten by the next replay; work queued on the same stream before that sees it.
+    def capture_all(self) -> None:
+        """Every bucket, the largest first, so that the others find its memory. Each step has run eagerly before: a capture compiles nothing."""
+        with torch.inference_mode():
+            nothing = np.zeros(0, np.int32)
+            for bucket in reversed(self._buckets):
+                self._ship(bucket, nothing, nothing)
+                if not self._captured:
+                    self._picked(bucket, self._hidden(bucket))  # eagerly, once
+                    self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
+                self._captured[bucket] = self._capture(bucket)
+
+    def forward(self, rows: Ints, contexts: Ints) -> Tensor | None:
+        """Hidden states of a step in which ``rows`` compute one token each and then see ``contexts`` keys: [rows, hidden].
+
+        None: there is no graph for so many. The result is overwritten by the next replay; work queued on the stream before sees it.
         """
-        count = inputs.token_ids.shape[0]
-        bucket = next((size for size in self._buckets if size >= count), None)
+        bucket = self._bucket(len(rows))
         if bucket is None:
             return None
-        captured = self._captured.get(bucket)
-        if captured is None:
-            self._uses[bucket] += 1
-            if self._uses[bucket] <= USES_BEFORE_CAPTURE:
-                return None
-        self._fill(inputs, count, bucket)
-        if captured is None:
-            captured = self._captured[bucket] = self._capture(bucket)
-        captured.graph.replay()
-        return captured.hidden[:count]
+        self._ship(bucket, rows, contexts)
+        captured = self._captured[bucket]
+        captured.forward.replay()
+        return captured.hidden[: len(rows)]
 
-    def _fill(self, inputs: ForwardInputs, count: int, bucket: int) -> None:
-        """Copies one step's inputs into the static ones; rows beyond ``count`` see nothing and write nothing."""
-        static = self._static
-        static.token_ids[:count].copy_(inputs.token_ids)
-        static.positions[:count].copy_(inputs.positions)
-        static.token_ids[count:bucket].zero_()
-        static.positions[count:bucket].zero_()
-        for own, given in zip(static.attention, inputs.attention, strict=True):
-            own.block_table[:count, : given.block_table.shape[1]].copy_(given.block_table)
-            own.context_len[:count].copy_(given.context_len)
-            own.context_len[count:bucket].zero_()
-            own.slots[:count].copy_(given.slots)
-            own.slots[count:bucket].fill_(-1)
+    def pick(self, count: int) -> Tensor:
+        """Greedy tokens of the step just computed, written into its rows; (token, usable) of each, [count, 2] int32."""
+        bucket = self._bucket(count)
+        assert bucket is not None, "pick follows a forward that had a graph"
+        captured = self._captured[bucket]
+        captured.pick.replay()
+        return captured.picked[:count]
+
+    def _bucket(self, count: int) -> int | None:
+        return next((size for size in self._buckets if size >= count and size in self._captured), None)
+
+    def _ship(self, bucket: int, rows: Ints, contexts: Ints) -> None:
+        """One copy: row, position and context of each row of the bucket; filled up with rows of no sequence."""
+        with self._staging.slot() as host:
+            size = 3 * max(_ALIGNED, bucket)
+            table = host[:size].reshape(3, -1)
+            table[:, len(rows) :] = [[0], [-1], [0]]
+            table[_ROW, : len(rows)] = rows
+            table[_POSITION, : len(rows)] = contexts - 1
+            table[_CONTEXT, : len(rows)] = contexts
+            self._shipped[:size].copy_(self._staging.tensor[:size], non_blocking=True)
+
+    def _columns(self, bucket: int) -> Tensor:
+        """[3, bucket]: what was shipped; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
+        return self._shipped[: 3 * max(_ALIGNED, bucket)].view(3, -1)[:, :bucket]
+
+    def _hidden(self, bucket: int) -> Tensor:
+        columns, every = self._columns(bucket), self._every
+        inputs = self._gather.gathered(
+            columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, self._max_model_len
+        )
+        return self._decoder.forward(inputs, self._kv_caches)
+
+    def _picked(self, bucket: int, hidden: Tensor) -> Tensor:
+        columns = self._columns(bucket)
+        peak, tokens = self._greedy(self._decoder.logits(hidden))
+        # A row of no sequence has context 0, and no token is ever stored there.
+        picked: Tensor = self._store(self._rows.token_ids, columns[_ROW], columns[_CONTEXT], tokens, peak.isfinite())
+        return picked
 
     def _capture(self, bucket: int) -> _Captured:
-        inputs = _first(self._static, bucket, self._max_model_len)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._decoder.forward(inputs, self._kv_caches)
-        return _Captured(graph, hidden)
+        forward, pick = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._recorded(forward):
+            hidden = self._hidden(bucket)
+        with self._recorded(pick):
+            picked = self._picked(bucket, hidden)
+        return _Captured(forward, pick, hidden, picked)
 
-
-def _static_inputs(rows: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> ForwardInputs:
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    attention = tuple(
-        AttentionInputs(
-            block_table=zeros(rows, -(-max_model_len // block_size), dtype=torch.int32),
-            query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            context_len=zeros(rows, dtype=torch.int32),
-            slots=zeros(rows, dtype=torch.int64),
-            block_size=block_size,
-            max_query_len=1,
-            max_context_len=max_model_len,
-        )
-        for block_size in block_sizes
-    )
-    every = torch.arange(rows, dtype=torch.int64, device=device)
-    return ForwardInputs(zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.int64), attention, every)
-
-
-def _first(static: ForwardInputs, count: int, max_model_len: int) -> ForwardInputs:
-    """The first ``count`` rows: views, so that a graph captured over them reads what is filled in later."""
-    attention = tuple(
-        AttentionInputs(
-            each.block_table[:count], each.query_start[: count + 1], each.context_len[:count], each.slots[:count], each.block_size, 1, max_model_len
-        )
-        for each in static.attention
-    )
-    return ForwardInputs(static.token_ids[:count], static.positions[:count], attention, static.logits_rows[:count])
+    @contextmanager
+    def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator, every time.)"""
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()

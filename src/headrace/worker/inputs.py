@@ -11,11 +11,15 @@ slots, and which packed token's logits each sample needs. What may not: row stat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from headrace.kernels import Kernels
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.request import StepPlan
 from headrace.worker.rows import Ints, Rows, Staging
@@ -28,8 +32,7 @@ class Packing:
     query_start: Ints  # [w + 1]
     context: Ints  # [w]: keys the chunk's last query sees
     chunk: Ints  # [t]: the chunk each packed token belongs to
-    position: Ints  # [t]: its position in the sequence; 0 for dummies
-    real: Ints  # [t]: 1, or 0 for dummies
+    position: Ints  # [t]: its position in the sequence; -1 for dummies
 
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token
@@ -46,30 +49,39 @@ def pack(plan: StepPlan, *, padded: bool) -> Packing:
     # The last token of a chunk sits at context - 1, and each packed token before it one position lower.
     offset = np.arange(query_start[-1], dtype=np.int32) - query_start[1:][chunk]
     position = context[chunk] + offset
-    real = (position >= starts[chunk]).astype(np.int32)
-    return Packing(query_start, context, chunk, position * real, real)
+    return Packing(query_start, context, chunk, np.where(position >= starts[chunk], position, -1).astype(np.int32))
 
 
-def forward_inputs(plan: StepPlan, rows: Rows, packing: Packing) -> ForwardInputs:
-    """Ships what the plan says in one copy and gathers the rest from rows on the device. At least one chunk."""
-    samples = np.asarray(plan.sample_work, dtype=np.int32)
-    staging = Staging(rows.device)
-    planned = np.asarray(plan.rows, dtype=np.int32)
-    for part in (planned, packing.query_start, packing.context, packing.chunk, packing.position, packing.real, packing.last[samples]):
-        staging.put(part)
-    row, query_start, context, chunk, position, real, last = staging.ship()
-    row, chunk, position = row.long(), chunk.long(), position.long()
-    longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
-    attention = []
-    for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
-        block_table = table[:, : -(-longest_context // block_size)].index_select(0, row)
-        slots = _slots(block_table, chunk, position, real, block_size)
-        attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context))
-    token_ids = rows.token_ids[row[chunk], position].long() * real
-    return ForwardInputs(token_ids, position, tuple(attention), last.long())
+class Gather:
+    """Builds the tensors of a step: what the plan says is shipped in one copy, the rest is gathered from rows on the device."""
 
+    def __init__(self, rows: Rows, kernels: Kernels) -> None:
+        self._rows = rows
+        self._gather: Callable[..., Any] = kernels.choose("gather_inputs", dtype=torch.int32)
 
-def _slots(block_table: Tensor, chunk: Tensor, position: Tensor, real: Tensor, block_size: int) -> Tensor:
-    """[tokens], int64: where each token's K and V go; -1 for dummies."""
-    block = block_table[chunk, position // block_size].long()
-    return (block * block_size + position % block_size + 1) * real - 1
+    def inputs(self, plan: StepPlan, packing: Packing) -> ForwardInputs:
+        """At least one chunk."""
+        staging = Staging(self._rows.device)
+        for part in (np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position):
+            staging.put(part)
+        row, query_start, context, chunk, position = staging.ship()
+        longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
+        return self.gathered(row, query_start, context, chunk, position, longest_query, longest_context)
+
+    def gathered(
+        self,
+        row: Tensor,  # [w], int32
+        query_start: Tensor,  # [w + 1], int32
+        context: Tensor,  # [w], int32
+        chunk: Tensor,  # [t], int32
+        position: Tensor,  # [t], int32; -1 for dummies
+        longest_query: int,
+        longest_context: int,
+    ) -> ForwardInputs:
+        """The same from what is on the device already."""
+        rows, attention = self._rows, []
+        for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
+            width = -(-longest_context // block_size)
+            ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
+            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context))
+        return ForwardInputs(ids, positions, tuple(attention))

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.kernels import Kernels
-from headrace.kernels.sampling import score_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan, StepResult, TokenLogprobs
+from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.inputs import Packing, forward_inputs, pack
+from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.rows import Rows, ship
 from headrace.worker.sampler import SampleBatch, Sampler, Samples, Scores
 
@@ -40,12 +40,16 @@ class Computes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states."""
+    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states.
+
+    ``graphed``: by a graph, which may go on to greedy tokens.
+    """
 
     plan: StepPlan
     started: float  # seconds, the runner's clock
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden]
+    graphed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Sampled:
 
     plan: StepPlan
     started: float
-    samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples
+    samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
     begun: torch.cuda.Event | None = None
     arrived: torch.cuda.Event | None = None
@@ -82,13 +86,15 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
-        self._graphs = graphs
+        self.graphs = graphs
         self._kv_caches = tuple(kv_caches)
         self._rows = rows
+        self._gather = Gather(rows, kernels)
         self._sampler = Sampler(rows, kernels)
         self._max_logits_rows = max_logits_rows
         self._padded = padded
         self._clock = clock
+        self._device_clock = DeviceClock()
 
     def run(self, plan: StepPlan) -> StepResult:
         """The whole step."""
@@ -112,16 +118,23 @@ class ModelRunner:
         if not plan.rows:
             return Forwarded(plan, started)
         packing = pack(plan, padded=self._padded)
-        inputs = forward_inputs(plan, self._rows, packing)
-        hidden = self._graphs.forward(inputs) if self._graphs is not None and inputs.attention[0].max_query_len == 1 else None
-        if hidden is None:
-            hidden = self._decoder.forward(inputs, self._kv_caches)
-        return Forwarded(plan, started, packing, hidden)
+        hidden = self._replay(plan, packing)
+        if hidden is not None:
+            return Forwarded(plan, started, packing, hidden, graphed=True)
+        return Forwarded(plan, started, packing, self._decoder.forward(self._gather.inputs(plan, packing), self._kv_caches))
+
+    def _replay(self, plan: StepPlan, packing: Packing) -> Tensor | None:
+        """The step's hidden states by a graph, where every chunk is one token and there is a graph for so many."""
+        if self.graphs is None or len(packing.chunk) != len(plan.rows):
+            return None
+        return self.graphs.forward(np.asarray(plan.rows, dtype=np.int32), packing.context)
 
     def sample(self, step: Forwarded) -> Sampled:
         """Picks a token for every sampled row and scores the prompts that asked for it."""
         if step.packing is None or step.hidden is None:
             return Sampled(step.plan, step.started)
+        if step.graphed and self._all_greedy(step.plan) and self.graphs is not None:
+            return Sampled(step.plan, step.started, (Samples(self.graphs.pick(len(step.plan.rows))),))
         samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece) for piece in self._pieces(len(step.plan.sample_rows)))
         prompt = tuple(
             (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
@@ -130,25 +143,21 @@ class ModelRunner:
 
     def read(self, step: Sampled) -> StepResult:
         """Waits for the device and brings the step's results to the host."""
-        if step.arrived is not None:
-            step.arrived.synchronize()
+        taken = self._device_clock.wait(step.begun, step.arrived) if step.begun is not None and step.arrived is not None else None
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
         for samples in step.samples:
             first = len(tokens)
-            picked, usable = samples.tokens.tolist(), samples.usable.tolist()
-            tokens += [(token,) if ok else () for token, ok in zip(picked, usable, strict=True)]
-            errors.update({first + j: UNUSABLE for j, ok in enumerate(usable) if not ok})
+            picked = samples.picked.tolist()
+            tokens += [(token,) if usable else () for token, usable in picked]
+            errors.update({first + j: UNUSABLE for j, (_, usable) in enumerate(picked) if not usable})
             if samples.scores is not None:
-                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
-        return StepResult(step.plan.step_id, tokens, logprobs, _read_prompt(step), errors, device_seconds=self._seconds(step))
-
-    def _seconds(self, step: Sampled) -> float:
-        """The device's own time where it has a clock."""
-        if step.begun is None or step.arrived is None:
-            return self._clock.now() - step.started
-        return float(step.begun.elapsed_time(step.arrived)) / 1e3
+                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if picked[j][1]})
+        result = StepResult(step.plan.step_id, tokens, logprobs, _read_prompt(step), errors)
+        if taken is None:  # a device without a clock of its own
+            return replace(result, device_seconds=self._clock.now() - step.started)
+        return replace(result, device_seconds=taken.device, idle_seconds=taken.idle, lent_seconds=taken.lent)
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are."""
@@ -161,6 +170,13 @@ class ModelRunner:
             self._kv_caches[group][target].copy_(self._kv_caches[group][source], non_blocking=True)
 
     # --- parts of sample
+
+    def _all_greedy(self, plan: StepPlan) -> bool:
+        """Whether every chunk gets the best token of its last position, in its own row, and nothing else is asked for."""
+        if plan.prompt_logprobs or plan.sample_rows != plan.rows or len(plan.sample_work) != len(plan.rows):
+            return False
+        rows = np.asarray(plan.rows, dtype=np.int32)
+        return not self._rows.traits[rows].any() and bool((np.asarray(plan.sample_work) == np.arange(len(rows))).all())
 
     def _pieces(self, count: int, start: int = 0) -> Iterator[slice]:
         for first in range(start, start + count, self._max_logits_rows):
@@ -186,7 +202,7 @@ class ModelRunner:
         for piece in self._pieces(num_scored):
             logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
-            yield score_tokens(logits, targets, min(num_best, logits.shape[1]))
+            yield self._sampler.score(logits, targets, num_best)
 
 
 def _to_host(step: Sampled) -> Sampled:
@@ -198,7 +214,7 @@ def _to_host(step: Sampled) -> Sampled:
     def scores_home(scores: Scores | None) -> Scores | None:
         return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
 
-    samples = tuple(Samples(home(each.tokens), home(each.usable), scores_home(each.scores)) for each in step.samples)
+    samples = tuple(Samples(home(each.picked), scores_home(each.scores)) for each in step.samples)
     prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
     return replace(step, samples=samples, prompt=prompt)
 

@@ -1,6 +1,6 @@
 """Rows: what a worker remembers of each running sequence, on the device, edited by the deltas of StepPlans.
 
-What lives here: the row tensors, what the host keeps beside them, penalty counts, and the packed staging copy that carries a
+What lives here: the row tensors, penalty counts among them, what the host keeps beside them, and the packed staging copy that carries a
 step's numbers to the device. What may not: inputs of a step (inputs.py gathers them from rows), sampling, decisions.
 
 Rows are a cache of the scheduler's state: dropping all of them and adding them again gives the same next step.
@@ -28,6 +28,9 @@ _NUM_FLOATS = len(FLOAT_COLUMNS)
 _SMALLEST_REPETITION = 1e-30  # a logit divided by less would be infinite in float32; to the choice it is the same
 
 
+_ALIGNED = 4  # int32 values: every part begins at 16 bytes, so that kernels are not compiled again for parts that do not
+
+
 class Staging:
     """Collects int32 arrays and ships them to the device in one copy; ``ship`` returns them in the order they were put."""
 
@@ -40,11 +43,13 @@ class Staging:
 
     def ship(self) -> list[Tensor]:
         sizes = [part.size for part in self._parts]
-        packed = np.concatenate([part.ravel() for part in self._parts], dtype=np.int32) if self._parts else np.empty(0, np.int32)
-        host = torch.from_numpy(packed)
-        if self._device.type != "cpu":
-            host = host.pin_memory()
-        return list(torch.split(host.to(self._device, non_blocking=True), sizes))
+        starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)])
+        host = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        packed = host.numpy()
+        for part, start in zip(self._parts, starts, strict=False):
+            packed[start : start + part.size] = part.ravel()
+        shipped = host.to(self._device, non_blocking=True)
+        return [shipped[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=False)]
 
 
 def ship(values: Ints, device: torch.device) -> Tensor:
@@ -145,38 +150,6 @@ def lazy_zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-class PenaltyCounts:
-    """How often each token occurs in a row's output: dense, but only for rows with a presence or frequency penalty."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [slots, vocab]
-        self.slots: dict[int, int] = {}  # row → slot
-        self._free: list[int] = []
-
-    def build(self, row: int, output_ids: Tensor) -> None:  # [outputs], int64
-        if row not in self.slots:
-            if not self._free:
-                self._grow()
-            self.slots[row] = self._free.pop()
-        counts = self.counts[self.slots[row]]
-        counts.zero_()
-        counts.index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
-
-    def drop(self, row: int) -> None:
-        slot = self.slots.pop(row, None)
-        if slot is not None:
-            self._free.append(slot)
-
-    def add(self, slots: Tensor, tokens: Tensor) -> None:  # [n], int64 each; no slot twice
-        self.counts[slots, tokens] += 1
-
-    def _grow(self) -> None:
-        have = len(self.counts)
-        more = max(1, have)
-        self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.counts.shape[1])))
-        self._free.extend(range(have, have + more))
-
-
 class Rows:
     """The persistent state of all rows of one worker.
 
@@ -190,20 +163,19 @@ class Rows:
         self.token_ids = lazy_zeros((max_rows, max_model_len), device)
         self.tables = tuple(lazy_zeros((max_rows, -(-max_model_len // size)), device) for size in block_sizes)  # [rows, blocks] a group
         self.params = lazy_zeros((max_rows, _NUM_FLOATS + len(INT_COLUMNS)), device)  # bits
-        self.counts = PenaltyCounts(vocab_size, device)
+        self.counts = lazy_zeros((max_rows, vocab_size), device)  # occurrences in the output, for rows that count them
         self.host: dict[int, HostRow] = {}
         self.traits = np.zeros(max_rows, dtype=np.int32)  # Trait bits, so that a step asks about all its rows at once
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.token_ids, *self.tables, self.params, self.counts.counts))
+        return sum(t.numel() * t.element_size() for t in (self.token_ids, *self.tables, self.params, self.counts))
 
     def apply(self, plan: StepPlan) -> None:
         """Drops rows, builds rows, edits block tables: the part of a plan that changes rows before anything is computed."""
         for row in plan.rows_dropped:
             self.host.pop(row, None)
-            self.counts.drop(row)
         if not plan.rows_added and not plan.table_row:
             return
         added = tuple({new.row: new for new in plan.rows_added}.values())  # a row given away twice in a plan is the last one's
@@ -216,9 +188,7 @@ class Rows:
             table[which.long(), index.long()] = block
 
     def clear(self) -> None:
-        for row in list(self.host):
-            del self.host[row]
-            self.counts.drop(row)
+        self.host.clear()
 
     def _stage(self, added: tuple[NewRow, ...], edits: list[Ints]) -> list[Tensor]:
         staging = Staging(self.device)
@@ -236,12 +206,16 @@ class Rows:
         self.params[staged[0].long()] = staged[1].view(len(added), -1)
         for new, tokens in zip(added, staged[2:], strict=False):
             self.token_ids[new.row, : len(tokens)] = tokens
-            self.host[new.row] = host = _host_row(new, self.counts.counts.shape[1])
+            self.host[new.row] = host = _host_row(new, self.counts.shape[1])
             self.traits[new.row] = host.traits
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-            self.counts.drop(new.row)
             if host.traits & Trait.COUNTED:
-                self.counts.build(new.row, tokens[new.num_prompt_tokens :].long())
+                self._count_outputs(new.row, tokens[new.num_prompt_tokens :].long())
+
+    def _count_outputs(self, row: int, output_ids: Tensor) -> None:  # [outputs], int64
+        counts = self.counts[row]
+        counts.zero_()
+        counts.index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
 
     def float_params(self, rows: Tensor) -> Tensor:  # [n] → [n, FLOAT_COLUMNS], float32
         return self.params[rows][:, :_NUM_FLOATS].view(torch.float32)

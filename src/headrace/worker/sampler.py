@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.kernels.sampling import apply_penalties, pick_tokens, score_tokens
+from headrace.kernels.sampling import apply_penalties
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait, ship
 
 _NEVER = np.float32(-np.inf)
@@ -46,11 +46,13 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was sampled, still on the device. A row that is not ``usable`` had NaN or +inf among its logits, or nothing left to pick."""
+    """What was sampled, still on the device: (token, usable) of each sample.
 
-    tokens: Tensor  # [samples], int64
-    usable: Tensor  # [samples], bool
-    scores: Scores | None
+    A row that is not usable had NaN or +inf among its logits, or nothing left to pick.
+    """
+
+    picked: Tensor  # [samples, 2], int32
+    scores: Scores | None = None
 
 
 class Sampler:
@@ -58,7 +60,10 @@ class Sampler:
 
     def __init__(self, rows: Rows, kernels: Kernels) -> None:
         self._rows = rows
-        self._argmax = kernels.choose("gumbel_argmax", dtype=torch.float32)
+        self._greedy = kernels.choose("greedy_tokens", dtype=torch.float32)
+        self._pick = kernels.choose("pick_tokens", dtype=torch.float32)
+        self._score = kernels.choose("score_tokens", dtype=torch.float32)
+        self._store = kernels.choose("store_tokens", dtype=torch.int32)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
         """``logits`` [sources, vocab], float32, is used up."""
@@ -66,33 +71,42 @@ class Sampler:
         staging = Staging(self._rows.device)
         for part in (batch.rows, batch.positions, batch.source):
             staging.put(part)
-        rows, positions, source = (part.long() for part in staging.ship())
+        rows, positions, source = staging.ship()
         shared = not np.array_equal(batch.source, np.arange(len(logits)))
+        scores = None
         if traits.any():
-            samples = self._sample_as_asked(logits, source, batch, rows, positions, shared=shared)
+            tokens, usable, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), shared=shared)
         else:
-            peak, tokens = logits.max(-1)
+            peak, tokens = self._greedy(logits)
             usable = peak.isfinite()
-            samples = Samples(tokens[source], usable[source], None) if shared else Samples(tokens, usable, None)
-        self._rows.token_ids[rows, positions] = samples.tokens.int()
-        self._count(samples.tokens, batch, traits)
-        return samples
+            if shared:
+                tokens, usable = tokens[source.long()], usable[source.long()]
+        picked = self._store(self._rows.token_ids, rows, positions, tokens, usable)
+        self._count(tokens, batch, traits)
+        return Samples(picked, scores)
 
-    def _sample_as_asked(self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, *, shared: bool) -> Samples:
-        """``raw`` is kept whole only where somebody wants its logprobs, or several samples read one row of it."""
+    def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see ``score_tokens``."""
+        scored: tuple[Tensor, Tensor, Tensor] = self._score(logits, targets, min(num_best, logits.shape[1]))
+        return scored
+
+    def _sample_as_asked(
+        self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, *, shared: bool
+    ) -> tuple[Tensor, Tensor, Scores | None]:
+        """(tokens, usable, scores). ``raw`` is kept whole only where somebody wants its logprobs, or several samples read one row of it."""
         traits = self._rows.traits[batch.rows]
         scored = bool((traits & Trait.SCORED).any())
         logits = raw[source] if shared else raw.clone() if scored else raw
         usable = raw.amax(-1).isfinite()[source]
         self._process(logits, batch, traits)
-        peak, tokens = logits.max(-1)
+        peak, tokens = self._greedy(logits)
         usable &= peak.isfinite()
-        self._pick(tokens, logits, peak, traits, rows, positions)
-        return Samples(tokens, usable, self._score(raw, source, tokens, batch, traits) if scored else None)
+        self._replace_random(tokens, logits, peak, traits, rows, positions)
+        return tokens, usable, self._scores(raw, source, tokens, batch, traits) if scored else None
 
     # --- picking
 
-    def _pick(self, tokens: Tensor, logits: Tensor, peak: Tensor, traits: Ints, rows: Tensor, positions: Tensor) -> None:
+    def _replace_random(self, tokens: Tensor, logits: Tensor, peak: Tensor, traits: Ints, rows: Tensor, positions: Tensor) -> None:
         """Replaces the greedy choice in ``tokens`` where a row has a temperature; rows without filters are spared their cost."""
         random, filtered = (traits & Trait.RANDOM) != 0, (traits & Trait.FILTERED) != 0
         for group, has_filters in ((random & ~filtered, False), (random & filtered, True)):
@@ -108,7 +122,8 @@ class Sampler:
         filters = (ints[:, _INT["top_k"]], floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]) if has_filters else None
         seeds = (ints[:, _INT["seed_high"]] << 32) | (ints[:, _INT["seed_low"]] & 0xFFFFFFFF)
         output_positions = positions - ints[:, _INT["num_prompt_tokens"]]
-        return pick_tokens(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions, self._argmax)
+        tokens: Tensor = self._pick(logits, peak, floats[:, _FLOAT["temperature"]], filters, seeds, output_positions)
+        return tokens
 
     # --- what changes logits
 
@@ -183,18 +198,16 @@ class Sampler:
         )
 
     def _penalise(self, logits: Tensor, which: Ints, batch: SampleBatch) -> None:
-        slots = self._rows.counts.slots
         staging = Staging(self._rows.device)
         for part in (which, batch.rows[which], batch.positions[which]):
             staging.put(part)
-        # Rows with a repetition penalty alone have no slot; their counts are multiplied by 0.
-        staging.put(np.array([slots.get(int(row), 0) for row in batch.rows[which]], dtype=np.int32))
-        at, rows, lengths, slot = (part.long() for part in staging.ship())
+        at, rows, lengths = (part.long() for part in staging.ship())
         longest = int(batch.positions[which].max())
         ids = self._rows.token_ids[rows, :longest].long()
         beyond = torch.arange(longest, device=ids.device)[None] >= lengths[:, None]
         ids = torch.where(beyond, ids[:, :1], ids)
-        counts = self._rows.counts.counts[slot[:, None], ids].float() if slots else torch.zeros_like(ids, dtype=torch.float32)
+        # Rows with a repetition penalty alone count nothing; what an earlier sequence left there is multiplied by 0.
+        counts = self._rows.counts[rows[:, None], ids].float()
         floats = self._rows.float_params(rows)
         penalties = (floats[:, _FLOAT[name]] for name in ("presence", "frequency", "repetition"))
         apply_penalties(logits, at, ids, counts, *penalties)
@@ -202,13 +215,16 @@ class Sampler:
     def _count(self, tokens: Tensor, batch: SampleBatch, traits: Ints) -> None:
         counted = np.flatnonzero(traits & Trait.COUNTED).astype(np.int32)
         if len(counted):
-            slots = np.array([self._rows.counts.slots[int(row)] for row in batch.rows[counted]], dtype=np.int32)
-            self._rows.counts.add(ship(slots, self._rows.device), tokens[ship(counted, self._rows.device)])
+            staging = Staging(self._rows.device)
+            for part in (batch.rows[counted], counted):
+                staging.put(part)
+            rows, which = (part.long() for part in staging.ship())
+            self._rows.counts[rows, tokens[which]] += 1
 
     # --- logprobs
 
-    def _score(self, raw: Tensor, source: Tensor, tokens: Tensor, batch: SampleBatch, traits: Ints) -> Scores:
+    def _scores(self, raw: Tensor, source: Tensor, tokens: Tensor, batch: SampleBatch, traits: Ints) -> Scores:
         which = np.flatnonzero(traits & Trait.SCORED).astype(np.int32)
         num_best = tuple(self._rows.host[int(row)].params.logprobs or 0 for row in batch.rows[which])
         at = ship(which, self._rows.device)
-        return Scores(which, num_best, *score_tokens(raw[source[at]], tokens[at], min(max(num_best), raw.shape[1])))
+        return Scores(which, num_best, *self.score(raw[source[at]], tokens[at], max(num_best)))

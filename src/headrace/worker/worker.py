@@ -53,6 +53,8 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
     runner = _create_runner(config, setting, plan, decoder, kernels, rows)
     loaded = process_memory()
     warm_up(runner, plan.groups, plan.max_model_len)
+    if runner.graphs is not None:
+        runner.graphs.capture_all()
     memory = {
         "process": before,
         "kernels": max(0, process_memory() - loaded),  # what a first step leaves: threads, generated code, scratch
@@ -81,12 +83,7 @@ def _create_runner(config: EngineConfig, setting: _Setting, plan: KVPlan, decode
     graphs = None
     if setting.device.type == "cuda" and not config.device.enforce_eager:
         graphs = DecodeGraphs(
-            decoder,
-            kv_caches,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            block_sizes=rows.block_sizes,
-            device=setting.device,
+            decoder, kernels, rows, kv_caches, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len
         )
     return ModelRunner(
         decoder,

@@ -20,6 +20,7 @@ DEVICES = ("cuda",)
 MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32,)
 
 Accept = Callable[[Site], Callable[..., Any] | Declined]
 
@@ -37,15 +38,15 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def _kernel(module: str, name: str, accept: Accept | None = None) -> Accept:
+def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Accept:
     """``name`` of a file here, for call sites of a known element type that ``accept`` does not decline.
 
     A name that starts with ``create_`` makes the callable from the site; any other is the callable.
     """
 
     def create(site: Site) -> Callable[..., Any] | Declined:
-        if site.facts.get("dtype") not in DTYPES:
-            return Declined(f"element type {site.facts.get('dtype')} is none of float32, bfloat16, float16")
+        if site.facts.get("dtype") not in dtypes:
+            return Declined(f"element type {site.facts.get('dtype')} is none of {', '.join(str(each).removeprefix('torch.') for each in dtypes)}")
         if (reason := missing(site.device)) is not None:
             return Declined(reason)
         declined = None if accept is None else accept(site)
@@ -90,3 +91,5 @@ GREEDY_TOKENS = (Candidate(TRITON, _kernel("sampling", "greedy_tokens"), DEVICES
 GUMBEL_ARGMAX = (Candidate(TRITON, _kernel("sampling", "gumbel_argmax"), DEVICES),)
 PICK_TOKENS = (Candidate(TRITON, _kernel("sampling", "pick_tokens"), DEVICES),)
 SCORE_TOKENS = (Candidate(TRITON, _kernel("sampling", "score_tokens"), DEVICES),)
+GATHER_INPUTS = (Candidate(TRITON, _kernel("rows", "gather_inputs", dtypes=INTEGERS), DEVICES),)
+STORE_TOKENS = (Candidate(TRITON, _kernel("rows", "store_tokens", dtypes=INTEGERS), DEVICES),)

@@ -1,0 +1,47 @@
+"""Between rows and a step, on the device: the torch twins of gathering a step's inputs from rows and of writing picked tokens into them.
+
+What lives here: those two. What may not: what a row is (worker/rows.py), which rows take part, picking.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_inputs(
+    token_ids: Tensor,  # [rows, length], int32: the tokens of every row
+    table: Tensor,  # [rows, blocks], int32: the block table of every row, in one KV group
+    row: Tensor,  # [chunks], int32: the row each chunk of the step belongs to
+    chunk: Tensor,  # [tokens], int32: the chunk each packed token belongs to
+    position: Tensor,  # [tokens], int32: its position in the sequence; -1: a token of no sequence
+    context: Tensor,  # [chunks], int32: keys the chunk's last query sees
+    block_size: int,
+    width: int,  # blocks of the longest context, or more
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(ids [tokens] int64, positions [tokens] int64, slots [tokens] int64, block tables [chunks, width] int32).
+
+    A token of no sequence has id 0, position 0 and slot -1. Entries of a block table beyond its chunk's context are anything.
+    """
+    real = (position >= 0).int()
+    place, row = (position * real).long(), row.long()
+    block_table = table[:, :width].index_select(0, row)
+    of_row, chunk = row[chunk.long()], chunk.long()
+    block = block_table[chunk, place // block_size].long()
+    slots = (block * block_size + place % block_size + 1) * real - 1
+    return token_ids[of_row, place].long() * real, place, slots, block_table
+
+
+def store_tokens(
+    token_ids: Tensor,  # [rows, length], int32, written
+    row: Tensor,  # [n], int32
+    place: Tensor,  # [n], int32: where in the row the token goes; beyond the row's length (and below 1): nowhere
+    tokens: Tensor,  # [n], int64
+    usable: Tensor,  # [n], bool
+) -> Tensor:
+    """Writes picked tokens into their rows, where the next step finds them. Returns (token, usable) for the host, [n, 2] int32."""
+    at = place.long()
+    inside = (at >= 1) & (at < token_ids.shape[1])
+    at, row = torch.where(inside, at, 0), row.long()
+    token_ids[row, at] = torch.where(inside, tokens.int(), token_ids[row, at])
+    return torch.stack((tokens.int(), usable.int()), dim=1)

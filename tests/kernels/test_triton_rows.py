@@ -1,0 +1,57 @@
+"""Gathering a step's inputs from rows and storing its tokens, in Triton, against their torch twins, in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+from headrace.kernels import rows as twins
+from headrace.kernels.triton import rows
+
+
+def _step(counts: list[int], contexts: list[int], dummies: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(chunk, position, context) of chunks packed one after another, the first padded by ``dummies`` tokens of no sequence."""
+    chunk = [0] * dummies + [index for index, count in enumerate(counts) for _ in range(count)]
+    position = [-1] * dummies + [context - count + i for count, context in zip(counts, contexts, strict=True) for i in range(count)]
+    return tuple(torch.tensor(values, dtype=torch.int32) for values in (chunk, position, contexts))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("counts", [[1] * 5, [3, 1, 140, 1, 9], [1]])
+@pytest.mark.parametrize("dummies", [0, 3])
+def test_inputs_equal_those_of_the_twin(block_size: int, counts: list[int], dummies: int) -> None:
+    generator = torch.Generator().manual_seed(len(counts))
+    contexts = [count + 7 * index for index, count in enumerate(counts)]
+    token_ids = torch.randint(0, 1000, (9, 200), generator=generator, dtype=torch.int32)
+    table = torch.randint(0, 99, (9, 200 // block_size + 1), generator=generator, dtype=torch.int32)
+    row = torch.randperm(9, generator=generator)[: len(counts)].int()
+    chunk, position, context = _step(counts, contexts, dummies)
+    width = -(-max(contexts) // block_size)
+    results = [function(token_ids, table, row, chunk, position, context, block_size, width) for function in (rows.gather_inputs, twins.gather_inputs)]
+    for got, want in zip(results[0][:3], results[1][:3], strict=True):
+        assert got.dtype == want.dtype
+        assert got.tolist() == want.tolist()
+    for index, length in enumerate(contexts):
+        needed = -(-length // block_size)
+        assert results[0][3][index, :needed].tolist() == results[1][3][index, :needed].tolist()
+
+
+def test_a_chunk_of_no_sequence_reads_nothing() -> None:
+    """A graph's padding: row 0, position -1, context 0."""
+    token_ids, table = torch.full((2, 8), 5, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    row, chunk, position, context = (torch.tensor(values, dtype=torch.int32) for values in ([1, 0, 0], [0, 1, 2], [7, -1, -1], [8, 0, 0]))
+    ids, positions, slots, _ = rows.gather_inputs(token_ids, table, row, chunk, position, context, 8, 1)
+    assert (ids.tolist(), positions.tolist(), slots.tolist()) == ([5, 0, 0], [7, 0, 0], [7, -1, -1])
+
+
+@pytest.mark.parametrize("store", [rows.store_tokens, twins.store_tokens])
+def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  # type: ignore[no-untyped-def]
+    token_ids = torch.zeros(5, 6, dtype=torch.int32)
+    row, place = torch.tensor([4, 0, 2, 0], dtype=torch.int32), torch.tensor([5, 0, 6, 3], dtype=torch.int32)
+    picked = store(token_ids, row, place, torch.tensor([11, 12, 13, 14]), torch.tensor([True, True, False, True]))
+    assert picked.tolist() == [[11, 1], [12, 1], [13, 0], [14, 1]]
+    wanted = torch.zeros(5, 6, dtype=torch.int32)
+    wanted[4, 5], wanted[0, 3] = 11, 14  # place 0 (padding) and place 6 (beyond the row) go nowhere
+    assert token_ids.tolist() == wanted.tolist()
