@@ -148,6 +148,17 @@ def sampling() -> dict[str, dict[str, int]]:
     }
 
 
+def rows() -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import rows
+
+    token_ids, table, ints = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    usable = torch.zeros(8, dtype=torch.bool)
+    return {
+        **record(rows, ("_gather_kernel",), lambda: rows.gather_inputs(token_ids, table, ints, ints, ints, ints, 128, 4)),
+        **record(rows, ("_store_kernel",), lambda: rows.store_tokens(token_ids, ints, ints, ints.long(), usable)),
+    }
+
+
 def moe(tokens: int) -> dict[str, dict[str, int]]:
     from headrace.kernels.triton import moe
     from headrace.spec import Activation
@@ -166,6 +177,7 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
     "elementwise": lambda: elementwise(torch.bfloat16),
     "sampling": sampling,
+    "rows": rows,
     "moe, few": lambda: moe(8),
     "moe, many": lambda: moe(4096),
 }

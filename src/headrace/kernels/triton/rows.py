@@ -26,13 +26,13 @@ def _gather_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     if program < chunks:
-        row = tl.load(row_ptr + program).to(tl.int64)
+        source = tl.load(row_ptr + program).to(tl.int64)
         count = tl.minimum(tl.cdiv(tl.load(context_ptr + program), BLOCK_SIZE), out_row)
         lane = tl.arange(0, BLOCKS)
         for begin in range(0, count, BLOCKS):
             inside = begin + lane < count
-            block = tl.load(table_ptr + row * table_row + begin + lane, mask=inside, other=0)
-            tl.store(out_table_ptr + program.to(tl.int64) * out_row + begin + lane, block, mask=inside)
+            entry = tl.load(table_ptr + source * table_row + begin + lane, mask=inside, other=0)
+            tl.store(out_table_ptr + program.to(tl.int64) * out_row + begin + lane, entry, mask=inside)
     else:
         token = (program - chunks) * TOKENS + tl.arange(0, TOKENS)
         live = token < tokens
