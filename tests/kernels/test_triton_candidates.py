@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from headrace.errors import ConfigError
 from headrace.kernels import CANDIDATES, Kernels, StrictKernelError, reference
 from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.triton import candidates
@@ -32,6 +33,14 @@ def test_without_a_device_the_twin_runs_and_says_why(no_gpu: None) -> None:
     assert kernels.choices[0].declined == (("triton", "torch finds no CUDA device"),)
     with pytest.raises(StrictKernelError, match="no CUDA device"):
         Kernels(CUDA, strict=True).choose("rms_norm", dtype=torch.bfloat16)
+
+
+def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: None) -> None:
+    kernels = Kernels(CUDA, strict=True)  # no fault, so not even a strict registry minds
+    assert kernels.choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64) is reference.linear
+    assert "quicker" in kernels.choices[0].declined[0][1]
+    with pytest.raises(ConfigError, match="No batch-invariant kernel for linear .*no CUDA device"):
+        Kernels(CUDA, batch_invariant=True).choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
 
 
 @pytest.mark.parametrize(

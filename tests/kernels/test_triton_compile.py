@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = Path(support).with_name("triton_offline.py")
-CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "moe, many")
+CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "linear, few", "linear, many", "moe, many")
 
 
 @cache
@@ -34,7 +34,7 @@ def kernels() -> dict[str, dict[str, int]]:
 
 @pytest.mark.timeout(120)
 def test_nothing_spills() -> None:
-    assert len(kernels()) == 6 + 4 + 4 + 2 + 5
+    assert len(kernels()) == 6 + 4 + 4 + 2 + 2 + 5
     for name, figures in kernels().items():
         assert figures["LDL"] + figures["STL"] <= 4 and figures["local"] == 0, name  # a word or two is no spilled tile
         assert figures["shared"] <= 232448, name
@@ -50,6 +50,9 @@ def test_nothing_spills() -> None:
         ("attention bfloat16 128 bulk: _prefill_kernel", "UTMALDG"),  # the copy engine
         ("attention bfloat16 128 bulk: _decode_kernel", "UTMALDG"),
         ("attention bfloat16 128: _decode_kernel", "HMMA"),
+        ("linear, few: _linear_kernel", "HMMA"),
+        ("linear, few: _linear_kernel", "UTMALDG"),
+        ("linear, many: _linear_kernel", "HGMMA"),
         ("moe, many: _expand_kernel", "HGMMA"),
         ("moe, many: _contract_kernel", "HGMMA"),
     ],

@@ -159,6 +159,14 @@ def rows() -> dict[str, dict[str, int]]:
     }
 
 
+def linear(tokens: int) -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import linear
+
+    x, weight = torch.empty(tokens, 4096, dtype=torch.bfloat16), torch.empty(6144, 4096, dtype=torch.bfloat16)
+    product = linear.InvariantLinear(weight, None, processors=132, one_order=True, bulk=True)
+    return record(linear, ("_linear_kernel",), lambda: product(x))
+
+
 def moe(tokens: int) -> dict[str, dict[str, int]]:
     from headrace.kernels.triton import moe
     from headrace.spec import Activation
@@ -178,6 +186,8 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "elementwise": lambda: elementwise(torch.bfloat16),
     "sampling": sampling,
     "rows": rows,
+    "linear, few": lambda: linear(8),
+    "linear, many": lambda: linear(4096),
     "moe, few": lambda: moe(8),
     "moe, many": lambda: moe(4096),
 }

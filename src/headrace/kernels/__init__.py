@@ -13,7 +13,9 @@ Operations and the facts a call site should state (unstated facts are taken as "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -23,16 +25,19 @@ import torch
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import reference, rows, sampling
-from headrace.kernels.candidate import Candidate, Declined, Site
+from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 from headrace.kernels.cpu import candidates as cpu
+from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 
 TWIN = "torch"
 
+_log = logging.getLogger(__name__)
+
 # Best first; the twin stands behind each list. A candidate is removed with its room and its entry here.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
-        "linear": cpu.LINEAR,
+        "linear": cpu.LINEAR + triton.LINEAR,
         "embedding": triton.EMBEDDING,
         "rms_norm": cpu.RMS_NORM + triton.RMS_NORM,
         "layer_norm": triton.LAYER_NORM,
@@ -72,6 +77,13 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 # Twins whose order of summation depends on what else is in the batch.
 _TWINS_THAT_VARY = frozenset({"linear", "paged_attention", "moe"})
+# Twins that look at the device (how long is this sequence, which experts were chosen), which no graph can.
+_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
+# Operations whose callable makes a layer's callable from its weights.
+_MAKERS = frozenset({"linear"})
+
+Facts = tuple[tuple[str, Any], ...]
+Key = tuple[str, Facts]
 
 
 class StrictKernelError(HeadraceError):
@@ -83,9 +95,35 @@ class KernelChoice:
     """Who carries out an operation at call sites with these facts, and why the ones before it do not."""
 
     op: str
-    facts: tuple[tuple[str, Any], ...]
+    facts: Facts
     chosen: str
     declined: tuple[tuple[str, str], ...]  # (candidate, reason), best first
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """``made`` is the candidate's own callable; ``call`` what the call site gets."""
+
+    site: Site
+    choice: KernelChoice
+    call: Callable[..., Any]
+    candidate: Candidate | None = None  # None: the twin
+    made: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """One small call of a chosen candidate. ``run`` may be called from any thread; it raises what is not about building the kernel."""
+
+    op: str
+    call: Callable[[], object]
+    give_way: Callable[[Exception], object]
+
+    def run(self) -> None:
+        try:
+            self.call()
+        except Exception as error:  # give_way raises it again unless it says that the kernel cannot be built
+            self.give_way(error)
 
 
 class Kernels:
@@ -93,6 +131,9 @@ class Kernels:
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch.
+
+    A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
+    its facts; with ``strict`` the call that found out raises StrictKernelError.
     """
 
     def __init__(self, device: torch.device, *, strict: bool = False, disabled: frozenset[str] = frozenset(), batch_invariant: bool = False) -> None:
@@ -100,47 +141,90 @@ class Kernels:
         self.batch_invariant = batch_invariant
         self._strict = strict
         self._disabled = disabled
-        self._chosen: dict[tuple[str, tuple[tuple[str, Any], ...]], tuple[Callable[..., Any], KernelChoice]] = {}
+        self._chosen: dict[Key, _Chosen] = {}
+        self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
+        self._lock = threading.RLock()  # kernels are built in several threads
         known = {candidate.name for group in CANDIDATES.values() for candidate in group}
         if unknown := disabled - known:
             raise ConfigError(f"Unknown kernel candidates {sorted(unknown)} are disabled; the known ones are {sorted(known)}.")
 
     @property
     def choices(self) -> tuple[KernelChoice, ...]:
-        return tuple(choice for _, choice in self._chosen.values())
+        return tuple(chosen.choice for chosen in self._chosen.values())
+
+    @property
+    def graphable(self) -> bool:
+        """Whether nothing that was chosen for a GPU looks at it in the middle of a step."""
+        return all(choice.chosen != TWIN or choice.op not in _TWINS_THAT_READ for choice in self.choices)
 
     def choose(self, op: str, **facts: Any) -> Callable[..., Any]:
         """The callable for ``op`` at a call site with these facts. Equal facts share one. Raises StrictKernelError, ConfigError."""
         key = (op, tuple(sorted(facts.items())))
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(*key)
-        return self._chosen[key][0]
+        with self._lock:
+            if key not in self._chosen:
+                self._chosen[key] = self._choose(key)
+            return self._chosen[key].call
 
-    def _choose(self, op: str, facts: tuple[tuple[str, Any], ...]) -> tuple[Callable[..., Any], KernelChoice]:
+    def rehearsals(self, sizes: Sizes) -> Iterator[Rehearsal]:
+        """Independent small calls that build every kernel of the call sites so far, in the order they were chosen."""
+        for key, chosen in list(self._chosen.items()):
+            candidate, made = chosen.candidate, chosen.made
+            if candidate is not None and made is not None and candidate.rehearse is not None:
+                give_way = partial(self._give_way, key, candidate)
+                yield from (Rehearsal(key[0], call, give_way) for call in candidate.rehearse(chosen.site, made, sizes))
+
+    def _choose(self, key: Key) -> _Chosen:
+        op, facts = key
         site = Site(op, self.device, dict(facts), self.batch_invariant)
-        declined: list[tuple[str, str]] = []
+        declined: list[tuple[str, Declined]] = []
         for candidate in CANDIDATES[op]:
             if self.device.type not in candidate.devices:
                 continue  # no news to anybody
-            made = self._try(candidate, site)
+            made = self._try(candidate, site, key)
             if not isinstance(made, Declined):
-                return made, KernelChoice(op, facts, candidate.name, tuple(declined))
-            declined.append((candidate.name, made.reason))
+                return _Chosen(
+                    site, KernelChoice(op, facts, candidate.name, _reasons(declined)), self._guarded(key, candidate, made), candidate, made
+                )
+            declined.append((candidate.name, made))
         self._check_twin(op, declined)
-        return TWINS[op], KernelChoice(op, facts, TWIN, tuple(declined))
+        return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined)), TWINS[op])
 
-    def _try(self, candidate: Candidate, site: Site) -> Callable[..., Any] | Declined:
+    def _try(self, candidate: Candidate, site: Site, key: Key) -> Callable[..., Any] | Declined:
         if candidate.name in self._disabled:
             return Declined("disabled by configuration")
         if self.batch_invariant and not candidate.batch_invariant:
             return Declined("its sums depend on what else is in the batch")
+        if (said := self._failed.get((key, candidate.name))) is not None:
+            return Declined(f"did not compile: {said}")
         return candidate.create(site)
 
-    def _check_twin(self, op: str, declined: list[tuple[str, str]]) -> None:
+    def _guarded(self, key: Key, candidate: Candidate, made: Callable[..., Any]) -> Callable[..., Any]:
+        if candidate.failure is None:
+            return made
+        return guarded(made, partial(self._give_way, key, candidate), makes=key[0] in _MAKERS)
+
+    def _give_way(self, key: Key, candidate: Candidate, error: Exception) -> Callable[..., Any]:
+        """Who takes over from ``candidate``. Raises ``error`` if it is about something else, StrictKernelError if nobody may."""
+        said = None if candidate.failure is None else candidate.failure(error)
+        if said is None:
+            raise error
+        with self._lock:
+            first, self._failed[key, candidate.name] = (key, candidate.name) not in self._failed, said
+            if self._chosen[key].candidate is candidate:
+                self._chosen[key] = self._choose(key)
+            if first:
+                chosen = self._chosen[key].choice.chosen
+                _log.warning("kernel %s of %s does not compile here: %s; %s runs instead", candidate.name, key[0], said, chosen)
+            return self._chosen[key].call
+
+    def _check_twin(self, op: str, declined: list[tuple[str, Declined]]) -> None:
         """The twin is the last resort: is it allowed here?"""
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in declined) or "there is no other candidate"
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in _reasons(declined)) or "there is no other candidate"
         if self.batch_invariant and op in _TWINS_THAT_VARY:
             raise ConfigError(f"No batch-invariant kernel for {op} ({reasons}). Mend what it lacks or drop --batch-invariant.")
-        here = {candidate.name for candidate in CANDIDATES[op] if self.device.type in candidate.devices} - self._disabled
-        if self._strict and here:
+        if self._strict and any(not each.by_choice for name, each in declined if name not in self._disabled):
             raise StrictKernelError(f"{op} would fall back to its torch twin ({reasons}). Mend that or drop --strict-kernels.")
+
+
+def _reasons(declined: Sequence[tuple[str, Declined]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, each.reason) for name, each in declined)

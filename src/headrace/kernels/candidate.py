@@ -5,18 +5,24 @@ What lives here: the nouns the registry and the candidates share. What may not: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from headrace.spec import DecoderSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A candidate cannot serve a call site; ``reason`` is printed by ``headrace doctor``."""
+    """A candidate does not serve a call site; ``reason`` is printed by ``headrace doctor``.
+
+    ``by_choice``: it could, but what stands behind it is better there. That is no fallback: ``--strict-kernels`` does not mind.
+    """
 
     reason: str
+    by_choice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +36,32 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the call sites of one model will be given, as far as kernels are compiled for it. Sizes in tokens."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+Rehearse = Callable[[Site, Callable[..., Any], Sizes], Iterable[Callable[[], object]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to carry out an operation, with the twin's signature. ``create`` returns the callable or why not."""
+    """One way to carry out an operation, with the twin's signature. ``create`` returns the callable or why not.
+
+    ``failure``: the reason, if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing was
+    computed); None for every other exception. Without it every exception is the caller's.
+    ``rehearse``: calls over small inputs, independent of each other, that together build every kernel the site will need.
+    """
 
     name: str
     create: Callable[[Site], Callable[..., Any] | Declined]
     devices: tuple[str, ...] = ("cpu",)  # torch device types
     batch_invariant: bool = True  # the bits of a row do not depend on the other rows
+    failure: Callable[[Exception], str | None] | None = None
+    rehearse: Rehearse | None = None

@@ -70,6 +70,12 @@ def _heads(site: Site) -> Any:
     return None
 
 
+def _linear(site: Site) -> Callable[..., Any] | Declined:
+    if not site.batch_invariant:
+        return Declined("torch's own product (cuBLAS) is quicker where bits may depend on the batch", by_choice=True)
+    return _kernel("linear", "create_linear")(site)
+
+
 def _experts(site: Site) -> Any:
     num_experts, top_k = site.facts.get("num_experts"), site.facts.get("top_k")
     if num_experts is None or top_k is None:
@@ -79,6 +85,7 @@ def _experts(site: Site) -> Any:
     return None
 
 
+LINEAR = (Candidate(TRITON, _linear, DEVICES),)
 RMS_NORM = (Candidate(TRITON, _kernel("norm", "rms_norm"), DEVICES),)
 LAYER_NORM = (Candidate(TRITON, _kernel("norm", "layer_norm"), DEVICES),)
 ROTARY_WRITE = (Candidate(TRITON, _kernel("rotary", "rotary_write"), DEVICES),)
