@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.bench.report import machine_facts, table
 from headrace.config import EngineConfig
-from headrace.cost.profile import DeviceProfile, find_profile, profile_folder, save_profile
+from headrace.cost.profile import DeviceIdentity, DeviceProfile, find_profile, profile_folder, said_bandwidth, said_rate, save_profile
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", action="store_true", help="measure this CPU (under a minute) and keep the result")
+    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and keep the result")
     parser.add_argument("--no-load", action="store_true", help="look at the machine only, load no model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_argument(parser)
@@ -33,29 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from headrace.worker.settings import device_kind
+
     config = engine_config(args)
-    report: dict[str, Any] = {"found": found(config.device.threads)}
-    profile = _measure(quiet=args.json) if args.profile else None
-    report["profile"] = _profile_facts(profile or _stored(config.device.threads))
+    device = device_kind(config.device.device)
+    report: dict[str, Any] = {"found": found(config.device.threads, device)}
+    profile = _measure(device, quiet=args.json) if args.profile else None
+    report["profile"] = _profile_facts(profile or _stored(device))
     if not args.no_load:
         report |= examine_engine(config)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
     return 0
 
 
-def found(threads: int | None) -> dict[str, Any]:
-    """Machine and software. Sets torch's threads as an engine would."""
+def found(threads: int | None, device: str) -> dict[str, Any]:
+    """Machine and software, and the limits of ``device``. Sets torch's threads as an engine would."""
     import torch
 
     from headrace.kernels.cpu.compiler import compiler_version, find_compiler
     from headrace.worker.host import available_memory, physical_cores
-    from headrace.worker.profile import glance_limits
+    from headrace.worker.profile import limits_now
     from headrace.worker.settings import resolve_threads
 
     count, decision = resolve_threads(threads)
     torch.set_num_threads(count)
     compiler = find_compiler()
-    limits = glance_limits()  # also makes torch start its threads: they are no part of a model's memory
+    limits = limits_now(device)  # also makes torch start its threads: they are no part of a model's memory
     return {
         **{name: value for name, value in machine_facts().items() if name in ("machine", "versions")},
         "system": f"{platform.system()} {platform.release()}",
@@ -74,35 +77,45 @@ def _onednn(build: str) -> str:
     return lines[0] if lines else "built without oneDNN"
 
 
-def _measure(*, quiet: bool) -> DeviceProfile:
+def _measure(device: str, *, quiet: bool) -> DeviceProfile:
     """Measured now, and kept. Raises ConfigError when the machine was busy."""
     from headrace.worker.profile import measure_profile
 
-    profile = measure_profile(lambda line: None if quiet else print(line, file=sys.stderr))
+    profile = measure_profile(lambda line: None if quiet else print(line, file=sys.stderr), device)
     path = save_profile(profile)
     if not quiet:
         print(f"kept in {path}", file=sys.stderr)
     return profile
 
 
-def _stored(threads: int | None) -> DeviceProfile | None:
+def _stored(device: str) -> DeviceProfile | None:
     from headrace.worker.profile import identity_here
 
-    return find_profile(identity_here())
+    return find_profile(identity_here(device))
 
 
 def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
     if profile is None:
         return {"measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"}
-    rates = {f"matrix product, {dtype}": f"{rate / 1e9:,.0f} GFLOP/s" for dtype, rate in profile.gemm_rates.items()}
+    rates = {f"matrix product, {dtype}": said_rate(rate) for dtype, rate in profile.gemm_rates.items()}
     busy = f"; other processes used {profile.others_share:.0%} of the CPUs meanwhile" if profile.others_share > 0.01 else ""
     return {
-        "measured": f"{profile.date}, {profile.identity.threads} threads, torch {profile.versions.get('torch', '?')}{busy}",
-        "read": f"{profile.read_bandwidth / 1e9:.1f} GB/s sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
-        "copy": f"{profile.copy_bandwidth / 1e9:.1f} GB/s",
+        "measured": f"{profile.date}, {_measured_on(profile.identity)}, torch {profile.versions.get('torch', '?')}{busy}",
+        "read": f"{said_bandwidth(profile.read_bandwidth)} sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
+        "copy": said_bandwidth(profile.copy_bandwidth),
         **rates,
-        "small operator": f"{profile.launch_overhead * 1e6:.1f} µs",
+        "small operator": f"{profile.launch_overhead * 1e6:.1f} µs" + _in_a_graph(profile),
     }
+
+
+def _measured_on(identity: DeviceIdentity) -> str:
+    return f"{identity.threads} threads" if identity.kind == "cpu" else f"{identity.name} ({', '.join(identity.features)})"
+
+
+def _in_a_graph(profile: DeviceProfile) -> str:
+    if not profile.graph_kernel:
+        return ""
+    return f" to launch; in a CUDA graph {profile.graph_kernel * 1e6:.2f} µs, of which {profile.graph_gap * 1e6:.2f} µs between two kernels"
 
 
 def examine_engine(config: EngineConfig) -> dict[str, Any]:

@@ -23,9 +23,30 @@ ACCEPTED_SHARE = 0.9  # of a plain read-bandwidth test of the same run: below, t
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bandwidths in bytes/s and GEMM rates in FLOP/s as one run saw them; printed with every table of a benchmark."""
+
+    read_bandwidth: float
+    copy_bandwidth: float
+    gemm_rates: dict[str, float]
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{said_rate(rate)} {dtype}" for dtype, rate in self.gemm_rates.items())
+        return f"read {said_bandwidth(self.read_bandwidth)}, copy {said_bandwidth(self.copy_bandwidth)}, {rates}"
+
+
+def said_bandwidth(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e12:.2f} TB/s" if bytes_per_second >= 1e12 else f"{bytes_per_second / 1e9:.1f} GB/s"
+
+
+def said_rate(flops_per_second: float) -> str:
+    return f"{flops_per_second / 1e12:.1f} TFLOP/s" if flops_per_second >= 1e13 else f"{flops_per_second / 1e9:,.0f} GFLOP/s"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """What makes two devices the same one for a profile: kind, name, threads used and what their cores can do."""
+    """What makes two devices the same one for a profile: kind, name, CPU threads used (0 on a card) and what their cores can do."""
 
     kind: str  # "cpu" or "cuda"
     name: str
@@ -50,7 +71,9 @@ class DeviceProfile:
     read_bandwidth: float  # bytes/s
     copy_bandwidth: float  # bytes/s, read + written
     gemm_rates: Mapping[str, float]  # FLOP/s by dtype name
-    launch_overhead: float = 0.0  # s of one small operator call; informative
+    launch_overhead: float = 0.0  # s of one small operator call; informative, as are the next two
+    graph_kernel: float = 0.0  # s of one small kernel in a chain of a CUDA graph
+    graph_gap: float = 0.0  # s of that between two kernels
     step_overhead: float = 0.0  # s a step, beside its operators
     efficiency: float = 1.0  # share of the floor's speed that operators reach
     working_set: int = 0  # bytes the bandwidth tests went through

@@ -1,7 +1,8 @@
 """Measures this machine's limits: what a step is divided by.
 
-What lives here: timed reads, copies and matrix products on the CPU, in full (``headrace doctor --profile``) and at a glance
-(when an engine starts on a device that was never measured). What may not: storing and finding profiles (cost/profile.py).
+What lives here: which device is measured, in full (``headrace doctor --profile``) or at a glance (when an engine starts on a device
+that was never measured); timed reads, copies and matrix products on the CPU. What may not: measuring a CUDA card (card.py), storing
+and finding profiles (cost/profile.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -18,8 +19,19 @@ import torch
 from torch import Tensor
 
 from headrace.config import Decision
-from headrace.cost.profile import DeviceIdentity, DeviceProfile, check_quiet, cpu_identity, find_profile, last_level_cache_bytes
+from headrace.cost.profile import (
+    DeviceIdentity,
+    DeviceProfile,
+    Limits,
+    check_quiet,
+    cpu_identity,
+    find_profile,
+    last_level_cache_bytes,
+    said_bandwidth,
+    said_rate,
+)
 from headrace.errors import ConfigError
+from headrace.worker.card import GLANCE_BYTES, card_identity, card_limits, glance_at_card, measure_card
 
 FULL_ROUNDS = 9
 GLANCE_ROUNDS = 2
@@ -28,20 +40,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MIN_WORKING_SET = 256 * 2**20  # bytes
 MAX_WORKING_SET = 2 * 2**30
 NOTED_SHARE = 0.1
+NOTED_BYTES = 2 * 2**30
 GLANCE_WORKING_SET = 128 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bandwidths in bytes/s and GEMM rates in FLOP/s as one run saw them; printed with every table of a benchmark."""
-
-    read_bandwidth: float
-    copy_bandwidth: float
-    gemm_rates: dict[str, float]
-
-    def __str__(self) -> str:
-        rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {dtype}" for dtype, rate in self.gemm_rates.items())
-        return f"read {self.read_bandwidth / 1e9:.1f} GB/s, copy {self.copy_bandwidth / 1e9:.1f} GB/s, {rates}"
 
 
 class OtherProcesses:
@@ -65,11 +65,33 @@ class OtherProcesses:
         return sum(ticks) / second, (sum(ticks) - ticks[3] - ticks[4]) / second, times.user + times.system
 
 
-def measure_profile(say: Callable[[str], None] = lambda line: None) -> DeviceProfile:
-    """The CPU's profile with the threads torch now uses, in under a minute. Raises ConfigError when the machine was not quiet.
+def measure_profile(say: Callable[[str], None] = lambda line: None, device: str = "cpu") -> DeviceProfile:
+    """The profile of the CPU (with the threads torch now uses) or of the card, in under a minute. Raises ConfigError when it was not quiet.
 
     The sustained read bandwidth (median of rounds) is stored; it is refused when below 0.9 of the best plain read.
     """
+    return _measure_cpu(say) if device == "cpu" else _measure_card(say)
+
+
+def _measure_card(say: Callable[[str], None]) -> DeviceProfile:
+    found = measure_card()
+    limits, launch = found.limits, found.launch
+    say(f"{limits} over {found.working_set / 2**30:.1f} GiB; best read {said_bandwidth(max(found.reads))}")
+    check_quiet(limits.read_bandwidth, max(found.reads))
+    in_graph = f"{launch.in_graph * 1e6:.2f} µs in a graph, of it {launch.gap * 1e6:.2f} µs between two"
+    say(f"a small kernel: {launch.plain * 1e6:.1f} µs to launch, {in_graph}")
+    if found.taken_by_others > NOTED_BYTES:
+        say(f"note: {found.taken_by_others / 2**30:.1f} GiB of the card are not this process's; if others compute there, measure again without them")
+    return replace(
+        _profile("measured", limits, identity=card_identity(), size=found.working_set),
+        launch_overhead=launch.plain,
+        graph_kernel=launch.in_graph,
+        graph_gap=launch.gap,
+        spread=(max(found.reads) - min(found.reads)) / max(found.reads),
+    )
+
+
+def _measure_cpu(say: Callable[[str], None]) -> DeviceProfile:
     size = min(max(8 * last_level_cache_bytes(), MIN_WORKING_SET), MAX_WORKING_SET)
     data = torch.full((size // 4,), 1.5)
     target = torch.empty_like(data)
@@ -86,11 +108,17 @@ def measure_profile(say: Callable[[str], None] = lambda line: None) -> DevicePro
     if share > NOTED_SHARE:
         say(f"note: other processes used {share:.0%} of the CPUs meanwhile; these limits may be too low, so measure again on a quiet machine")
     limits = Limits(median(reads), median(copies), rates)
-    return replace(_profile("measured", limits, size=size), spread=spread, others_share=share)
+    profile = _profile("measured", limits, identity=identity_here(), size=size)
+    return replace(profile, launch_overhead=_launch_seconds(), spread=spread, others_share=share)
+
+
+def limits_now(device: str = "cpu") -> Limits:
+    """The limits of this moment, which a benchmark prints beside its figures: the CPU's in 0.2 s, the card's in about two."""
+    return glance_limits() if device == "cpu" else card_limits()
 
 
 def glance_limits() -> Limits:
-    """The same limits in about 0.2 s: a benchmark prints them beside its figures, an unmeasured device starts with them."""
+    """The CPU's limits in about 0.2 s; a CPU that was never measured starts with them."""
     data = torch.full((GLANCE_WORKING_SET // 4,), 1.5)
     read = GLANCE_WORKING_SET / min(_calls(lambda: data.sum(), GLANCE_ROUNDS))
     half = data.numel() // 2
@@ -100,15 +128,16 @@ def glance_limits() -> Limits:
     return Limits(read, copy, rates)
 
 
-def estimate_profile() -> DeviceProfile:
-    return _profile("estimated", glance_limits(), size=GLANCE_WORKING_SET)
+def estimate_profile(device: str = "cpu") -> DeviceProfile:
+    """Roughly, without disturbing an engine that has already taken its memory. Raises ConfigError when there is no room even for that."""
+    if device == "cpu":
+        return replace(_profile("estimated", glance_limits(), identity=identity_here(), size=GLANCE_WORKING_SET), launch_overhead=_launch_seconds())
+    return _profile("estimated", glance_at_card(), identity=card_identity(), size=GLANCE_BYTES)
 
 
 def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision]:
-    """The stored profile of this device, or an estimate; and which of the two it is. Called with torch's threads already set."""
-    if device != "cpu":
-        return None, Decision("device profile", "unknown", f"only CPUs are measured so far, not {device}; steps are timed without a limit")
-    identity = cpu_identity(torch.get_num_threads())
+    """The stored profile of this device, or an estimate, or none; and which it is. Called with torch's threads already set."""
+    identity = identity_here(device)
     try:
         stored = find_profile(identity)
     except ConfigError as error:
@@ -116,23 +145,25 @@ def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision
     else:
         problem = "this device was never measured; headrace doctor --profile does it in under a minute"
     if stored is not None:
-        return stored, Decision("device profile", _said(stored), f"measured {stored.date} with {identity.threads} threads")
-    profile = estimate_profile()
+        threads = f" with {identity.threads} threads" if device == "cpu" else ""
+        return stored, Decision("device profile", _said(stored), f"measured {stored.date}{threads}")
+    try:
+        profile = estimate_profile(device)
+    except ConfigError as error:
+        return None, Decision("device profile", "unknown", f"steps are timed without a limit: {error.message}")
     return profile, Decision("device profile", _said(profile), f"estimated at start, roughly: {problem}")
 
 
 def _said(profile: DeviceProfile) -> str:
-    rate = profile.gemm_rate("bfloat16")
-    return f"{profile.read_bandwidth / 1e9:.1f} GB/s, {rate / 1e9:,.0f} GFLOP/s bfloat16"
+    return f"{said_bandwidth(profile.read_bandwidth)}, {said_rate(profile.gemm_rate('bfloat16'))} bfloat16"
 
 
-def _profile(source: str, limits: Limits, *, size: int) -> DeviceProfile:
+def _profile(source: str, limits: Limits, *, identity: DeviceIdentity, size: int) -> DeviceProfile:
     return DeviceProfile(
-        identity=identity_here(),
+        identity=identity,
         read_bandwidth=limits.read_bandwidth,
         copy_bandwidth=limits.copy_bandwidth,
         gemm_rates=limits.gemm_rates,
-        launch_overhead=_launch_seconds(),
         working_set=size,
         source=source,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -140,8 +171,9 @@ def _profile(source: str, limits: Limits, *, size: int) -> DeviceProfile:
     )
 
 
-def identity_here() -> DeviceIdentity:
-    return cpu_identity(torch.get_num_threads())
+def identity_here(device: str = "cpu") -> DeviceIdentity:
+    """Of the CPU with the threads torch now uses, or of the card."""
+    return cpu_identity(torch.get_num_threads()) if device == "cpu" else card_identity()
 
 
 def _gemm_rates(dtype: torch.dtype, size: int, rounds: int, seconds: float) -> list[float]:
