@@ -14,6 +14,7 @@ from headrace.kernels.candidate import Declined
 from headrace.kernels.cpu.compiler import native_library
 from headrace.kernels.sampling import (
     apply_penalties,
+    best_tokens,
     gumbel_argmax,
     keep_thresholds,
     philox4x32,
@@ -189,3 +190,14 @@ def test_scores_are_log_softmax_and_ranks() -> None:
     ids, logprobs, rank = score_tokens(logits, torch.tensor([2]), 2)
     assert ids.tolist() == [[2, 1, 3]] and rank.tolist() == [3]
     assert torch.allclose(logprobs[0], logits.log_softmax(-1)[0, [2, 1, 3]])
+
+
+@pytest.mark.parametrize("vocab", [7, 3000])
+def test_of_equal_logits_the_lower_id_comes_first_however_many_are_asked_for(vocab: int) -> None:
+    """Logits of bfloat16 are often equal; an answer must not show how many its neighbours asked for."""
+    logits = (torch.randn(40, vocab) * 2).round() / 2
+    logits[3, ::2], logits[4], logits[5] = float("-inf"), 0.0, -0.0
+    wanted = torch.sort(logits, dim=-1, descending=True, stable=True)
+    for count in (0, 1, 5, 7):
+        best, ids = best_tokens(logits, count)
+        assert torch.equal(best, wanted.values[:, :count]) and torch.equal(ids, wanted.indices[:, :count])

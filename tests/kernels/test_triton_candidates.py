@@ -39,7 +39,7 @@ def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: N
     kernels = Kernels(CUDA, strict=True)  # no fault, so not even a strict registry minds
     assert kernels.choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64) is reference.linear
     assert "quicker" in kernels.choices[0].declined[0][1]
-    with pytest.raises(ConfigError, match="No batch-invariant kernel for linear .*no CUDA device"):
+    with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*no CUDA device"):
         Kernels(CUDA, batch_invariant=True).choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
 
 

@@ -29,6 +29,7 @@ _CALLS_AT_ONCE = 2**15  # int64 counters worked on together: a quarter of a mega
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # the largest float32 below 1
 _MIN_TEMPERATURE = 1e-5
 _SCORES_AT_ONCE = 2**18  # float32 scores whose thresholds are sought together: a megabyte
+_KEYS_AT_ONCE = 2**24  # logits whose order is worked out together: 128 MB
 _LEADING = 2048  # scores looked at before a whole row is sorted
 _DENSE_SHARE = 8  # noise is computed for the whole vocabulary once more than one token in eight is kept
 
@@ -241,6 +242,23 @@ def apply_penalties(
     logits[rows, token_ids] = new
 
 
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:  # [rows, vocab], float32 → [rows, count] float32, [rows, count] int64
+    """Each row's largest logits in falling order, of equals the lower id first.
+
+    topk leaves that open, so that which of two equal tokens is shown would depend on how many others ask for how many.
+    """
+    rows_at_once = max(1, _KEYS_AT_ONCE // logits.shape[1])
+    ids = torch.cat([_order_keys(piece).topk(count, dim=-1).values for piece in logits.split(rows_at_once)]).bitwise_and_(_WORD).neg_().add_(_WORD)
+    return logits.gather(1, ids), ids
+
+
+def _order_keys(logits: Tensor) -> Tensor:
+    """int64 that rise with the logit and, where logits are equal, fall with the id: all different."""
+    bits = (logits + 0.0).view(torch.int32)  # −0 becomes 0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (rising.long() << 32) + torch.arange(_WORD, _WORD - logits.shape[1], -1, device=logits.device)
+
+
 def score_tokens(
     logits: Tensor,  # [n, vocab], float32: raw
     chosen: Tensor,  # [n], int64
@@ -254,6 +272,6 @@ def score_tokens(
     total = torch.stack([row.logsumexp(-1) for row in logits])[:, None]
     chosen_logits = logits.gather(1, chosen[:, None])
     rank = (logits > chosen_logits).sum(-1) + 1
-    best, best_ids = logits.topk(num_best, dim=-1)
+    best, best_ids = best_tokens(logits, num_best)
     ids = torch.cat((chosen[:, None], best_ids), dim=1)
     return ids, torch.cat((chosen_logits, best), dim=1) - total, rank

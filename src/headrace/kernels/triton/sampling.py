@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.sampling import best_tokens
 from headrace.kernels.triton.thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
@@ -204,7 +205,7 @@ def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor,
     own = logits.gather(1, chosen[:, None])
     if not num_best:
         return chosen[:, None], own - total[:, None], rank
-    best, best_ids = logits.topk(num_best, dim=-1)
+    best, best_ids = best_tokens(logits, num_best)
     return torch.cat((chosen[:, None], best_ids), dim=1), torch.cat((own, best), dim=1) - total[:, None], rank
 
 
