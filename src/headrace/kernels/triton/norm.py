@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_TILE = 4096  # elements a program works on when rows are short
+_TILE = 4096  # elements a program works on, if rows are not longer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
     rows, inner, x_outer, x_inner, residual_outer, residual_inner, eps,
@@ -75,7 +75,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)
-    block_rows = max(1, min(_TILE // block, triton.next_power_of_2(rows)))
+    block_rows = max(1, _TILE // block)  # whatever the number of rows: the layout of a tile orders the sum of each row
     _norm_kernel[(triton.cdiv(rows, block_rows),)](
         x, added, weight, weight if bias is None else bias, y, total, rows, inner, *strides, *added_strides, eps,
         WIDTH=width, BLOCK_ROWS=block_rows, BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
