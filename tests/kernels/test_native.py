@@ -124,6 +124,19 @@ def test_gated_activation_equals_its_twin(dtype: torch.dtype, kind: Activation) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", list(Activation))
+def test_activation_equals_its_twin_and_no_element_knows_its_place(dtype: torch.dtype, kind: Activation, threads: int) -> None:
+    """torch's own ends a tensor, and each thread's part of it, with other instructions than it begins with."""
+    x = torch.cat((torch.randn(700, 67) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 61]))).to(dtype)
+    act = native("activation", batch_invariant=True, dtype=dtype)
+    together = act(x, kind)
+    assert_close(together, reference.activation(x.float(), kind).to(dtype), dtype)
+    assert torch.equal(act(x[3:, 1:], kind), together[3:, 1:])
+    for first, end in ((0, 1), (5, 6), (3, 20), (600, 701)):
+        assert torch.equal(act(x[first:end], kind), together[first:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inner"), [(1, 8, 2, 64, 96), (9, 8, 8, 40, 36), (40, 4, 1, 33, 70), (99, 2, 2, 16, 16)]
 )

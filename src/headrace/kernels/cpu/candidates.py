@@ -17,6 +17,7 @@ LINEAR = (
 RMS_NORM = (Candidate(NATIVE, native.native_kernel(native.create_rms_norm)),)
 ROTARY_WRITE = (Candidate(NATIVE, native.native_kernel(native.create_rotary_write)),)
 PAGED_ATTENTION = (Candidate(NATIVE, native.native_kernel(native.create_paged_attention)),)
+ACTIVATION = (Candidate(NATIVE, native.native_kernel(native.create_activation)),)
 GATED_ACTIVATION = (Candidate(NATIVE, native.native_kernel(native.create_gated_activation)),)
 MOE = (Candidate(NATIVE, native.native_kernel(native.create_moe)),)
 GUMBEL_ARGMAX = (Candidate(NATIVE, native.native_kernel(picking.create_gumbel_argmax)),)

@@ -90,17 +90,27 @@ def create_rms_norm(native: Native, site: Site) -> Callable[..., Any]:
 
 
 def create_gated_activation(native: Native, site: Site) -> Callable[..., Any]:
-    function = _function(native, "headrace_gated_activation", "iqqPqiPi")
+    return _elementwise(native, "headrace_gated_activation", 2)
 
-    def gated_activation(x: Tensor, kind: Activation) -> Tensor:
-        rows, width = _rows(x), x.shape[-1] // 2
+
+def create_activation(native: Native, site: Site) -> Callable[..., Any]:
+    """torch's own computes the last elements of a tensor another way than those before, so that they show where a batch ends."""
+    return _elementwise(native, "headrace_activation", 1)
+
+
+def _elementwise(native: Native, name: str, parts: int) -> Callable[..., Any]:
+    """``parts`` elements of a row make one of the result."""
+    function = _function(native, name, "iqqPqiPi")
+
+    def activation(x: Tensor, kind: Activation) -> Tensor:
+        rows, width = _rows(x), x.shape[-1] // parts
         y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
         function(
             TYPES[x.dtype], rows.shape[0], width, rows.data_ptr(), rows.stride(0), ACTIVATIONS[kind], y.data_ptr(), torch.get_num_threads()
         )  # fmt: skip
         return y
 
-    return gated_activation
+    return activation
 
 
 # ---- rotary embedding and KV write ----

@@ -1,4 +1,4 @@
-/* Norm, rotary embedding with the KV write, and gated activation: what stands between the matrix products.
+/* Norm, rotary embedding with the KV write, and activations, plain and gated: what stands between the matrix products.
  *
  * What lives here: operations a row (a token) at a time. What may not: matrix products, attention.
  * All work in float32 inside; rows are independent, so their bits do not depend on the batch.
@@ -83,6 +83,25 @@ void headrace_gated_activation(int type, int64_t rows, int64_t width, const char
     const int64_t size = size_of(type);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1 && rows * width > WORTH_THREADS)
     for (int64_t r = 0; r < rows; r++) headrace_gate_row(type, x + r * x_row * size, y + r * width * size, width, kind);
+}
+
+INLINE void activate_row(const char *x, char *y, int64_t width, int kind, const int type) {
+    for (int64_t i = 0; i < width; i += 16) store_upto(y, i, width - i, activate(load_upto(x, i, width - i, type), kind), type);
+}
+
+void headrace_activation(int type, int64_t rows, int64_t width, const char *x, int64_t x_row, int kind, char *y, int threads) {
+    const int64_t size = size_of(type);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1 && rows * width > WORTH_THREADS)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *in = x + r * x_row * size;
+        char *out = y + r * width * size;
+        if (type == F32)
+            activate_row(in, out, width, kind, F32);
+        else if (type == BF16)
+            activate_row(in, out, width, kind, BF16);
+        else
+            activate_row(in, out, width, kind, F16);
+    }
 }
 
 INLINE void rotate_head(char *x, const float *cos_sin, int64_t half, const int type) {
