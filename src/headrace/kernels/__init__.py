@@ -43,7 +43,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "layer_norm": triton.LAYER_NORM,
         "rotary_write": cpu.ROTARY_WRITE + triton.ROTARY_WRITE,
         "paged_attention": cpu.PAGED_ATTENTION + triton.PAGED_ATTENTION,
-        "activation": triton.ACTIVATION,
+        "activation": cpu.ACTIVATION + triton.ACTIVATION,
         "gated_activation": cpu.GATED_ACTIVATION + triton.GATED_ACTIVATION,
         "moe": cpu.MOE + triton.MOE,
         "greedy_tokens": triton.GREEDY_TOKENS,
@@ -75,10 +75,10 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 
-# Twins whose order of summation depends on what else is in the batch.
-_TWINS_THAT_VARY = frozenset({"linear", "paged_attention", "moe"})
+# Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
+_TWINS_THAT_VARY = frozenset({"linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
 # Twins that look at the device (how long is this sequence, which experts were chosen), which no graph can.
-_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
+_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write"})
 # Operations whose callable makes a layer's callable from its weights.
 _MAKERS = frozenset({"linear"})
 
@@ -115,7 +115,7 @@ class _Chosen:
 class Rehearsal:
     """One small call of a chosen candidate. ``run`` may be called from any thread; it raises what is not about building the kernel."""
 
-    op: str
+    name: str
     call: Callable[[], object]
     give_way: Callable[[Exception], object]
 
@@ -165,13 +165,14 @@ class Kernels:
                 self._chosen[key] = self._choose(key)
             return self._chosen[key].call
 
-    def rehearsals(self, sizes: Sizes) -> Iterator[Rehearsal]:
-        """Independent small calls that build every kernel of the call sites so far, in the order they were chosen."""
-        for key, chosen in list(self._chosen.items()):
+    def rehearsals(self, sizes: Sizes, *, since: int = 0) -> Iterator[Rehearsal]:
+        """Independent small calls that build every kernel of the call sites so far, without the first ``since`` of ``choices``."""
+        for key, chosen in list(self._chosen.items())[since:]:
             candidate, made = chosen.candidate, chosen.made
             if candidate is not None and made is not None and candidate.rehearse is not None:
                 give_way = partial(self._give_way, key, candidate)
-                yield from (Rehearsal(key[0], call, give_way) for call in candidate.rehearse(chosen.site, made, sizes))
+                site = f"{key[0]} {chosen.site.facts.get('dtype')}"
+                yield from (Rehearsal(f"{site}: {name}", call, give_way) for name, call in candidate.rehearse(chosen.site, made, sizes))
 
     def _choose(self, key: Key) -> _Chosen:
         op, facts = key

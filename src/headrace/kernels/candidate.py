@@ -47,7 +47,7 @@ class Sizes:
     max_num_batched_tokens: int
 
 
-Rehearse = Callable[[Site, Callable[..., Any], Sizes], Iterable[Callable[[], object]]]
+Rehearse = Callable[[Site, Callable[..., Any], Sizes], Iterable[tuple[str, Callable[[], object]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Candidate:
 
     ``failure``: the reason, if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing was
     computed); None for every other exception. Without it every exception is the caller's.
-    ``rehearse``: calls over small inputs, independent of each other, that together build every kernel the site will need.
+    ``rehearse``: calls over small inputs, independent of each other, that together build every kernel the site will need. Their names
+    say which: of one name for one operation and element type, one is enough, whichever site it is from.
     """
 
     name: str

@@ -5,7 +5,7 @@ What lives here: the ordered lists, and what declines a call site before a kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.kernels.candidate import Candidate, Declined, Site
+from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 
 TRITON = "triton"
 DEVICES = ("cuda",)
@@ -85,18 +85,35 @@ def _experts(site: Site) -> Any:
     return None
 
 
-LINEAR = (Candidate(TRITON, _linear, DEVICES),)
-RMS_NORM = (Candidate(TRITON, _kernel("norm", "rms_norm"), DEVICES),)
-LAYER_NORM = (Candidate(TRITON, _kernel("norm", "layer_norm"), DEVICES),)
-ROTARY_WRITE = (Candidate(TRITON, _kernel("rotary", "rotary_write"), DEVICES),)
-ACTIVATION = (Candidate(TRITON, _kernel("activation", "activation"), DEVICES),)
-GATED_ACTIVATION = (Candidate(TRITON, _kernel("activation", "gated_activation"), DEVICES),)
-EMBEDDING = (Candidate(TRITON, _kernel("embedding", "embedding"), DEVICES),)
-PAGED_ATTENTION = (Candidate(TRITON, _kernel("attention", "create_paged_attention", _heads), DEVICES),)
-MOE = (Candidate(TRITON, _kernel("moe", "create_moe", _experts), DEVICES),)
-GREEDY_TOKENS = (Candidate(TRITON, _kernel("sampling", "greedy_tokens"), DEVICES),)
-GUMBEL_ARGMAX = (Candidate(TRITON, _kernel("sampling", "gumbel_argmax"), DEVICES),)
-PICK_TOKENS = (Candidate(TRITON, _kernel("sampling", "pick_tokens"), DEVICES),)
-SCORE_TOKENS = (Candidate(TRITON, _kernel("sampling", "score_tokens"), DEVICES),)
-GATHER_INPUTS = (Candidate(TRITON, _kernel("rows", "gather_inputs", dtypes=INTEGERS), DEVICES),)
-STORE_TOKENS = (Candidate(TRITON, _kernel("rows", "store_tokens", dtypes=INTEGERS), DEVICES),)
+def _failure(error: Exception) -> str | None:
+    from headrace.kernels.triton.toolchain import build_failure
+
+    return build_failure(error)
+
+
+def _candidate(create: Accept, rehearse: str | None) -> tuple[Candidate]:
+    """``rehearse``: a function of rehearsals.py."""
+
+    def rehearsed(site: Site, run: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
+        module = import_module("headrace.kernels.triton.rehearsals")
+        calls: Iterable[tuple[str, Callable[[], object]]] = getattr(module, str(rehearse))(site, run, sizes)
+        return calls
+
+    return (Candidate(TRITON, create, DEVICES, failure=_failure, rehearse=rehearsed if rehearse else None),)
+
+
+LINEAR = _candidate(_linear, "linears")
+RMS_NORM = _candidate(_kernel("norm", "rms_norm"), "norms")
+LAYER_NORM = _candidate(_kernel("norm", "layer_norm"), "norms")
+ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write"), "rotary_writes")
+ACTIVATION = _candidate(_kernel("activation", "activation"), "activations")
+GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation"), "activations")
+EMBEDDING = _candidate(_kernel("embedding", "embedding"), "embeddings")
+PAGED_ATTENTION = _candidate(_kernel("attention", "create_paged_attention", _heads), "attentions")
+MOE = _candidate(_kernel("moe", "create_moe", _experts), "experts")
+GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens"), "picks")
+GUMBEL_ARGMAX = _candidate(_kernel("sampling", "gumbel_argmax"), None)  # pick_tokens does the same and more
+PICK_TOKENS = _candidate(_kernel("sampling", "pick_tokens"), "picks")
+SCORE_TOKENS = _candidate(_kernel("sampling", "score_tokens"), "picks")
+GATHER_INPUTS = _candidate(_kernel("rows", "gather_inputs", dtypes=INTEGERS), "gathers")
+STORE_TOKENS = _candidate(_kernel("rows", "store_tokens", dtypes=INTEGERS), "stores")

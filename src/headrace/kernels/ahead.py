@@ -1,0 +1,70 @@
+"""Kernels built ahead of their first use, several at a time.
+
+What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are (the registry).
+
+Compiling is mostly machine code (LLVM, ptxas, the C compiler for launchers), which runs outside Python's lock; weights load meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from headrace.errors import HeadraceError
+from headrace.kernels import Kernels, Rehearsal
+from headrace.kernels.candidate import Sizes
+
+_log = logging.getLogger(__name__)
+MAX_THREADS = 16
+
+
+class CompileAhead:
+    """``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them.
+
+    ``prepare`` runs before each lot, alone. A rehearsal that meets another error than a kernel that does not build ends the start if
+    ``strict``; else it is logged, and the first real call will say the same.
+    """
+
+    def __init__(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], None], *, strict: bool, threads: int | None = None) -> None:
+        self._kernels = kernels
+        self._sizes = sizes
+        self._prepare = prepare
+        self._strict = strict
+        self._sites = 0  # call sites seen
+        self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "headrace-compile")
+        self._running: dict[str, Future[float]] = {}
+
+    def start(self) -> None:
+        prepared = self._pool.submit(self._prepare)
+        rehearsals = self._kernels.rehearsals(self._sizes, since=self._sites)
+        self._sites = len(self._kernels.choices)
+        for each in rehearsals:
+            if each.name not in self._running:
+                self._running[each.name] = self._pool.submit(self._rehearse, each, prepared)
+
+    def finish(self) -> dict[str, float]:
+        """Seconds each rehearsal took. Raises StrictKernelError or ConfigError where a kernel did not build and may not be replaced."""
+        return {name: rehearsed.result() for name, rehearsed in self._running.items()}
+
+    def close(self) -> None:
+        """Drops what has not begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
+        prepared.result()
+        begin = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                rehearsal.run()
+        except HeadraceError:
+            raise
+        except Exception:
+            if self._strict:
+                raise
+            _log.exception("the rehearsal of %s failed; its first real call builds its kernel", rehearsal.name)
+        return time.perf_counter() - begin

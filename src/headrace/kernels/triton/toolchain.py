@@ -1,0 +1,104 @@
+"""The compiler behind the Triton kernels: which of its errors mean that a kernel cannot be built, where it keeps what it built.
+
+What lives here: judging errors, preparing the compiler, its cache. What may not: kernels, choosing.
+
+Triton keeps each compiled kernel in a folder named by a hash of its source, what it calls, its types and constants, the compiler's own
+files and the device's architecture; nothing here needs to know when a kernel has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import triton
+from triton import knobs
+from triton.errors import TritonError
+from triton.runtime import JITFunction, driver
+from triton.runtime.errors import InterpreterError
+
+_log = logging.getLogger(__name__)
+_KERNELS = "headrace.kernels.triton."
+_TRITON = str(Path(triton.__file__).parent)
+# Functions of Triton that only translate: whatever goes wrong below them is about building.
+_TRANSLATING = (("compiler/compiler.py", "compile"), ("runtime/build.py", "compile_module_from_src"))
+# What the driver says of code that it cannot load or launch on this device. Other errors of the driver may come from work queued before.
+_REFUSED = (
+    "device kernel image is invalid",
+    "no kernel image is available",
+    "PTX JIT compilation failed",
+    "unsupported toolchain",
+    "too many resources requested",
+    "out of resource",
+)
+
+
+def build_failure(error: Exception) -> str | None:
+    """The compiler's first line, if ``error`` means that a kernel cannot be built, loaded or launched here, whatever its data."""
+    if isinstance(error, (InterpreterError, torch.OutOfMemoryError, torch.AcceleratorError)):
+        return None
+    if isinstance(error, TritonError) or _translating(error) or any(words in str(error) for words in _REFUSED):
+        return _first_line(error)
+    return None
+
+
+def _translating(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    places = ((frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in frames)
+    return any(
+        path.startswith(_TRITON) and path.endswith(file) and function == name for path, function in places for file, name in _TRANSLATING
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the innermost complaint: Triton quotes the source first and says what is wrong with it last."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)
+    line = next((line.strip() for line in str(text).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:300]
+
+
+def prepare(device: torch.device) -> None:
+    """What every compilation needs once: the compiler's own identity (half a gigabyte is hashed), its helper library, the device's facts.
+
+    Once this is done kernels can be compiled in several threads at the same time.
+    """
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+    with torch.cuda.device(device):
+        index = driver.active.get_current_device()
+        assert driver.active.utils is not None  # compiled at first use
+        for kernel in _kernels():
+            kernel.device_caches[index]  # made at first use, and twice if two threads are first
+
+
+def _kernels() -> list[JITFunction]:
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith(_KERNELS)]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+
+
+def cache_folder() -> tuple[str, str | None]:
+    """Where compiled kernels are kept, and if that is not where Triton was told to, why not. A folder that cannot be written is replaced."""
+    folder = knobs.cache.dir
+    reason = _unwritable(folder)
+    if reason is None:
+        return folder, None
+    knobs.cache.dir = tempfile.mkdtemp(prefix="headrace-triton-")
+    _log.warning("compiled kernels cannot be kept in %s (%s); they are built anew at each start", folder, reason)
+    return knobs.cache.dir, f"{folder} cannot be written ({reason}): kernels are built anew at each start; set TRITON_CACHE_DIR"
+
+
+def _unwritable(folder: str) -> str | None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
