@@ -21,7 +21,7 @@ from support.hand_plans import worker_for
 
 FULL = KVSpec((0, 1), KVKind.FULL, 16, 2, 64, 2)  # 16 KiB a block
 SLIDING = replace(FULL, kind=KVKind.SLIDING, window=64)
-ROOM = Room(available=8 * GIB, weights=3 * GIB, activations=GIB)  # 4 GiB left
+ROOM = Room(8 * GIB, {"weights": 3 * GIB, "activations": GIB})  # 4 GiB left
 
 
 def _plan(
@@ -80,10 +80,10 @@ def test_a_requested_length_may_take_more_than_the_default_share() -> None:
 
 
 def test_more_than_there_is_is_refused_with_the_numbers() -> None:
-    with pytest.raises(OutOfMemory, match=r"5\.00 GiB.*4\.00 GiB are available"):
+    with pytest.raises(OutOfMemory, match=r"5\.00 GiB.*weights 3\.00 GiB, activations 1\.00 GiB.*4\.00 GiB left"):
         _plan(FULL, cache=CacheConfig(kv_cache_memory=5 * GIB))
-    with pytest.raises(OutOfMemory, match=r"9\.00 GiB.*8\.00 GiB"):
-        check_weights_fit(replace(ROOM, weights=9 * GIB), torch.device("cpu"))
+    with pytest.raises(OutOfMemory, match=r"8\.00 GiB.*weights 9\.00 GiB"):
+        check_weights_fit(Room(8 * GIB, {"weights": 9 * GIB}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

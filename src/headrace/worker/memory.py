@@ -8,7 +8,7 @@ few blocks around it. What can be counted exactly is counted, the rest is bounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,15 @@ from headrace.config import CacheConfig, Decision
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.layers.linear import Linear
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
-from headrace.worker.host import available_memory
+from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
 
 GIB = 2**30
 _CPU_KV_BYTES = 4 * GIB  # unless asked otherwise, and no more than
 _CPU_KV_SHARE = 0.25  # of available memory
 _CPU_KV_SHARE_ON_REQUEST = 0.5  # where the user's max_model_len needs more than the default
+# Of CUDA graphs (measured on an H200, driver 580): the first capture of a process took 72 MB beside torch's pool, a bucket up to 3 MB.
+_DRIVER_BYTES_GRAPHS = 96 * 2**20
+_DRIVER_BYTES_A_GRAPH = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +44,61 @@ class KVPlan:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory of the device in bytes: what it has left, and what of that will go to other things than KV."""
+    """Memory of the device in bytes: what this engine may take of it, and what of that goes to other things than KV, by purpose."""
 
     available: int
-    weights: int
-    activations: int
+    purposes: Mapping[str, int]
 
     @property
     def left(self) -> int:
-        return self.available - self.weights - self.activations
+        return self.available - sum(self.purposes.values())
+
+    def account(self) -> str:
+        """Every purpose with its size, largest first."""
+        ordered = sorted(self.purposes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in ordered if size)
 
 
-def device_memory(device: torch.device, utilization: float) -> int:
-    """Bytes this process may take: on a GPU its share of the whole less what is taken; on a CPU what is available."""
-    if device.type != "cuda":
-        return available_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
+def gpu_share(total: int, others: int, utilization: float) -> int:
+    """Bytes that --gpu-memory-utilization leaves to this engine: it bounds what is in use on the card, ``others`` included."""
+    share = int(total * utilization) - others
+    if share <= 0:
+        raise OutOfMemory(
+            f"--gpu-memory-utilization {utilization:g} is {total * utilization / GIB:.2f} of this GPU's {total / GIB:.2f} GiB, but others hold "
+            f"{others / GIB:.2f} GiB of it already. Give more than {others / total:.2f}, end what holds it, or use --device cpu."
+        )
+    return share
 
 
 def check_weights_fit(room: Room, device: torch.device) -> None:
-    if room.left <= 0:
-        lever = "try --dtype bfloat16 if this is float32" if device.type == "cpu" else "raise --gpu-memory-utilization"
-        raise OutOfMemory(
-            f"The weights take {room.weights / GIB:.2f} GiB and a step about {room.activations / GIB:.2f} GiB, "
-            f"but only {room.available / GIB:.2f} GiB of memory are available. Use a smaller model, or {lever}."
+    """Whether anything is left for KV."""
+    if room.left > 0:
+        return
+    if device.type == "cpu":
+        remedy = "Use a smaller model, or try --dtype bfloat16 if this is float32."
+    else:
+        remedy = (
+            "Use a smaller model, raise --gpu-memory-utilization, lower --max-num-batched-tokens, --max-logits-rows or --max-num-seqs, "
+            "or use --device cpu."
         )
+    raise OutOfMemory(
+        f"This model does not fit: of the {room.available / GIB:.2f} GiB of memory that are available, {room.account()} are needed, "
+        f"and nothing is left for KV. {remedy}"
+    )
+
+
+def row_bytes(max_rows: int, max_model_len: int, vocab_size: int, block_sizes: Sequence[int]) -> int:
+    """What ``Rows`` holds: ids, block tables, parameters and penalty counts, int32 each."""
+    tables = sum(-(-max_model_len // size) for size in block_sizes)
+    return 4 * max_rows * (max_model_len + tables + len(FLOAT_COLUMNS) + len(INT_COLUMNS) + vocab_size)
+
+
+def graph_bytes(buckets: Sequence[int], decode_peak: int, bytes_per_row: int) -> int:
+    """A bound on what the graphs of ``buckets`` take: one eager step's memory, which all share, each one's own results
+    (``bytes_per_row`` times its rows), and what the driver keeps."""
+    if not buckets:
+        return 0
+    return decode_peak + bytes_per_row * sum(buckets) + _DRIVER_BYTES_GRAPHS + _DRIVER_BYTES_A_GRAPH * len(buckets)
 
 
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:
@@ -110,35 +142,40 @@ def plan_kv(
             f"--max-model-len is {requested_len}, but this model has positions for {max_positions} tokens; give at most {max_positions}."
         )
     if cache.num_blocks is not None:
-        return _counted_plan(specs, cache.num_blocks, max_positions, requested_len)
+        return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len)
     budget, reason = _budget(cache, room, on_cpu=on_cpu)
     if requested_len is not None and cache.kv_cache_memory is None and on_cpu:
         budget, reason = _stretched(specs, budget, reason, requested_len, room)
     longest = _longest(specs, budget, max_positions)
-    max_model_len = _resolve_len(specs, budget, longest, requested_len)
+    by_share = not on_cpu and cache.kv_cache_memory is None
+    max_model_len = _resolve_len(specs, budget, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory")
     groups = _split(specs, budget, max_num_seqs, tokens_a_step, max_model_len)
     plan = KVPlan(groups, max_model_len, ())
     return KVPlan(groups, max_model_len, (_kv_decision(plan, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)))
 
 
-def _counted_plan(specs: Sequence[KVSpec], num_blocks: int, max_positions: int, requested_len: int | None) -> KVPlan:
+def _counted_plan(specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None) -> KVPlan:
     """The user counted blocks: an experiment; a cache smaller than max_model_len is then allowed (long requests are refused)."""
+    needed = sum(spec.bytes_per_block for spec in specs) * num_blocks
+    if needed > room.left:
+        raise OutOfMemory(f"--num-blocks {num_blocks} is {needed / GIB:.2f} GiB of KV, but {_rest(room)}. Lower --num-blocks.")
     full = [spec.block_size * num_blocks for spec in specs if spec.window is None]
     max_model_len = requested_len if requested_len is not None else min([max_positions, *full])
     groups = tuple(KVGroup(spec, num_blocks) for spec in specs)
-    return KVPlan(groups, max_model_len, _len_decision(max_model_len, max_positions, requested_len, KVPlan(groups, max_model_len, ()).num_bytes))
+    return KVPlan(groups, max_model_len, _len_decision(max_model_len, max_positions, requested_len, needed))
+
+
+def _rest(room: Room) -> str:
+    return f"of the {room.available / GIB:.2f} GiB that are available, {room.account()} are needed and {max(0, room.left) / GIB:.2f} GiB left"
 
 
 def _budget(cache: CacheConfig, room: Room, *, on_cpu: bool) -> tuple[int, str]:
     if cache.kv_cache_memory is not None:
         if cache.kv_cache_memory > room.left:
-            raise OutOfMemory(
-                f"--kv-cache-memory is {cache.kv_cache_memory / GIB:.2f} GiB, but beside weights ({room.weights / GIB:.2f} GiB) and activations "
-                f"({room.activations / GIB:.2f} GiB) only {max(0, room.left) / GIB:.2f} GiB are available. Lower --kv-cache-memory."
-            )
+            raise OutOfMemory(f"--kv-cache-memory is {cache.kv_cache_memory / GIB:.2f} GiB, but {_rest(room)}. Lower --kv-cache-memory.")
         return cache.kv_cache_memory, "as --kv-cache-memory asks"
     if not on_cpu:
-        return room.left, f"what --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves beside weights and activations"
+        return room.left, f"what --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves beside {', '.join(room.purposes)}"
     share = min(_CPU_KV_BYTES, int(room.left * _CPU_KV_SHARE))
     left = f"{_CPU_KV_SHARE:.0%} of the {room.left / GIB:.1f} GiB that are left"
     return share, f"the smaller of {_CPU_KV_BYTES // GIB} GiB and {left}; --kv-cache-memory changes it"
@@ -168,7 +205,7 @@ def _longest(specs: Sequence[KVSpec], budget: int, max_positions: int) -> int:
     return _largest(1, max_positions, lambda length: _bytes_for(specs, length) <= budget)
 
 
-def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_len: int | None) -> int:
+def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_len: int | None, lever: str) -> int:
     if requested_len is None and longest >= 1:
         return longest
     wanted = requested_len or 1
@@ -176,7 +213,7 @@ def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_l
         advice = f"lower --max-model-len to at most {longest} or " if longest else ""
         raise ConfigError(
             f"One sequence of {wanted} tokens needs {_bytes_for(specs, wanted) / GIB:.3f} GiB of KV cache, but the cache has {budget / GIB:.3f} GiB; "
-            f"{advice}raise --kv-cache-memory to {_bytes_for(specs, wanted)}."
+            f"{advice}raise {lever}{f' to {_bytes_for(specs, wanted)}' if lever == '--kv-cache-memory' else ''}."
         )
     return wanted
 

@@ -9,17 +9,28 @@ import torch
 
 from headrace.config import Decision
 from headrace.errors import ConfigError
+from headrace.worker.eligibility import find_gpu
 from headrace.worker.host import has_fast_bf16, physical_cores
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def device_kind(requested: str) -> str:
-    """"cpu" or "cuda" for the config's "auto", "cpu" or "cuda". Raises ConfigError when a device is asked for that is not there."""
-    present = bool(torch.cuda.is_available())
-    if requested == "cuda" and not present:
-        raise ConfigError("--device is cuda, but torch finds no CUDA device here; install a CUDA build of torch, or use --device cpu.")
-    return "cuda" if present and requested != "cpu" else "cpu"
+    """cpu or cuda, for the config's auto, cpu or cuda. Raises ConfigError when a GPU is asked for and there is none that can be used."""
+    return resolve_device(requested)[0]
+
+
+def resolve_device(requested: str) -> tuple[str, Decision | None]:
+    """As ``device_kind``, with the reason of an automatic choice. A GPU that is there and cannot be used is named either way."""
+    if requested == "cpu":
+        return "cpu", None
+    gpu = find_gpu()
+    if requested == "cuda" and gpu.problem is not None:
+        raise ConfigError(f"--device is cuda, but {gpu.problem}. Without it, --device cpu runs here.")
+    if gpu.problem is not None:
+        return "cpu", Decision("device", "cpu", f"{gpu.problem}; --device cpu runs instead")
+    capability = ".".join(map(str, gpu.capability or ()))
+    return "cuda", Decision("device", "cuda", f"found {gpu.name}, compute capability {capability}") if requested == "auto" else None
 
 
 def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:

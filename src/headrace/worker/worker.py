@@ -5,7 +5,6 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +15,19 @@ from torch import Tensor
 from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
-from headrace.errors import ConfigError, OutOfMemory
+from headrace.errors import ConfigError
 from headrace.kernels import Kernels
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.request import NewRow, SamplingParams, StepPlan
-from headrace.spec import DecoderSpec, KVGroup, kv_groups
+from headrace.spec import DecoderSpec, KVGroup
+from headrace.worker.allotment import Allotment, allocate_kv, create_demand
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
-from headrace.worker.memory import KVPlan, Room, activation_bytes, check_weights_fit, device_memory, plan_kv, weight_bytes
+from headrace.worker.memory import KVPlan
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rows import Rows
@@ -46,23 +46,25 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
     before = process_memory()
     spec = families.spec_from_config(source.config)
     setting = _resolve(config, spec)
-    plan, room = _plan_memory(config, spec, setting)
+    demand = create_demand(config, spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size)
+    allotment = Allotment(demand)
+    plan = allotment.draft()
     decoder, kernels = _load(config, source, spec, setting, plan.max_model_len)
+    if setting.device.type == "cuda":
+        plan = allotment.settle(decoder, plan.max_model_len, lambda rows, caches: _create_runner(config, decoder, kernels, rows, caches))
     block_sizes = [group.spec.block_size for group in plan.groups]
     rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, block_sizes, setting.device)
-    runner = _create_runner(config, setting, plan, decoder, kernels, rows)
+    kv_caches = [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
+    graphs = _create_graphs(config, plan, decoder, kernels, rows, kv_caches) if demand.graphs else None
+    runner = _create_runner(config, decoder, kernels, rows, kv_caches, graphs)
+    allotment.set_aside()
     loaded = process_memory()
     warm_up(runner, plan.groups, plan.max_model_len)
-    if runner.graphs is not None:
-        runner.graphs.capture_all()
-    memory = {
-        "process": before,
-        "kernels": max(0, process_memory() - loaded),  # what a first step leaves: threads, generated code, scratch
-        "weights": weight_bytes(decoder),
-        "kv_cache": plan.num_bytes,
-        "activations": room.activations,
-        "rows": rows.num_bytes,
-    }
+    if graphs is not None:
+        with allotment.capturing():
+            graphs.capture_all()
+    first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
+    memory = allotment.account(decoder, plan, rows, process=before, kernels=first_step)
     info = ExecutorInfo(
         vocab_size=spec.vocab_size,
         max_model_len=plan.max_model_len,
@@ -78,13 +80,13 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
     return executor, (*setting.decisions, *plan.decisions, *_kernel_decisions(kernels))
 
 
-def _create_runner(config: EngineConfig, setting: _Setting, plan: KVPlan, decoder: Decoder, kernels: Kernels, rows: Rows) -> ModelRunner:
-    kv_caches = [_allocate(group, setting.dtype, setting.device) for group in plan.groups]
-    graphs = None
-    if setting.device.type == "cuda" and not config.device.enforce_eager:
-        graphs = DecodeGraphs(
-            decoder, kernels, rows, kv_caches, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len
-        )
+def _create_graphs(config: EngineConfig, plan: KVPlan, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs:
+    return DecodeGraphs(decoder, kernels, rows, kv_caches, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len)
+
+
+def _create_runner(
+    config: EngineConfig, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None
+) -> ModelRunner:
     return ModelRunner(
         decoder,
         kv_caches,
@@ -123,26 +125,6 @@ def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
     return _Setting(device, dtype, threads, overlap, tokens_a_step, block_size, decisions)
 
 
-def _plan_memory(config: EngineConfig, spec: DecoderSpec, setting: _Setting) -> tuple[KVPlan, Room]:
-    size, tokens_a_step = setting.dtype.itemsize, setting.tokens_a_step
-    weights = sum(math.prod(rule.shape) for rule in families.weight_rules(spec)) * size
-    logits_rows = min(config.scheduler.max_logits_rows, max(config.scheduler.max_num_seqs, tokens_a_step))
-    activations = activation_bytes(spec, tokens_a_step, logits_rows, size)
-    room = Room(device_memory(setting.device, config.cache.gpu_memory_utilization), weights, activations)
-    check_weights_fit(room, setting.device)
-    plan = plan_kv(
-        kv_groups(spec, setting.block_size, size),
-        config.cache,
-        room,
-        on_cpu=setting.device.type == "cpu",
-        max_num_seqs=config.scheduler.max_num_seqs,
-        tokens_a_step=tokens_a_step,
-        max_positions=spec.max_positions,
-        requested_len=config.model.max_model_len,
-    )
-    return plan, room
-
-
 def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting: _Setting, max_model_len: int) -> tuple[Decoder, Kernels]:
     kernels = Kernels(
         setting.device,
@@ -162,16 +144,6 @@ def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting:
     with torch.inference_mode():
         decoder.finish_loading()
     return decoder, kernels
-
-
-def _allocate(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[blocks, layers, 2, kv_heads, block_size, head_dim]; on a CPU pages are taken at first touch."""
-    spec = group.spec
-    try:
-        return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, spec.head_dim, dtype=dtype, device=device)
-    except RuntimeError as error:
-        size = group.num_blocks * spec.bytes_per_block
-        raise OutOfMemory(f"{size / 2**30:.2f} GiB for {group.num_blocks} KV blocks could not be allocated. Lower --kv-cache-memory.") from error
 
 
 def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int) -> None:

@@ -1,0 +1,220 @@
+"""Who gets how much of one device's memory, in the order in which it becomes known.
+
+A CPU's plan is made of bounds, before anything is loaded. On a GPU that plan is a draft: it refuses what cannot fit and bounds the longest
+sequence. Once the weights are there, the largest steps are rehearsed, what they hold is measured, and KV gets exactly the rest.
+
+What lives here: that order. What may not: sizes of single things (memory.py), reading counters (device_memory.py), loading, running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headrace.config import CacheConfig, EngineConfig
+from headrace.errors import OutOfMemory
+from headrace.models import families
+from headrace.spec import DecoderSpec, KVGroup, kv_groups
+from headrace.worker.device_memory import DeviceMeter, measured_peak, set_aside
+from headrace.worker.graphs import buckets_up_to
+from headrace.worker.host import available_memory
+from headrace.worker.memory import (
+    GIB,
+    KVPlan,
+    Room,
+    activation_bytes,
+    check_weights_fit,
+    gpu_share,
+    graph_bytes,
+    plan_kv,
+    row_bytes,
+    weight_bytes,
+)
+from headrace.worker.rehearsal import Limits, RunsPlans, chunks, decode_step, largest_step, rehearse
+from headrace.worker.rows import Rows
+
+CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsPlans]  # without graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the division depends on."""
+
+    spec: DecoderSpec
+    cache: CacheConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    tokens_a_step: int
+    max_num_seqs: int
+    max_logits_rows: int
+    requested_len: int | None
+    graphs: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def limits(self, longest: int) -> Limits:
+        return Limits(self.max_num_seqs, self.tokens_a_step, self.max_logits_rows, longest)
+
+
+def create_demand(
+    config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, *, tokens_a_step: int, block_size: int
+) -> Demand:
+    scheduler = config.scheduler
+    graphs = device.type == "cuda" and not config.device.enforce_eager
+    return Demand(
+        spec,
+        config.cache,
+        device,
+        dtype,
+        block_size,
+        tokens_a_step,
+        scheduler.max_num_seqs,
+        scheduler.max_logits_rows,
+        config.model.max_model_len,
+        graphs,
+    )
+
+
+class Allotment:
+    """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._meter = None if demand.on_cpu else DeviceMeter(demand.device)
+        self._room = Room(self._available(), {"weights": self._weights(), "activations": self._bound()})
+        self._arena = 0
+
+    def draft(self) -> KVPlan:
+        """Before anything is loaded. A CPU's plan is final; on a GPU sequences will be no longer than this says."""
+        check_weights_fit(self._room, self._demand.device)
+        if self._demand.on_cpu:
+            return self._plan(self._room)
+        return self._plan(Room(self._room.available, {"weights": self._room.purposes["weights"]}))
+
+    def settle(self, decoder: nn.Module, longest: int, create_runner: CreateRunner) -> KVPlan:
+        """On a GPU, with everything loaded: the plan that holds. ``longest``: of the draft. Raises ConfigError or OutOfMemory."""
+        assert self._meter is not None, "a CPU's draft is its plan"
+        demand = self._demand
+        decode, self._arena = self._rehearse(longest, create_runner)
+        buckets = buckets_up_to(demand.max_num_seqs) if demand.graphs else ()
+        self._room = Room(
+            self._room.available,
+            {
+                "weights": weight_bytes(decoder),
+                "activations": self._arena,
+                "graphs": graph_bytes(buckets, decode, 4 * demand.spec.hidden_size + 4 * self._table_width(longest)),
+                "rows": row_bytes(demand.max_num_seqs, longest, demand.spec.vocab_size, self._block_sizes()),
+                "context": self._meter.context,
+                "kernels": self._meter.code(),
+            },
+        )
+        check_weights_fit(self._room, demand.device)
+        return self._plan(self._room)
+
+    def set_aside(self) -> None:
+        """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks the driver."""
+        if self._arena:
+            set_aside(self._arena, self._demand.device)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Graphs are captured within."""
+        if self._meter is None:
+            yield
+        else:
+            with self._meter.capturing():
+                yield
+
+    def account(self, decoder: nn.Module, plan: KVPlan, rows: Rows, *, process: int, kernels: int) -> dict[str, int]:
+        """Bytes by purpose. ``process``, ``kernels``: of the host, before the model and by a first step; a GPU's are its own."""
+        tensors = {"weights": weight_bytes(decoder), "kv_cache": plan.num_bytes, "rows": rows.num_bytes}
+        activations = self._room.purposes["activations"]
+        if self._meter is None:
+            return {"process": process, "kernels": kernels, **tensors, "activations": activations}
+        meter = self._meter
+        outside = {"context": meter.context, "kernels": meter.code(), "in use before": meter.others}
+        return {**tensors, "activations": activations, "graphs": meter.graphs, **outside}
+
+    # --- parts
+
+    def _available(self) -> int:
+        if self._meter is None:
+            return available_memory()
+        return gpu_share(self._meter.total, self._meter.others, self._demand.cache.gpu_memory_utilization)
+
+    def _weights(self) -> int:
+        return sum(math.prod(rule.shape) for rule in families.weight_rules(self._demand.spec)) * self._demand.dtype.itemsize
+
+    def _bound(self) -> int:
+        demand = self._demand
+        logits_rows = min(demand.max_logits_rows, max(demand.max_num_seqs, demand.tokens_a_step))
+        return activation_bytes(demand.spec, demand.tokens_a_step, logits_rows, demand.dtype.itemsize)
+
+    def _block_sizes(self) -> list[int]:
+        return [each.block_size for each in kv_groups(self._demand.spec, self._demand.block_size, self._demand.dtype.itemsize)]
+
+    def _table_width(self, longest: int) -> int:
+        return sum(-(-longest // size) for size in self._block_sizes())
+
+    def _plan(self, room: Room) -> KVPlan:
+        demand = self._demand
+        return plan_kv(
+            kv_groups(demand.spec, demand.block_size, demand.dtype.itemsize),
+            demand.cache,
+            room,
+            on_cpu=demand.on_cpu,
+            max_num_seqs=demand.max_num_seqs,
+            tokens_a_step=demand.tokens_a_step,
+            max_positions=demand.spec.max_positions,
+            requested_len=demand.requested_len,
+        )
+
+    def _rehearse(self, longest: int, create_runner: CreateRunner) -> tuple[int, int]:
+        """(bytes of the largest decode step, bytes the allocator comes to hold by the largest steps)."""
+        demand, limits = self._demand, self._demand.limits(longest)
+        length = max(chunks(limits)) + 1
+        groups = [KVGroup(each, 1) for each in kv_groups(demand.spec, demand.block_size, demand.dtype.itemsize)]
+        try:
+            rows = Rows(demand.max_num_seqs, length, demand.spec.vocab_size, self._block_sizes(), demand.device)
+            runner = create_runner(rows, [allocate_kv(group, demand.dtype, demand.device).zero_() for group in groups])
+            with measured_peak(demand.device) as peaks:
+                rehearse(runner, decode_step(limits))
+            with measured_peak(demand.device) as peaks_of_all:
+                rehearse(runner, largest_step(limits))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(self._too_large(limits)) from error
+        del runner, rows
+        torch.cuda.empty_cache()
+        return peaks[0].live, max(peaks[0].held, peaks_of_all[0].held)
+
+    def _too_large(self, limits: Limits) -> str:
+        free, total = torch.cuda.mem_get_info(self._demand.device)
+        shape = f"{limits.tokens_a_step} tokens, {limits.max_num_seqs} sequences, {limits.max_logits_rows} rows of logits"
+        weights = self._room.purposes["weights"]
+        return (
+            f"The largest step ({shape}) does not fit beside the weights ({weights / GIB:.2f} GiB): of the GPU's {total / GIB:.2f} GiB, "
+            f"{free / GIB:.2f} GiB were left. Lower --max-num-batched-tokens, --max-num-seqs or --max-logits-rows, or use --device cpu."
+        )
+
+
+def allocate_kv(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[blocks, layers, 2, kv_heads, block_size, head_dim]; on a CPU pages are taken at first touch."""
+    spec = group.spec
+    try:
+        return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, spec.head_dim, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise OutOfMemory(_kv_refused(group.num_blocks, group.num_blocks * spec.bytes_per_block, device)) from error
+
+
+def _kv_refused(num_blocks: int, size: int, device: torch.device) -> str:
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    flags = "--kv-cache-memory" if device.type == "cpu" else "--gpu-memory-utilization or --kv-cache-memory"
+    return f"{size / GIB:.2f} GiB for {num_blocks} KV blocks could not be allocated: {free / GIB:.2f} GiB are free. Lower {flags}."

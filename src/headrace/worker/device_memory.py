@@ -1,0 +1,106 @@
+"""A GPU's memory as this process sees it: what the driver counts, what torch's allocator holds of it, and what the stages of a start add.
+
+What lives here: measuring, and the piece that steps draw from. What may not: deciding sizes (memory.py), the order of a start (worker.py).
+
+    total | free | other processes | context | code, handles | graphs     | weights | KV | rows | arena of steps |
+                 '----- outside: in no tensor of this process ----------' '-- held by this process's allocator --'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from headrace.worker.driver import ask_driver
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Bytes of one card, now, with nothing under way on it."""
+
+    total: int
+    free: int
+    held: int  # by this process's allocator
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    @property
+    def outside(self) -> int:
+        """In use, but not by this process's allocator."""
+        return self.used - self.held
+
+
+def device_use(device: torch.device) -> DeviceUse:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceUse(total, free, torch.cuda.memory_reserved(device))
+
+
+def used_before_context(device: torch.device) -> int | None:
+    """Bytes in use on the card, asked without making a context; None where the driver does not say."""
+    properties, driver = torch.cuda.get_device_properties(device), ask_driver()
+    free = [card.free for card in driver.cards if card.uuid.endswith(str(properties.uuid))] if driver is not None else []
+    return max(0, properties.total_memory - free[0]) if len(free) == 1 else None
+
+
+class DeviceMeter:
+    """What a start adds to the memory in use, beside tensors. Made before the first of them: it makes the CUDA context.
+
+    ``others``: bytes in use before, by other processes or by what this one held already. Where the driver does not tell them from
+    the context, ``context`` is both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.others = used_before_context(device) or 0
+        held = torch.cuda.memory_reserved(device)
+        torch.zeros(1, device=device)
+        self._first = device_use(device)
+        self.total = self._first.total
+        self.context = max(0, self._first.used - self.others - (self._first.held - held))
+        self.graphs = 0  # their pool, and what the driver keeps of them
+        self._graphs_outside = 0
+
+    def code(self) -> int:
+        """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after the context."""
+        return max(0, device_use(self._device).outside - self._first.outside - self._graphs_outside)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What comes into use within belongs to graphs."""
+        before = device_use(self._device)
+        yield
+        after = device_use(self._device)
+        self.graphs += after.used - before.used
+        self._graphs_outside += after.outside - before.outside
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes that were in use at once, above what was there before."""
+
+    held: int  # by the allocator: with its rounding and its gaps
+    live: int  # in tensors
+
+
+@contextmanager
+def measured_peak(device: torch.device) -> Iterator[list[Peak]]:
+    """Puts the peak of what happens within into the list it yields; begins with an empty cache."""
+    peaks: list[Peak] = []
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    held, live = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    yield peaks
+    torch.cuda.synchronize(device)
+    peaks.append(Peak(torch.cuda.max_memory_reserved(device) - held, torch.cuda.max_memory_allocated(device) - live))
+
+
+def set_aside(size: int, device: torch.device) -> None:
+    """Makes ``size`` bytes the allocator's own, in one piece: steps share it out and never ask the driver for more."""
+    torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,0 +1,90 @@
+"""The largest steps there can be, taken before the KV cache exists, to learn what steps hold at once.
+
+Every position of every row lies in block 0 of a throw-away cache of one block a group: a row's table is zeros until it is edited.
+What is computed is nonsense; what is allocated on the way is what a real step of that shape allocates.
+
+What lives here: the two steps. What may not: sizing (memory.py), measuring (device_memory.py), making runners (worker.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+# Everything that makes a sampler keep something for a row.
+DEMANDING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, presence_penalty=0.5, repetition_penalty=1.1, logprobs=20, detokenize=False)
+SCORED = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=20, prompt_logprobs=20, detokenize=False)
+
+
+class RunsPlans(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step. ``longest``: tokens one sequence may have, the sampled one included."""
+
+    max_num_seqs: int
+    tokens_a_step: int
+    max_logits_rows: int
+    longest: int
+
+
+def decode_step(limits: Limits) -> StepPlan:
+    """One token of every row, greedy: the largest step a graph covers."""
+    return _plan([1] * min(limits.max_num_seqs, limits.tokens_a_step), [GREEDY])
+
+
+def largest_step(limits: Limits) -> StepPlan:
+    """As many tokens as a step may have, in as many rows; every row asks the sampler for all it has, the first one for its prompt's scores."""
+    return _plan(chunks(limits), [SCORED, DEMANDING])
+
+
+def chunks(limits: Limits) -> list[int]:
+    """Tokens of each row of the largest step: enough in the first that a whole budget of logits rows is scored, the rest dealt out."""
+    fitting = max(1, limits.longest - 1)  # every row samples a token
+    count = min(limits.max_num_seqs, limits.tokens_a_step)
+    first = min(fitting, limits.tokens_a_step - (count - 1), limits.max_logits_rows + 1)
+    if count == 1:
+        return [min(fitting, limits.tokens_a_step)]
+    share, over = divmod(limits.tokens_a_step - first, count - 1)
+    return [first, *(min(fitting, share + (index < over)) for index in range(count - 1))]
+
+
+def rehearse(runner: RunsPlans, plan: StepPlan) -> None:
+    """Takes the step and forgets its rows. ``runner``: over rows that nobody else uses, and a cache of at least one block a group."""
+    runner.run(plan)
+    runner.forget()
+
+
+def _plan(counts: list[int], params: list[SamplingParams]) -> StepPlan:
+    """New rows of ``counts`` tokens each; the i-th params are for row i, the last for all that follow."""
+    nothing, rows = array("i"), array("i", range(len(counts)))
+    added = tuple(
+        NewRow(row, row, array("i", [0]) * count, count, params[min(row, len(params) - 1)], seed=row, stop_token_ids=())
+        for row, count in enumerate(counts)
+    )
+    return StepPlan(
+        step_id=-1,
+        rows_dropped=nothing,
+        rows_added=added,
+        table_row=nothing,
+        table_group=nothing,
+        table_index=nothing,
+        table_block=nothing,
+        copy_group=nothing,
+        copy_source=nothing,
+        copy_target=nothing,
+        rows=rows,
+        starts=array("i", [0]) * len(counts),
+        counts=array("i", counts),
+        sample_work=rows,
+        sample_rows=rows,
+        prompt_logprobs=(0,) if params[0].prompt_logprobs is not None else (),
+    )
