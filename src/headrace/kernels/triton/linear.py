@@ -119,13 +119,18 @@ class InvariantLinear:
     bulk: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        outs, rows = self.weight.shape[0], x.reshape(-1, x.shape[-1])
+        return self.compute(x, self.tile(x.numel() // x.shape[-1], self.weight.shape[0]))
+
+    def tile(self, tokens: int, outs: int) -> Tile:
+        """The tile for so many rows of a layer of so many columns."""
+        return tile_for(self.weight.dtype, tokens, outs, processors=self.processors, one_order=self.one_order)
+
+    def compute(self, x: Tensor, tile: Tile) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        y = torch.empty((*x.shape[:-1], outs), dtype=x.dtype, device=x.device)
-        if y.numel() == 0:
-            return y
-        tile = tile_for(x.dtype, rows.shape[0], outs, processors=self.processors, one_order=self.one_order)
-        launch(rows, self.weight, self.bias, y, tile, bulk=self.bulk and _aligned(rows) and _aligned(self.weight))
+        y = torch.empty((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype, device=x.device)
+        if y.numel():
+            launch(rows, self.weight, self.bias, y, tile, bulk=self.bulk and _aligned(rows) and _aligned(self.weight))
         return y
 
 
