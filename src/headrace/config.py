@@ -114,6 +114,7 @@ class DeviceConfig:
     )
     enforce_eager: bool = option(False, "no graphs", technique="cuda_graphs", on=False, off=True)
     batch_invariant: bool = option(False, "the same bits whatever else is in the batch")
+    trace: str | None = option(None, "write what host and device did, step by step, into this file, for ui.perfetto.dev", metavar="FILE")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")

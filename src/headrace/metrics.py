@@ -82,6 +82,7 @@ class StepTimes:
     settled: float  # its tokens are in the scheduler's books
     host_seconds: float
     continuous: bool
+    in_flight: int = 0  # steps submitted and not yet collected, when this one was settled
 
 
 @dataclass(frozen=True, slots=True)

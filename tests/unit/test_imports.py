@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models.source", "scheduler", "cache", "sequence"},
     "engine.core": {"scheduler", "cache", "sequence"},
     "engine.executor": set(),
-    "engine.llm": {"worker", "models.source", "scheduler", "cache", "sequence"},
+    "engine.llm": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
     "engine.process": {"worker", "models.source", "scheduler", "cache"},
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence"},
@@ -70,7 +70,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 
 TORCH_FREE = (
-    "request", "sequence", "spec", "clock", "config", "errors", "metrics", "techniques", "flags", "cli",
+    "request", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
     "cost", "scheduler", "cache", "server",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip

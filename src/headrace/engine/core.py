@@ -88,6 +88,10 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._events or self._fifo) or self.scheduler.has_work
 
+    def observe(self, observer: StepObserver) -> None:
+        """Tells this one of the steps from now on, instead of the one before."""
+        self._observer = observer
+
     def add(self, request: Request) -> None:
         """Takes effect at the next step, like every event."""
         self._events.append(AddRequest(request))
@@ -142,8 +146,8 @@ class EngineCore:
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
         if self._observer is not None:
-            times = StepTimes(step.scheduled, step.submitted, step.queued, awaited, collected, self.clock.now(), step.host_seconds, step.continuous)
-            self._observer.on_step(step.plan, result, times)
+            at = (step.scheduled, step.submitted, step.queued, awaited, collected, self.clock.now())
+            self._observer.on_step(step.plan, result, StepTimes(*at, step.host_seconds, step.continuous, len(self._fifo)))
         return outputs
 
     def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:

@@ -32,6 +32,7 @@ from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
 from headrace.pages import prefer_huge_pages
 from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.trace import StepTrace, TraceFile
 from headrace.waiting import limit_spinning
 
 Sink = Callable[[RequestDelta], None]
@@ -48,9 +49,12 @@ class Engine:
     info: EngineInfo
     default_params: SamplingParams
     recorder: StepRecorder
+    trace: StepTrace | None = None
 
     def close(self) -> None:
         self.core.executor.close()
+        if self.trace is not None:
+            self.trace.close()
 
 
 def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True) -> Engine:
@@ -58,6 +62,7 @@ def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorde
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
+    file = TraceFile(config.device.trace) if config.device.trace is not None else None  # what cannot be written is said at once
     source = find_source(config)
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
@@ -74,7 +79,11 @@ def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorde
         depth=config.device.overlap or 0,
         observer=recorder,
     )
-    return Engine(core, source, tokenizer, describe(config, source, core, eos, decisions), defaults, recorder)
+    info = describe(config, source, core, eos, decisions)
+    trace = StepTrace(file, recorder, core.stats, name=f"headrace: {info.model}, {info.device}") if file is not None else None
+    if trace is not None:
+        core.observe(trace)
+    return Engine(core, source, tokenizer, info, defaults, recorder, trace)
 
 
 def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
