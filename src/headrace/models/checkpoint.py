@@ -99,6 +99,10 @@ class SafetensorsCheckpoint:
         entry = self._entries[key]
         return self._files.tensor(entry.file, self.dtype(key), entry.start, entry.num_bytes).view(entry.shape)
 
+    def entry(self, key: str) -> TensorEntry:
+        """Where the tensor's bytes are."""
+        return self._entries[key]
+
     def close(self) -> None:
         self._files.close()
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.checkpoint import Checkpoint
+from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from headrace.models.families import WeightRule
+from headrace.models.streaming import Source, stream
 
 # Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
 _WRAPPERS = ("model.", "transformer.")
@@ -27,15 +29,37 @@ def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[Wei
     """Every parameter is filled and every key used (or ignored), or ModelError names the first few.
 
     ``dtype`` is the parameters' type, into which tensors are cast while they are copied. The decoder's ``finish_loading`` is the caller's.
+    On a CPU files are mapped and copied tensor by tensor; to a GPU they are read by several threads at once.
     """
     parameters = dict(decoder.named_parameters())
     names = _Names(checkpoint.keys())
     plan = list(rules)
     _check_complete(plan, parameters, names)
     _check_nothing_left(plan, names, ignored)
+    copies = [copy for rule in plan for copy in _copies(parameters[rule.target], rule, checkpoint, names, dtype)]
+    devices = {copy.target.device for copy in copies}
+    if isinstance(checkpoint, SafetensorsCheckpoint) and all(device.type == "cuda" for device in devices):
+        for device in devices:
+            stream([_source(copy, checkpoint) for copy in copies if copy.target.device == device], device)
+        return
     with torch.inference_mode():
-        for rule in plan:
-            _fill(parameters[rule.target], rule, checkpoint, names, dtype)
+        for copy in copies:
+            tensor = checkpoint.read(copy.key)
+            copy.target.copy_(tensor.t() if copy.transpose else tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A stored tensor's place. ``transpose``: it is stored as the transpose of ``target``."""
+
+    key: str
+    target: Tensor
+    transpose: bool
+
+
+def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
+    entry = checkpoint.entry(copy.key)
+    return Source(entry.file, entry.start, checkpoint.dtype(copy.key), entry.shape, copy.target, copy.transpose)
 
 
 class _Names:
@@ -98,18 +122,18 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(name[:100] for name in names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _fill(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: _Names, dtype: torch.dtype) -> None:
+def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: _Names, dtype: torch.dtype) -> Iterator[_Copy]:
     if parameter.dtype != dtype and parameter.dtype != torch.float32:
         raise ModelError(f"parameter {rule.target} is {parameter.dtype} but weights load as {dtype}; build the decoder with that dtype.")
     groups = parameter.data.unbind(0) if rule.stack else (parameter.data,)
     if len(groups) != len(rule.sources):
         raise ModelError(f"{rule.target} stacks {len(groups)} tensors but the checkpoint has {len(rule.sources)}; check num_experts in config.json.")
     for target, sources in zip(groups, rule.sources, strict=True):
-        _fill_group(target, rule, [names[source] for source in sources], checkpoint)
+        yield from _copies_of_group(target, rule, [names[source] for source in sources], checkpoint)
 
 
-def _fill_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: Checkpoint) -> None:
-    """Copies tensors one after another along dimension 0 of ``target``; their sizes must use it up exactly."""
+def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: Checkpoint) -> Iterator[_Copy]:
+    """Tensors one after another along dimension 0 of ``target``; their sizes must use it up exactly."""
     shapes = [_oriented(checkpoint.shape(key), rule.transpose) for key in keys]
     rows = sum(shape[0] if shape else 1 for shape in shapes)
     wrong = rows != target.shape[0] or any(shape[1:] != tuple(target.shape[1:]) for shape in shapes)
@@ -121,7 +145,8 @@ def _fill_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: C
         )
     start = 0
     for key, shape in zip(keys, shapes, strict=True):
-        _copy(target.narrow(0, start, shape[0]), key, checkpoint, transpose=rule.transpose)
+        _check_floats(key, checkpoint)
+        yield _Copy(key, target.narrow(0, start, shape[0]), rule.transpose and len(shape) == 2)
         start += shape[0]
 
 
@@ -129,14 +154,12 @@ def _oriented(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
     return (shape[1], shape[0]) if transpose and len(shape) == 2 else shape
 
 
-def _copy(target: Tensor, key: str, checkpoint: Checkpoint, *, transpose: bool) -> None:
+def _check_floats(key: str, checkpoint: Checkpoint) -> None:
     if checkpoint.dtype(key) not in _FLOATS:
         raise ModelError(
             f"tensor {key} is stored as {checkpoint.dtype(key)}, which needs a "
             "quantization format that is not supported; use an unquantized checkpoint."
         )
-    tensor = checkpoint.read(key)
-    target.copy_(tensor.t() if transpose and tensor.dim() == 2 else tensor)
 
 
 # --- random weights ---------------------------------------------------------------------------------------------------

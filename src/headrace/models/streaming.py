@@ -1,0 +1,164 @@
+"""Tensors of files straight into parameters on a GPU: several readers, each with pinned buffers and a stream of its own.
+
+What lives here: reading, copying, casting on the device. What may not: file formats, names, which tensor belongs where (loader.py).
+
+    reader        | read span 0 | read span 2 | …           A reader fills one buffer while the copy from its other one is under way;
+    copy engine         | copy span 0 | copy span 2 | …     spans are taken as readers come free, largest files or not. Host memory in
+    reader        | read span 1       | read span 3 | …     use: readers × 2 × the size of a buffer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ModelError
+
+READERS = 8
+BUFFER_BYTES = 8 * 2**20
+_SPAN_BYTES = 64 * 2**20  # a larger tensor is shared by several readers
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One stored tensor and where it goes. ``target``: contiguous; ``transpose``: stored as the transpose of it."""
+
+    file: Path
+    start: int  # byte offset
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    target: Tensor
+    transpose: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+def stream(sources: Iterable[Source], device: torch.device, *, readers: int = READERS, buffer_bytes: int = BUFFER_BYTES) -> None:
+    """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; then some are filled."""
+    spans: SimpleQueue[Source] = SimpleQueue()
+    for source in sources:
+        for span in _spans(source):
+            spans.put(span)
+    failed = Event()
+    with ThreadPoolExecutor(readers, "headrace-load") as pool:
+        for lane in [pool.submit(_read_all, spans, device, buffer_bytes, failed) for _ in range(readers)]:
+            lane.result()
+
+
+def _spans(source: Source) -> Iterator[Source]:
+    """Pieces of a tensor that several readers can take."""
+    if source.transpose or source.num_bytes <= _SPAN_BYTES:
+        yield source
+        return
+    flat, step = source.target.view(-1), _SPAN_BYTES // source.dtype.itemsize
+    for first in range(0, len(flat), step):
+        piece = flat[first : first + step]
+        yield Source(source.file, source.start + first * source.dtype.itemsize, source.dtype, (len(piece),), piece)
+
+
+def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, failed: Event) -> None:
+    """One reader: takes spans until there are none, or another reader has failed."""
+    try:
+        with torch.inference_mode(), _Lane(device, buffer_bytes) as lane:
+            while not failed.is_set():
+                lane.fill(spans.get_nowait())
+    except Empty:
+        return
+    except BaseException:
+        failed.set()
+        raise
+
+
+class _Buffer:
+    """Host memory, pinned for a GPU, that is not written while a copy from it is under way."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+        self.view: memoryview = self.tensor.numpy().data
+        self._copied = torch.cuda.Event() if cuda else None
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copied(self) -> None:
+        if self._copied is not None:
+            self._copied.record()
+
+
+class _Lane:
+    """What one reader holds: open files, two buffers, a stream."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        self._device = device
+        self._buffers: Sequence[_Buffer] = [_Buffer(buffer_bytes, device) for _ in range(2)]
+        self._turn = 0
+        self._files: dict[Path, int] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._closing = ExitStack()
+
+    def __enter__(self) -> _Lane:
+        current: AbstractContextManager[object] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        self._closing.enter_context(current)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._closing.close()
+
+    def fill(self, span: Source) -> None:
+        target = span.target
+        if target.dtype == span.dtype and not span.transpose:
+            self._copy(span, target.view(-1).view(torch.uint8))
+            return
+        landed = torch.empty(span.num_bytes, dtype=torch.uint8, device=self._device)
+        self._copy(span, landed)
+        stored = landed.view(span.dtype).view(span.shape)
+        target.copy_(stored.t() if span.transpose else stored.view_as(target))
+
+    def _copy(self, span: Source, landing: Tensor) -> None:  # landing: [bytes], uint8
+        descriptor = self._open(span.file)
+        for first in range(0, span.num_bytes, len(self._buffers[0].view)):
+            buffer = self._buffers[self._turn]
+            self._turn = 1 - self._turn
+            count = min(len(buffer.view), span.num_bytes - first)
+            buffer.wait()
+            _read(span.file, descriptor, buffer.view[:count], span.start + first)
+            landing[first : first + count].copy_(buffer.tensor[:count], non_blocking=True)
+            buffer.copied()
+
+    def _open(self, file: Path) -> int:
+        if file not in self._files:
+            try:
+                self._files[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
+        return self._files[file]
+
+
+def _read(file: Path, descriptor: int, view: memoryview, offset: int) -> None:
+    """Fills ``view`` from ``offset``."""
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the disk, or download the file again.") from error
+        if count == 0:
+            raise ModelError(f"{file} ends at byte {offset + done}, within a tensor; it was changed while it was read. Download the file again.")
+        done += count

@@ -1,0 +1,66 @@
+"""Weights read by several threads through buffers equal those read one tensor at a time, and a file that ends early is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.config import ModelConfig
+from headrace.errors import ModelError
+from headrace.kernels import Kernels
+from headrace.models import loader, streaming
+from headrace.models.checkpoint import SafetensorsCheckpoint
+from headrace.models.decoder import Decoder
+from headrace.models.families import ignored_keys, spec_from_config, weight_rules
+from headrace.models.source import ModelSource, find_model
+from headrace.models.streaming import Source, stream
+from support import tiny
+
+CPU = torch.device("cpu")
+
+
+def load(source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_bytes: int = 1000) -> dict[str, torch.Tensor]:
+    spec = spec_from_config(source.config)
+    decoder = Decoder(spec, kernels=Kernels(CPU), dtype=dtype, device=CPU, max_model_len=64)
+    for tensor in decoder.parameters():
+        tensor.data.fill_(7.0)
+    checkpoint = SafetensorsCheckpoint(source.path)
+    if streamed:
+        parameters, names = dict(decoder.named_parameters()), loader._Names(checkpoint.keys())
+        copies = [copy for rule in weight_rules(spec) for copy in loader._copies(parameters[rule.target], rule, checkpoint, names, dtype)]
+        stream([loader._source(copy, checkpoint) for copy in copies], CPU, readers=3, buffer_bytes=buffer_bytes)
+    else:
+        loader.load_weights(decoder, checkpoint, weight_rules(spec), ignored_keys(spec), dtype)
+    return dict(decoder.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_streamed_weights_are_the_weights(name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged, stacked, transposed, cast; tensors shared by readers, spans that end within a buffer, files in shards."""
+    monkeypatch.setattr(streaming, "_SPAN_BYTES", 4096)
+    source = find_model(ModelConfig(model=str(tiny.save(name, tmp_path, shard_size="60KB"))))
+    plain, streamed = (load(source, dtype, streamed=each) for each in (False, True))
+    assert all(torch.equal(tensor, plain[key]) for key, tensor in streamed.items())
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    source = find_model(ModelConfig(model=str(tiny.save("llama", tmp_path))))
+    entry = max(SafetensorsCheckpoint(source.path)._entries.values(), key=lambda entry: entry.start)
+    entry.file.write_bytes(entry.file.read_bytes()[: entry.start + 1])
+    with pytest.raises(ModelError, match=r"model\.safetensors ends at byte \d+, within a tensor"):
+        stream([Source(entry.file, entry.start, torch.float32, entry.shape, torch.empty(entry.shape))], CPU)
+
+
+def test_one_failure_ends_all_readers(tmp_path: Path) -> None:
+    """What is left is not read for nothing."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(4096))
+    targets = [torch.full((1024,), 1.0) for _ in range(50)]
+    sources = [Source(tmp_path / "gone", 0, torch.float32, (1024,), torch.empty(1024))]
+    sources += [Source(file, 0, torch.float32, (1024,), target) for target in targets]
+    with pytest.raises(ModelError, match="gone"):
+        stream(sources, CPU, readers=1)
+    assert not any((target == 0.0).any() for target in targets)
