@@ -50,6 +50,29 @@ def test_latency_shows_steps_beside_their_floor(model: str, tmp_path: Path) -> N
         assert step["floor ms"] > 0 and step["fraction"] > 0
 
 
+def test_the_table_runs_each_model_in_its_own_process(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "table.md"
+    words = ("--model", model, "--rows", "decode-8", "prefill-16x2048", "mixed", "--scale", "0.01", "--repeats", "2", "--markdown", str(page))
+    found = figures(tmp_path, "table", *words, "--", *ENGINE)
+    (made,) = found["models"]
+    assert [(row["row"], len(row["values"]), row["problem"]) for row in made["rows"]] == [(name, 2, None) for name in words[3:6]]
+    assert made["rows"][0]["host_ms"] > 0 and made["limits"]["read_bandwidth"] > 0 and made["kernels"]
+    text = capsys.readouterr().out
+    assert "not comparable with vLLM" in text and "decode-1, decode-32" in text and "strict kernels" in text
+    assert page.read_text().count("| missing |") == 8
+
+    merged = tmp_path / "merged.md"
+    assert cli.main(["bench", "table", "--merge", str(tmp_path / "out.json"), str(tmp_path / "out.json"), "--markdown", str(merged)]) == 0
+    assert merged.read_text() == page.read_text() + "\n" + page.read_text()
+
+
+def test_a_row_that_cannot_run_is_missing_and_fails_the_table(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", model, "--rows", "decode-1", "prefill-1x8192", "--scale", "0.02", "--repeats", "1", "--", *ENGINE, "--max-model-len", "64")
+    assert cli.main(["bench", "table", *words]) == 1
+    text = capsys.readouterr().out
+    assert "missing: prefill-1x8192 (" in text and "maximum context length is 64" in text
+
+
 def test_the_control_plane_is_measured_without_torch(tmp_path: Path) -> None:
     found = figures(tmp_path, "control-plane", "--rows", "4", "--steps", "5", "--requests", "200")
     assert found["steps"][0]["sum µs"] > 0 and found["memory"]["last_mib"] > 0
@@ -67,6 +90,9 @@ def test_a_start_is_taken_apart(tmp_path: Path) -> None:
     [
         (("throughput", "--num-prompts", "0"), 2, "--num-prompts is 0"),
         (("ablate", "magic"), 2, "no technique 'magic'"),
+        (("table", "--rows", "magic"), 2, "no row 'magic'"),
+        (("table", "--scale", "0"), 2, "--scale 0"),
+        (("table", "--merge", "/no/such/file"), 2, "/no/such/file cannot be read"),
         (("startup", "--", "/no/such/model"), 1, "did not start"),
     ],
 )

@@ -138,11 +138,11 @@ def _settings(curve: Any) -> str:
 
 
 def _facts(config: EngineConfig, *, quick: bool) -> dict[str, Any]:
-    from headrace.worker.profile import glance_limits
+    from headrace.bench.offline import limits_here
 
     model = config.model.model or "the bundled demo"
     note = "quick form: shows that it runs, not what it is worth" if quick else "full form"
-    return machine_facts(str(glance_limits()), model=f"{model}, {config.model.dtype}", form=note)
+    return machine_facts(str(limits_here(config.device.device)), model=f"{model}, {config.model.dtype}", form=note)
 
 
 def _say(line: str) -> None:

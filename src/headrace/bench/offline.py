@@ -18,6 +18,7 @@ from headrace.bench.statistics import spread_of
 from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, summarise_steps
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, shared_prefix_dialogues
 from headrace.config import EngineConfig
+from headrace.cost.profile import Limits
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecord
 from headrace.request import SamplingParams
@@ -50,7 +51,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM  # the engine, and torch with it
 
     _check_positive(args, "num_prompts", "input_len", "output_len", "repeats")
-    facts = facts_here(shape=_throughput_shape(args))
+    facts = facts_here(config.device.device, shape=_throughput_shape(args))
     with LLM.from_config(config) as llm:
         _warm_up(llm, _fresh(args, llm.info.vocab_size, -1)[:4])
         runs = [_timed(llm, _fresh(args, llm.info.vocab_size, repeat)) for repeat in range(args.repeats)]
@@ -116,7 +117,8 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM
 
     _check_positive(args, "batch_size", "input_len", "output_len", "num_iters")
-    facts = facts_here(shape=f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations")
+    shape = f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations"
+    facts = facts_here(config.device.device, shape=shape)
     with LLM.from_config(config) as llm:
         vocab, lengths = llm.info.vocab_size, Lengths(args.input_len, args.output_len)
         batches = [random_dialogues(args.batch_size, lengths, vocab_size=vocab, seed=seed) for seed in range(args.num_iters_warmup + args.num_iters)]
@@ -133,11 +135,17 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
-def facts_here(**more: Any) -> dict[str, Any]:
-    """Machine, versions and the limits of this moment: measured before the engine takes the memory bus."""
-    from headrace.worker.profile import glance_limits
+def facts_here(device: str = "cpu", **more: Any) -> dict[str, Any]:
+    """Machine, versions and the limits of this moment: measured before the engine takes memory and bus. ``device`` as in the config."""
+    return machine_facts(str(limits_here(device)), **more)
 
-    return machine_facts(str(glance_limits()), **more)
+
+def limits_here(device: str) -> Limits:
+    """Bandwidths and GEMM rates of the device an engine with this config field would choose now."""
+    from headrace.worker.profile import limits_now
+    from headrace.worker.settings import device_kind
+
+    return limits_now(device_kind(device))
 
 
 def _engine_facts(llm: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,10 @@ from headrace.flags import CommandParser, add_config_flags, add_model_argument, 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``model``: takes MODEL; ``engine``: the engine's flags."""
+    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``model``: takes MODEL; ``engine``: the engine's flags.
+
+    ``behind``: it takes the engine's flags behind ``--``, as ``args.flags``, because they are given on to other processes.
+    """
 
     module: str
     help: str
@@ -27,6 +31,7 @@ class Benchmark:
     run: str = "run"
     model: bool = False
     engine: bool = False
+    behind: bool = False
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -42,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "serve": Benchmark("headrace.bench.serve", "load on any server that speaks OpenAI's API"),
     "rival": Benchmark("headrace.bench.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "startup": Benchmark("headrace.bench.startup", "from the command to readiness, taken apart"),
+    "table": Benchmark("headrace.bench.table", "every row of the performance table, beside its floor and a peer's figure", behind=True),
     "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", run="run_command"),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
     "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
@@ -75,8 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     benchmark = BENCHMARKS[args.benchmark]
     measure = getattr(benchmark.load(), benchmark.run)
-    status: int = measure(args, engine_config(args)) if benchmark.engine else measure(args)
+    status: int
+    if benchmark.behind:
+        status = measure(args, _config_behind(args.benchmark, args.flags))
+    else:
+        status = measure(args, engine_config(args)) if benchmark.engine else measure(args)
     return status
+
+
+def _config_behind(name: str, flags: Sequence[str]) -> EngineConfig:
+    """A wrong flag is said before minutes are spent."""
+    parser = CommandParser(prog=f"headrace bench {name} … --")
+    add_config_flags(parser, EngineConfig)
+    return engine_config(parser.parse_args(list(flags)))
 
 
 def add_stream_rate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,93 @@
+"""``headrace bench table``: one command makes the table of a device, each model in a process of its own.
+
+What lives here: which models and rows, the child processes, what is written. What may not: measuring (table_run.py, table_measure.py),
+rows (table_rows.py), peers (table_peers.py), rendering (table_show.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, say, write_text
+from headrace.bench.report import machine_facts, write_json
+from headrace.bench.table_measure import Measured
+from headrace.bench.table_peers import load_peer
+from headrace.bench.table_rows import Row, select_rows
+from headrace.bench.table_show import markdown, terminal
+from headrace.bench.table_start import measure_start
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join(known_shapes())
+    parser.add_argument("--model", nargs="+", metavar="PATH", help=f"folders with a config.json, or of these shapes: {known} (default: all of these)")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="rows, or the word before their hyphen (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of a row, each with ids of its own (default: 3)")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies requests and lengths: to try it out, comparable with nothing")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="show the models of earlier --output-json files too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
+
+
+def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Exit status 1 where a row that was asked for has no figure."""
+    rows, earlier = select_rows(args.rows), [model for path in args.merge for model in read_models(path)]
+    _check(args)
+    chosen = [] if args.merge and not args.model else args.model or known_shapes()
+    measured = [measure_model(name, config, args.flags, rows, scale=args.scale, repeats=args.repeats) for name in chosen]
+    models, peer = [*earlier, *measured], load_peer()
+    print("\n\n".join(terminal(model, peer) for model in models))
+    payload = {"facts": machine_facts("measured for each model"), "peer": asdict(peer), "models": models}
+    if args.output_json:
+        write_json(args.output_json, payload)
+    if args.markdown:
+        write_text(args.markdown, "\n".join(markdown(model, peer) for model in models))
+    return int(any(row["problem"] for model in measured for row in model["rows"]))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.repeats < 1 or not 0.0 < args.scale <= 1.0:
+        raise ConfigError(f"--repeats is {args.repeats} and --scale {args.scale:g}; give at least 1 repeat and a scale above 0 and up to 1.")
+
+
+def measure_model(name: str, config: EngineConfig, flags: Sequence[str], rows: Sequence[Row], *, scale: float, repeats: int) -> dict[str, Any]:
+    """Every row of one model: the start first, from outside, the others by a child process. ``flags`` are those ``config`` was made from."""
+    say(f"{name}: {' '.join(row.name for row in rows)}")
+    config = config_for(name, config)
+    starts = [measure_start(row, flags_of(config, flags)) for row in rows if row.group == "start"]
+    others = [row for row in rows if row.group != "start"]
+    result: dict[str, Any] = _rows_of(config, others, scale, repeats) if others else {"facts": machine_facts(), "rows": []}
+    result["rows"] += [asdict(measured) for measured in starts]
+    return {"name": Path(name).name, "command": _command(name, rows, scale), "scale": scale, "repeats": repeats, **result}
+
+
+def _command(model: str, rows: Sequence[Row], scale: float) -> str:
+    some = ["--rows", *(row.name for row in rows)] if len(rows) < len(select_rows([])) else []
+    return shlex.join(["headrace", "bench", "table", "--model", model, *some, *(["--scale", f"{scale:g}"] if scale != 1 else [])])
+
+
+def _rows_of(config: EngineConfig, rows: Sequence[Row], scale: float, repeats: int) -> dict[str, Any]:
+    """What the child measured; rows it did not come to have a problem."""
+    found, status = run_child("headrace.bench.table_run", config, {"rows": [row.name for row in rows], "scale": scale, "repeats": repeats})
+    found = {"facts": machine_facts(), "rows": [], **found}
+    done = {row["row"] for row in found["rows"]}
+    lost = f"its process ended with status {status} before this row; what it said is above"
+    found["rows"] += [asdict(Measured(row.name, row.unit, problem=lost)) for row in rows if row.name not in done]
+    return found
+
+
+def read_models(path: Path) -> list[Mapping[str, Any]]:
+    """The models of an earlier run. Raises ConfigError for what is no such file."""
+    try:
+        models: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["models"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote.") from error
+    return models

@@ -1,0 +1,67 @@
+"""One model's rows in a process of its own: ``python -m headrace.bench.table_run JOB.json``.
+
+The result is written anew after every row, so that what was measured is kept whatever happens later.
+
+What lives here: the child of ``bench table``. What may not: definitions of rows (table_rows.py), peers, rendering.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.jobs import account_of, child_main, device_name, say
+from headrace.bench.offline import limits_here
+from headrace.bench.report import machine_facts, write_json
+from headrace.bench.table_measure import Measured, TableBench
+from headrace.bench.table_rows import Row, scaled, select_rows
+from headrace.config import EngineConfig
+from headrace.cost.profile import Limits
+from headrace.errors import HeadraceError
+
+
+def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
+    """``job``: rows (names), scale, repeats, result (a file)."""
+    rows = [scaled(row, job["scale"]) for row in select_rows(job["rows"]) if row.group != "start"]
+    limits = limits_here(config.device.device)  # before the engine takes the memory
+    facts = machine_facts(str(limits), device=device_name(config), flags=_said(config))
+    result: dict[str, Any] = {"facts": facts, "limits": limits_of(limits), "rows": []}
+    write_json(Path(job["result"]), result)
+    from headrace.engine.llm import LLM  # the engine, and torch with it
+
+    begin = time.perf_counter()
+    with LLM.from_config(config) as llm:
+        say(f"{llm.info.model} loaded in {time.perf_counter() - begin:.1f} s")
+        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"])
+        for row in rows:
+            result["rows"].append(asdict(_measured(bench, row)))
+            write_json(Path(job["result"]), result | account_of(llm.engine))
+
+
+def _said(config: EngineConfig) -> str:
+    longest = f", {config.model.max_model_len} positions" if config.model.max_model_len else ""
+    return f"random weights, greedy, EOS ignored, prompts of random ids{longest}, strict kernels"
+
+
+def limits_of(limits: Limits) -> dict[str, float]:
+    """Those that a peer's are held against: bytes/s, and FLOP/s in bfloat16."""
+    return {"read_bandwidth": limits.read_bandwidth, "copy_bandwidth": limits.copy_bandwidth, "gemm_rate": limits.gemm_rates["bfloat16"]}
+
+
+def _measured(bench: TableBench, row: Row) -> Measured:
+    """A row that cannot be measured is a row with a problem; the others go on."""
+    try:
+        measured = bench.measure(row)
+    except HeadraceError as error:
+        measured = Measured(row.name, row.unit, problem=error.message)
+    middle = f"{measured.median:.4g} {row.unit}" if measured.median is not None else f"missing: {measured.problem}"
+    say(f"{row.name}: {middle}")
+    return measured
+
+
+if __name__ == "__main__":
+    sys.exit(child_main(work))

@@ -1,0 +1,169 @@
+"""The table of one model, for a terminal and as markdown.
+
+What lives here: rendering of what was measured beside peer and floor. What may not: measuring, files.
+
+A row without a figure is printed as missing, with its reason below. Where this run's limits differ from the peer's no ratio is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from headrace.bench.report import table
+from headrace.bench.table_peers import Peer, differences, said_limits
+from headrace.bench.table_rows import ROWS, Row, scaled
+
+MISSING = "missing"
+NOT_COMPARABLE = "not comparable"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of figures. ``floor`` is the one stated beside the peer's figures, else this run's own; None where there is none."""
+
+    row: Row
+    measured: float | None
+    spread: tuple[float, float] | None
+    peer: float | None
+    floor: float | None
+    floor_here: float | None
+    host_ms: float | None
+    idle: float | None
+    problem: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the peer."""
+        return self.peer / self.measured if self.peer and self.measured else None
+
+    @property
+    def fraction(self) -> float | None:
+        return self.floor / self.measured if self.floor and self.measured else None
+
+
+def lines_of(model: Mapping[str, Any], peer: Peer) -> list[Line]:
+    """All rows in their order, those that were not asked for too."""
+    known = peer.find(model.get("config", {}), model.get("dtype", "")) if model["scale"] == 1 else None
+    found = {row["row"]: row for row in model["rows"]}
+    lines = []
+    for row in ROWS:
+        each = found.get(row.name, {"values": (), "problem": "not asked for"})
+        values = each["values"]
+        stated, here = known.floor(row.name) if known else None, each.get("floor")
+        lines.append(
+            Line(
+                scaled(row, model["scale"]),
+                median(values) if values else None,
+                (min(values), max(values)) if values else None,
+                known.figure(row.name) if known else None,
+                stated if stated is not None else here,
+                here,
+                each.get("host_ms"),
+                each.get("idle"),
+                each["problem"],
+            )
+        )
+    return lines
+
+
+def refusals(model: Mapping[str, Any], peer: Peer) -> list[str]:
+    """Why this run may not be compared with the peer; nothing where it may."""
+    if model["scale"] != 1:
+        return [f"requests and lengths were scaled by {model['scale']:g}"]
+    if peer.find(model.get("config", {}), model.get("dtype", "")) is None:
+        return [f"no figures of {peer.name} for a model of this shape in {model.get('dtype', 'this precision')}"]
+    if not model.get("limits"):
+        return ["the limits of the device were not measured in this run"]
+    return differences(model["limits"], peer.limits)
+
+
+def _cells(line: Line, *, comparable: bool) -> list[str]:
+    ratio = f"{line.ratio:.2f}" if line.ratio is not None else ""
+    return [
+        _number(line.measured) or MISSING,
+        f"{_number(line.spread[0])}–{_number(line.spread[1])}" if line.spread else "",
+        _number(line.peer),
+        ratio if comparable or not ratio else NOT_COMPARABLE,
+        _number(line.floor),
+        f"{line.fraction:.2f}" if line.fraction is not None else "",
+        _number(line.floor_here),
+        _number(line.host_ms),
+        f"{line.idle:.1%}" if line.idle is not None else "",
+    ]
+
+
+def _number(value: float | None) -> str:
+    """Four digits, as the peers' figures have; three after the point at most."""
+    if value is None:
+        return ""
+    digits = 3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def _columns(peer: Peer) -> list[str]:
+    return ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
+
+
+def _grid(model: Mapping[str, Any], peer: Peer) -> list[list[str]]:
+    comparable = not refusals(model, peer)
+    return [[line.row.says, *_cells(line, comparable=comparable)] for line in lines_of(model, peer)]
+
+
+def terminal(model: Mapping[str, Any], peer: Peer) -> str:
+    grid, columns = _grid(model, peer), _columns(peer)
+    widths = [max(len(row[i]) for row in [columns, *grid]) for i in range(len(columns))]
+    right = [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in [columns, *grid]]
+    parts = [_title(model), *(f"{name}: {value}" for name, value in _facts(model, peer)), "", table(right[0], right[1:])]
+    parts += [f"missing: {text}" for text in _problems(model, peer)]
+    parts += [f"{each['name']}: {each['value']} ({each['reason']})" for each in model.get("kernels", ())]
+    return "\n".join(parts)
+
+
+def markdown(model: Mapping[str, Any], peer: Peer) -> str:
+    columns = _columns(peer)
+    lines = [f"## {_title(model)}", "", f"`{model['command']}`", ""]
+    lines += [f"- {name}: {value}" for name, value in _facts(model, peer)]
+    lines += ["", *_markdown_table(columns, _grid(model, peer)), ""]
+    lines += [f"Missing: {text}." for text in _problems(model, peer)]
+    if model.get("kernels"):
+        rows = [[each["name"].removeprefix("kernel "), each["value"], each["reason"]] for each in model["kernels"]]
+        lines += ["", *_markdown_table(["operation", "kernel chosen", "why, and what declined"], rows), ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+
+def _title(model: Mapping[str, Any]) -> str:
+    return f"{model['name']}, {model['dtype']}" if "dtype" in model else str(model["name"])
+
+
+def _facts(model: Mapping[str, Any], peer: Peer) -> Iterator[tuple[str, str]]:
+    """What every table carries, and whether the ratio may be read."""
+    facts = model["facts"]
+    for name in ("date", "device", "machine", "versions", "flags"):
+        if name in facts:
+            yield name, facts[name]
+    yield "limits of this run", said_limits(model["limits"]) if model.get("limits") else "not measured"
+    reasons = refusals(model, peer)
+    if reasons:
+        yield f"not comparable with {peer.name}", "; ".join(reasons)
+    else:
+        yield "compared with", f"{peer.name} ({peer.versions}) on {peer.device}, whose limits were {said_limits(peer.limits)}: {peer.origin}"
+    yield "figures", f"median of {model['repeats']} repeats with new ids each (start: see there); ratio = {peer.name} / measured"
+
+
+def _problems(model: Mapping[str, Any], peer: Peer) -> list[str]:
+    """Rows without a figure by their reason."""
+    by_reason: dict[str, list[str]] = {}
+    for line in lines_of(model, peer):
+        if line.problem:
+            by_reason.setdefault(line.problem, []).append(line.row.name)
+    return [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]

@@ -1,0 +1,191 @@
+"""The table's rows, the definition of their figures on a clock that the test turns, and when a peer's figure may stand beside one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.bench.load import BenchFailed
+from headrace.bench.table_measure import Measured, TableBench
+from headrace.bench.table_peers import Peer, differences, load_peer
+from headrace.bench.table_rows import ROWS, Row, requests_of, scaled, select_rows
+from headrace.bench.table_show import lines_of, markdown, refusals, terminal
+from headrace.errors import ConfigError
+from headrace.metrics import StepRecord
+
+PREFILL, STEP = 0.5, 0.01  # s
+
+
+@dataclass
+class FakeEngine:
+    """Takes PREFILL for all prompts together and STEP for every further token; its limits allow half of these times."""
+
+    clock: float = 0.0
+    floor: float = 0.0
+    calls: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    stops_after: int | None = None
+
+    def generate(self, prompts: Sequence[dict[str, list[int]]], params: Sequence[Any], *, use_tqdm: bool) -> list[Any]:
+        self.calls.append(([prompt["prompt_token_ids"] for prompt in prompts], [each.max_tokens for each in params]))
+        assert all(each.temperature == 0.0 and each.ignore_eos for each in params)
+        steps = max(each.max_tokens for each in params) - 1
+        self.clock += PREFILL + STEP * steps
+        self.floor += (PREFILL + STEP * steps) / 2
+        self.records += [self._record(len(prompts)) for _ in range(steps)]
+        return [SimpleNamespace(outputs=[self._answer(each.max_tokens)]) for each in params]
+
+    def _record(self, rows: int) -> StepRecord:
+        return StepRecord(len(self.records), rows, rows, rows, rows, 0.0, 0.0, STEP / 2, STEP / 2, 0.008, 0.001, 0.5, idle_seconds=0.002)
+
+    def _answer(self, asked: int) -> Any:
+        count = asked if self.stops_after is None else min(asked, self.stops_after)
+        return SimpleNamespace(token_ids=[0] * count, finish_reason="error", stop_reason="the device is on fire")
+
+    def summary(self) -> dict[str, Any]:
+        return {"floor_seconds": self.floor}
+
+
+def measured(row: Row, engine: FakeEngine, repeats: int = 3) -> Measured:
+    return TableBench(engine, 1000, engine, repeats, lambda: engine.clock).measure(row)
+
+
+def row_of(name: str) -> Row:
+    (row,) = select_rows([name])
+    return row
+
+
+def test_a_decode_step_is_the_run_without_its_first_token() -> None:
+    engine = FakeEngine()
+    found = measured(row_of("decode-8"), engine)
+    assert found.values == pytest.approx((1e3 * STEP,) * 3)
+    assert found.floor == pytest.approx(1e3 * STEP / 2)
+    assert (found.host_ms, found.device_ms, found.idle) == pytest.approx((1.0, 8.0, 0.2))
+    assert [set(outputs) for _, outputs in engine.calls] == [{128}, {1}] * 4  # a warm-up of both, then three repeats
+    assert {len(prompts) for prompts, _ in engine.calls} == {8}
+
+
+def test_prefill_is_the_time_to_the_first_token_of_all() -> None:
+    found = measured(row_of("prefill-16x2048"), FakeEngine())
+    assert (found.median, found.unit, found.requests, found.prompt_tokens) == (pytest.approx(1e3 * PREFILL), "ms", 16, 16 * 2048)
+    assert found.host_ms is None and found.idle is None
+
+
+def test_many_requests_are_timed_to_the_end_of_the_last() -> None:
+    engine = FakeEngine()
+    found = measured(row_of("mixed"), engine)
+    assert (found.median, found.unit, found.floor) == (pytest.approx(PREFILL + 255 * STEP), "s", pytest.approx((PREFILL + 255 * STEP) / 2))
+    sizes = [len(prompts) for prompts, _ in engine.calls]
+    assert sizes == [128, 512, 512, 512]
+    assert len({tuple(map(len, prompts)) for prompts, _ in engine.calls[1:]}) == 1  # the same work in each repeat
+
+
+@pytest.mark.parametrize("name", ["decode-8", "mixed", "shared-prefix", "prefill-1x2048"])
+def test_no_repeat_can_be_answered_from_the_cache(name: str) -> None:
+    engine = FakeEngine()
+    measured(row_of(name), engine)
+    beginnings = [tuple(prompts[0][:32]) for prompts, _ in engine.calls]
+    assert len(set(beginnings)) == len(engine.calls)
+
+
+def test_lengths_cover_their_range_evenly() -> None:
+    asked = requests_of(row_of("mixed"), 1000, 7)
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in asked.prompts]
+    outputs = [each.max_tokens or 0 for each in asked.params]
+    assert (min(lengths), max(lengths), min(outputs), max(outputs)) == (128, 2048, 16, 256)
+    assert sum(lengths) / 512 == pytest.approx(1088, abs=1) and sum(outputs) / 512 == pytest.approx(136, abs=1)
+    assert lengths != sorted(lengths) and asked.output_tokens == sum(outputs)
+
+
+def test_a_shared_prefix_is_shared_within_a_run_only() -> None:
+    first, second = (requests_of(row_of("shared-prefix"), 1000, seed).prompts for seed in (1, 2))
+    prefixes = {tuple(prompt["prompt_token_ids"][:2048]) for prompt in first}
+    assert len(first) == 256 and len(prefixes) == 1 and len(first[0]["prompt_token_ids"]) == 2112
+    assert second[0]["prompt_token_ids"][:2048] != first[0]["prompt_token_ids"][:2048]
+
+
+def test_an_answer_that_ended_early_is_no_measurement() -> None:
+    with pytest.raises(BenchFailed, match=r"after 5 of 256 tokens \(the device is on fire\)"):
+        measured(row_of("decode-1"), FakeEngine(stops_after=5))
+
+
+def test_rows_are_chosen_by_name_or_kind() -> None:
+    assert [row.name for row in select_rows(["start", "prefill"])] == ["prefill-1x2048", "prefill-1x8192", "prefill-16x2048", "start"]
+    assert select_rows([]) == ROWS
+    with pytest.raises(ConfigError, match="no row 'decode-2'; choose of decode, prefill, decode-1, "):
+        select_rows(["decode-2"])
+
+
+def test_scaling_keeps_every_row_possible() -> None:
+    for row in ROWS[:-1]:
+        small = scaled(row, 0.001)
+        assert small.count >= 1 and small.prompt[0] >= 1 and (small.output == (1, 1)) == (row.output == (1, 1))
+    assert scaled(ROWS[0], 1.0) is ROWS[0]
+
+
+@pytest.fixture(scope="module")
+def peer() -> Peer:
+    return load_peer()
+
+
+def model_of(peer: Peer, name: str, **more: Any) -> dict[str, Any]:
+    """A run at the peer's own limits in which every row of ours took half of the peer's time."""
+    entry = next(model for model in peer.models if model["name"] == name)
+    rows = [{"row": row, "values": [figures["peer"] / 2], "floor": 0.1, "problem": None} for row, figures in entry["rows"].items()]
+    facts = {"date": "today", "versions": "some"}
+    return {
+        "name": name, "command": "headrace bench table", "scale": 1, "repeats": 3, "facts": facts, "dtype": entry["dtype"],
+        "config": {**entry["shape"], "rope_theta": 1.0}, "limits": dict(peer.limits), "rows": rows, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_a_model_is_found_by_its_shape_and_compared(peer: Peer, name: str) -> None:
+    model = model_of(peer, name)
+    assert refusals(model, peer) == []
+    lines = lines_of(model, peer)
+    assert [line.row for line in lines] == list(ROWS)
+    for line in lines:
+        assert line.ratio == pytest.approx(2.0) or line.problem == "not asked for"
+        assert line.floor is None or line.fraction == pytest.approx(line.floor / line.measured)  # type: ignore[operator]
+    assert "not comparable" not in terminal(model, peer)
+
+
+def test_another_shape_or_precision_has_no_peer(peer: Peer) -> None:
+    model = model_of(peer, "Llama-3.1-8B")
+    other = {**model["config"], "num_hidden_layers": 31}
+    for changed in ({"config": other}, {"dtype": "float32"}):
+        assert "no figures of vLLM" in refusals({**model, **changed}, peer)[0]
+        assert all(line.peer is None for line in lines_of({**model, **changed}, peer))
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(0.975, False), (1.025, False), (0.965, True), (1.035, True)])
+@pytest.mark.parametrize("limit", ["read_bandwidth", "copy_bandwidth", "gemm_rate"])
+def test_no_ratio_where_the_card_is_another(peer: Peer, limit: str, factor: float, refused: bool) -> None:
+    limits = {**peer.limits, limit: peer.limits[limit] * factor}
+    model = model_of(peer, "Llama-3.2-1B", limits=limits)
+    assert bool(differences(limits, peer.limits)) == refused
+    for text in (terminal(model, peer), markdown(model, peer)):
+        assert ("not comparable" in text) == refused and ("2.00" in text) != refused
+        assert (f"{'below' if factor < 1 else 'above'} the peer's" in text) == refused
+
+
+def test_what_was_not_measured_is_missing_with_its_reason(peer: Peer) -> None:
+    model = model_of(peer, "Llama-3.2-1B")
+    model["rows"] = [model["rows"][0], {"row": "mixed", "values": [], "problem": "out of memory"}]
+    for text in (terminal(model, peer), markdown(model, peer)):
+        assert text.count("missing") >= 10 and "mixed (out of memory)" in text and "decode-8, decode-32" in text
+
+
+def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
+    assert "were not measured" in refusals(model_of(peer, "Llama-3.2-1B", limits={}), peer)[0]
+    partly = {name: value for name, value in peer.limits.items() if name != "gemm_rate"}
+    assert len(differences(partly, peer.limits)) == 1
+
+
+def test_measured_keeps_its_median() -> None:
+    assert Measured("x", "ms").median is None and replace(Measured("x", "ms"), values=(3.0, 1.0, 2.0)).median == 2.0
