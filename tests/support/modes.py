@@ -221,8 +221,8 @@ class Oracle:
         self._llm.shutdown()
 
 
-def compare(found: RequestOutput, wanted: RequestOutput, *, may_fail: bool) -> None:
-    """Tokens, texts and ends are the same, logprobs within 1e-4. An answer whose step failed is a beginning of the wanted one."""
+def compare(found: RequestOutput, wanted: RequestOutput, *, may_fail: bool, tolerance: float = 1e-4) -> None:
+    """Tokens, texts and ends are the same, logprobs within ``tolerance``. An answer whose step failed is a beginning of the wanted one."""
     for got, want in zip(found.outputs, wanted.outputs, strict=True):
         if may_fail and got.finish_reason == "error" and want.finish_reason != "error":
             assert got.token_ids == want.token_ids[: len(got.token_ids)]
@@ -230,17 +230,17 @@ def compare(found: RequestOutput, wanted: RequestOutput, *, may_fail: bool) -> N
             continue
         assert got.token_ids == want.token_ids
         assert (got.text, got.finish_reason, got.stop_reason) == (want.text, want.finish_reason, want.stop_reason)
-        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-3)
-        _compare_logprobs(got.logprobs, want.logprobs)
+        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=10 * tolerance)
+        _compare_logprobs(got.logprobs, want.logprobs, tolerance)
     if not (may_fail and any(each.finish_reason == "error" for each in found.outputs)):
-        _compare_logprobs(found.prompt_logprobs, wanted.prompt_logprobs)
+        _compare_logprobs(found.prompt_logprobs, wanted.prompt_logprobs, tolerance)
 
 
-def _compare_logprobs(found: Any, wanted: Any) -> None:
+def _compare_logprobs(found: Any, wanted: Any, tolerance: float) -> None:
     assert (found is None) == (wanted is None)
     for got, want in zip(found or (), wanted or (), strict=True):
         if got is None or want is None:
             assert got is want
             continue
         assert next(iter(got)) == next(iter(want))
-        assert [each.logprob for each in got.values()] == pytest.approx([each.logprob for each in want.values()], abs=1e-4)
+        assert [each.logprob for each in got.values()] == pytest.approx([each.logprob for each in want.values()], abs=tolerance)
