@@ -12,10 +12,10 @@ import torch
 
 from headrace.bench import kernels as bench
 from headrace.bench.kernel_cases import DEFAULT_SPEC
+from headrace.cost.profile import Limits
 from headrace.errors import ConfigError
 from headrace.kernels import CANDIDATES, TWINS
 from headrace.kernels.candidate import Candidate
-from headrace.worker.profile import Limits
 
 LIMITS = Limits(1e10, 1e10, {"bfloat16": 1e11, "float32": 1e11})
 TINY = bench.KernelBench(
@@ -48,7 +48,7 @@ def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.Mo
     patched = MappingProxyType({**CANDIDATES, "rms_norm": (broken,)})
     monkeypatch.setattr(bench, "CANDIDATES", patched)
     monkeypatch.setattr("headrace.kernels.CANDIDATES", patched)
-    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
     assert bench.main(["--ops", "rms_norm", "--rows", "1", "--seconds", "0"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if "broken" in line)
     assert "missing" in line and "wrong: differs" in line
@@ -66,7 +66,7 @@ def test_bytes_and_flops_are_those_of_the_mathematics() -> None:
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 64}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, **heads, **sizes}
@@ -87,7 +87,7 @@ def test_what_cannot_be_timed_is_refused(change: dict[str, object], message: str
 
 def test_threads_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(bench, "glance_limits", lambda: LIMITS)
+    monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
     bench.main(["--ops", "activation", "--rows", "1", "--seconds", "0", "--threads", str(before + 1)])
     assert f"threads:   {before + 1}" in capsys.readouterr().out
     assert torch.get_num_threads() == before

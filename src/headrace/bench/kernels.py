@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.bench.cuda_timing import cuda_limits, cuda_time
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.report import machine_facts, print_facts, table, write_json
-from headrace.cost.profile import last_level_cache_bytes
+from headrace.cost.profile import Limits, last_level_cache_bytes
 from headrace.errors import ConfigError
 from headrace.kernels import CANDIDATES, TWIN, TWINS, Kernels
 from headrace.models.families import spec_from_config
 from headrace.spec import DecoderSpec
-from headrace.worker.profile import Limits, glance_limits
+from headrace.worker.card import cuda_time
+from headrace.worker.profile import limits_now
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float16: 4e-3}  # of the largest value
@@ -182,7 +182,7 @@ def run_command(args: argparse.Namespace) -> int:
     )
     _check(bench)
     with _threads(args.threads):
-        limits = cuda_limits() if bench.device == "cuda" else glance_limits()
+        limits = limits_now(bench.device)
         name = torch.cuda.get_device_name() if bench.device == "cuda" else "cpu"
         facts = machine_facts(str(limits), threads=torch.get_num_threads(), device=name, dtype=args.dtype)
         print_facts(facts)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.report import machine_facts, print_facts, print_figures, table, write_json
+from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
 from headrace.bench.statistics import spread_of
-from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, summarise_steps
+from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, shared_prefix_dialogues
 from headrace.config import EngineConfig
 from headrace.cost.profile import Limits
@@ -40,6 +41,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
     parser.add_argument("--num-iters-warmup", type=int, default=2, help="batches before timing (default: 2)")
     parser.add_argument("--num-iters", type=int, default=5, help="timed batches (default: 5)")
+    parser.add_argument("--skip-profile", action="store_true", help="then look at kernel launches (TKLQT): CPU-bound or GPU-bound (CUDA)")
     _add_output(parser)
 
 
@@ -117,6 +119,8 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM
 
     _check_positive(args, "batch_size", "input_len", "output_len", "num_iters")
+    if args.skip_profile:
+        check_skip_profile(config)
     shape = f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations"
     facts = facts_here(config.device.device, shape=shape)
     with LLM.from_config(config) as llm:
@@ -131,7 +135,10 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
         facts |= _engine_facts(llm)
     figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
-    _show(args, facts, figures, records, latencies=latencies)
+    launches = run_skip_profile(config, args.batch_size, args.input_len) if args.skip_profile else []
+    _show(args, facts, figures, records, latencies=latencies, launches=skip_as_dicts(launches))
+    if launches:
+        print("\n" + show_skip(launches))
     return 0
 
 
@@ -155,11 +162,14 @@ def _engine_facts(llm: Any) -> dict[str, Any]:
 
 
 def _show(args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], **more: Any) -> None:
-    steps, calibration = summarise_steps(records), calibrate(records)
+    steps, calibration, steady = summarise_steps(records), calibrate(records), steady_decode(records)
     print_facts(facts)
     print()
     print(table(COLUMNS, [list(step.values()) for step in steps]))
     print(describe_calibration(calibration))
+    if steady is not None:
+        print(steady)
+        figures |= steady.as_dict()
     print()
     print_figures(figures)
     if args.output_json:
