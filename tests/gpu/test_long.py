@@ -27,14 +27,12 @@ def scores(found: Any) -> list[float]:
     return [next(iter(entry.values())).logprob for entry in found.prompt_logprobs[1:]]
 
 
-def transformers_scores(model: Any, prompt: list[int]) -> list[float]:
-    """The log-probability of each next token, by transformers on the CPU."""
+def transformers_scores(model: Any, prompt: list[int]) -> tuple[list[float], list[float]]:
+    """The log-probability of each next token, and of the best one, by transformers on the CPU."""
     model.set_attn_implementation("sdpa")
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt])).logits[0]
-    picked = logits[:-1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    found: list[float] = picked.tolist()
-    return found
+        scores = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist(), scores.amax(-1).tolist()
 
 
 @pytest.mark.parametrize("budget", [2048, 8192, 16384])
@@ -48,9 +46,10 @@ def test_a_long_prompt_scores_as_with_transformers(budget: int, tmp_path: Path) 
         asked = [params(max_tokens=8, prompt_logprobs=0), *[params(max_tokens=40)] * len(short)]
         found = llm.generate([{"prompt_token_ids": each} for each in (prompt, *short)], asked, use_tqdm=False)
         again = llm.generate({"prompt_token_ids": prompt}, params(max_tokens=8), use_tqdm=False)[0]
-    wanted = transformers_scores(tiny.create("llama", **fields), prompt + found[0].outputs[0].token_ids)
+    wanted, best = transformers_scores(tiny.create("llama", **fields), prompt + found[0].outputs[0].token_ids)
     assert scores(found[0]) == pytest.approx(wanted[: LENGTH - 1], abs=2e-3)
-    assert again.num_cached_tokens == LENGTH // 128 * 128 and again.outputs[0].token_ids == found[0].outputs[0].token_ids
+    assert wanted[LENGTH - 1 :] == pytest.approx(best[LENGTH - 1 :], abs=1e-3)  # greedy
+    assert again.num_cached_tokens == (LENGTH - 1) // 128 * 128 and again.outputs[0].token_ids == found[0].outputs[0].token_ids
     judge = Judge(str(folder), max_model_len=256)
     for each, one, said in zip(short, asked[1:], found[1:], strict=True):
         judge.check(each, one, said)
