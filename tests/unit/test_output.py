@@ -295,3 +295,24 @@ def test_absorbed_deltas_add_up_to_the_same_answer(cut: int) -> None:
     for delta in merged:
         collector.add(delta)
     assert strip(collector.output()) == strip(output) and collector.finished
+
+
+def test_an_answer_wanted_whole_comes_in_two_pieces_and_is_the_same() -> None:
+    """The first tokens (their time counts) and all the rest at the end; what could end the answer, or is scored, is never held back."""
+    outputs = [SequenceOutput(5, 0, (i,), finished=Finished(FinishReason.LENGTH, times=TIMES) if i == 5 else None) for i in range(6)]
+    for params, pieces in (({}, 2), ({"stop": ("zz",)}, 6), ({"logprobs": 1}, 6)):
+        processor = OutputProcessor(Letters(), lambda *call: None)
+        processor.add(request(**params), whole=True)
+        deltas = [delta for _, delta in processor.process(outputs)]
+        assert len(deltas) == pieces
+        assert "".join(delta.text for delta in deltas) == "abcdef"
+        assert [token for delta in deltas for token in delta.token_ids] == list(range(6))
+        assert processor.num_live == 0 and not processor._held
+
+
+def test_a_dropped_request_holds_nothing() -> None:
+    processor = OutputProcessor(Letters(), lambda *call: None)
+    processor.add(request(), whole=True)
+    assert len(list(processor.process([SequenceOutput(5, 0, (1,)), SequenceOutput(5, 0, (2,))]))) == 1
+    processor.drop(5)
+    assert list(processor.process([SequenceOutput(5, 0, (3,))])) == [] and not processor._held

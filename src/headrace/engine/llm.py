@@ -245,7 +245,7 @@ class LLM:
         try:
             for request, collector in zip(requests, collectors, strict=True):
                 running.add(request.request_id)
-                self._submit(request, _watched(collector, request.request_id, running, bar))
+                self._submit(request, _watched(collector, request.request_id, running, bar), whole=bar is None)
             while running:
                 self.turn()
         finally:
@@ -306,10 +306,10 @@ class LLM:
         )
         return _for_each(list(jobs), lambda job: self._request(job[0], job[1], priority=job[2], truncate=truncate))
 
-    def _submit(self, request: Request, sink: Sink) -> None:
+    def _submit(self, request: Request, sink: Sink, *, whole: bool = False) -> None:
         with self._lock, deferred_interrupts():
             self._sinks[request.request_id] = sink
-            self._outputs.add(request)
+            self._outputs.add(request, whole=whole)
             self.engine.core.add(request)
 
     def _leave(self, request_ids: Iterable[int]) -> None:

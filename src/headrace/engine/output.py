@@ -143,9 +143,14 @@ class OutputProcessor:
     finish: FinishCallback
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
+    _held: dict[int, list[int] | None] = field(default_factory=dict)  # of requests wanted whole: the ids held back; None: none came yet
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, whole: bool = False) -> None:
+        """``whole``: nobody looks at the answer before it has ended, so that its tokens may come as one delta then, where nothing in
+        the text can end it."""
         params = request.params
+        if whole and params.n == 1 and not params.stop and params.logprobs is None and params.prompt_logprobs is None:
+            self._held[request.request_id] = None
         tokenizer = self.tokenizer if params.detokenize else None
         sequences: list[_SequenceText | None] = [
             _SequenceText(
@@ -160,6 +165,7 @@ class OutputProcessor:
     def drop(self, request_id: int) -> None:
         """Nothing more is wanted of this request."""
         self._live.pop(request_id, None)
+        self._held.pop(request_id, None)
 
     @property
     def num_live(self) -> int:
@@ -168,9 +174,19 @@ class OutputProcessor:
     def process(self, outputs: Iterable[SequenceOutput]) -> Iterator[tuple[int, RequestDelta]]:
         """``(request_id, delta)`` for everything that is still wanted."""
         for out in outputs:
+            request_id = out.request_id
+            if request_id in self._held:
+                held = self._held[request_id]
+                if held is None:
+                    self._held[request_id] = []  # the first tokens are passed on at once: their time is of interest
+                elif out.finished is None:
+                    held.extend(out.token_ids)
+                    continue
+                else:
+                    out = out._replace(token_ids=(*held, *out.token_ids))
             delta = self.feed(*out)
             if delta is not None:
-                yield out.request_id, delta
+                yield request_id, delta
 
     def feed(
         self,
@@ -223,7 +239,7 @@ class OutputProcessor:
         live.num_live -= 1
         delta.last = live.num_live == 0
         if delta.last:
-            del self._live[request_id]
+            self.drop(request_id)
 
 
 def public_logprobs(entry: TokenLogprobs, token_text: Callable[[int], str] | None) -> dict[int, Logprob]:

@@ -41,6 +41,9 @@ class Packing:
 
 def pack(plan: StepPlan, *, padded: bool) -> Packing:
     starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
+    if (counts == 1).all():  # a decode step: nothing to lay out
+        every = np.arange(len(counts) + 1, dtype=np.int32)
+        return Packing(every, starts + 1, every[:-1], starts)
     lengths = np.full_like(counts, counts.max()) if padded else counts
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_start[1:])

@@ -149,11 +149,15 @@ class ModelRunner:
         errors: dict[int, str] = {}
         for samples in step.samples:
             first = len(tokens)
-            picked = samples.picked.tolist()
-            tokens += [(token,) if usable else () for token, usable in picked]
-            errors.update({first + j: UNUSABLE for j, (_, usable) in enumerate(picked) if not usable})
+            picked, usable = samples.picked.T.tolist()
+            tokens += zip(picked)  # one-tuples
+            if 0 in usable:
+                bad = [first + j for j, ok in enumerate(usable) if not ok]
+                errors.update(dict.fromkeys(bad, UNUSABLE))
+                for index in bad:
+                    tokens[index] = ()
             if samples.scores is not None:
-                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if picked[j][1]})
+                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
         result = StepResult(step.plan.step_id, tokens, logprobs, _read_prompt(step), errors)
         if taken is None:  # a device without a clock of its own
             return replace(result, device_seconds=self._clock.now() - step.started)
