@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ from headrace.config import CacheConfig, EngineConfig
 from headrace.errors import OutOfMemory
 from headrace.models import families
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
-from headrace.worker.device_memory import DeviceMeter, measured_peak, set_aside
+from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, measured_peak, set_aside
+from headrace.worker.failure import out_of_memory
 from headrace.worker.graphs import buckets_up_to
 from headrace.worker.host import available_memory
 from headrace.worker.memory import (
@@ -37,6 +38,14 @@ from headrace.worker.memory import (
 )
 from headrace.worker.rehearsal import Limits, RunsPlans, chunks, decode_step, largest_step, rehearse
 from headrace.worker.rows import Rows
+
+_REMEDIES = {  # by purpose: what to lower where it cannot be allocated
+    "weights": "Use a smaller model, end what else holds memory, or use --device cpu.",
+    "KV blocks": "Lower --gpu-memory-utilization or --kv-cache-memory.",
+    "activations": "Lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or --max-logits-rows.",
+    "rows": "Lower --max-num-seqs or --max-model-len.",
+    "graphs": "Lower --gpu-memory-utilization or --max-num-seqs, or give --enforce-eager.",
+}
 
 CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsPlans]  # without graphs
 
@@ -109,7 +118,7 @@ class Allotment:
             self._room.available,
             {
                 "weights": weight_bytes(decoder),
-                "activations": self._arena,
+                "activations": self._arena + SMALL_BYTES,
                 "graphs": graph_bytes(buckets, decode, 4 * demand.spec.hidden_size + 4 * self._table_width(longest)),
                 "rows": row_bytes(demand.max_num_seqs, longest, demand.spec.vocab_size, self._block_sizes()),
                 "context": self._meter.context,
@@ -121,8 +130,28 @@ class Allotment:
 
     def set_aside(self) -> None:
         """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks the driver."""
-        if self._arena:
-            set_aside(self._arena, self._demand.device)
+        if self._meter is not None:
+            with self.explaining("activations"):
+                set_aside(self._arena, self._demand.device)
+
+    def restore(self) -> None:
+        """After a step that ran out of memory took the allocator's cache apart: the cache is emptied and made whole again, if that is possible."""
+        torch.cuda.empty_cache()
+        with suppress(OutOfMemory):  # then steps ask the driver for what they need, as far as it has it
+            self.set_aside()
+
+    @contextmanager
+    def explaining(self, purpose: str, size: int | None = None) -> Iterator[None]:
+        """What runs out of memory within becomes an OutOfMemory that names the ``purpose``, its size in bytes (None: as planned) and what to lower."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            free = available_memory() if self._demand.on_cpu else torch.cuda.mem_get_info(self._demand.device)[0]
+            planned = self._room.purposes[purpose] if size is None else size
+            needed = f"{planned / GIB:.2f} GiB for {purpose} could not be allocated: {free / GIB:.2f} GiB are free"
+            raise OutOfMemory(f"{needed}. {_REMEDIES[purpose]}") from error
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -130,7 +159,7 @@ class Allotment:
         if self._meter is None:
             yield
         else:
-            with self._meter.capturing():
+            with self._meter.capturing(), self.explaining("graphs"):
                 yield
 
     def account(self, decoder: nn.Module, plan: KVPlan, rows: Rows, *, process: int, kernels: int) -> dict[str, int]:
@@ -208,13 +237,4 @@ class Allotment:
 def allocate_kv(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[blocks, layers, 2, kv_heads, block_size, head_dim]; on a CPU pages are taken at first touch."""
     spec = group.spec
-    try:
-        return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, spec.head_dim, dtype=dtype, device=device)
-    except RuntimeError as error:
-        raise OutOfMemory(_kv_refused(group.num_blocks, group.num_blocks * spec.bytes_per_block, device)) from error
-
-
-def _kv_refused(num_blocks: int, size: int, device: torch.device) -> str:
-    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    flags = "--kv-cache-memory" if device.type == "cpu" else "--gpu-memory-utilization or --kv-cache-memory"
-    return f"{size / GIB:.2f} GiB for {num_blocks} KV blocks could not be allocated: {free / GIB:.2f} GiB are free. Lower {flags}."
+    return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, spec.head_dim, dtype=dtype, device=device)

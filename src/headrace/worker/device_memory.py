@@ -16,6 +16,9 @@ import torch
 
 from headrace.worker.driver import ask_driver
 
+_SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
+SMALL_BYTES = 32 * _SMALL  # a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
@@ -102,5 +105,6 @@ def measured_peak(device: torch.device) -> Iterator[list[Peak]]:
 
 
 def set_aside(size: int, device: torch.device) -> None:
-    """Makes ``size`` bytes the allocator's own, in one piece: steps share it out and never ask the driver for more."""
+    """Makes ``size`` bytes the allocator's own, in one piece, and some small pieces: steps share them out and never ask the driver for more."""
     torch.empty(size, dtype=torch.uint8, device=device)
+    _ = [torch.empty(_SMALL, dtype=torch.uint8, device=device) for _ in range(SMALL_BYTES // _SMALL)]

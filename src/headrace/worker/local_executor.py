@@ -1,6 +1,6 @@
 """The executor of one device in this process: inline, or in one worker thread.
 
-What lives here: the Executor protocol over a ModelRunner, and what a failed step becomes. What may not: what a step does.
+What lives here: the Executor protocol over a ModelRunner. What may not: what a step does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.errors import StepFailed
 from headrace.request import StepPlan, StepResult
+from headrace.worker.failure import failure_of
 
 _log = logging.getLogger(__name__)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 
 class RunsPlans(Protocol):
@@ -85,14 +85,4 @@ class LocalExecutor:
         except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
             self._broken = True
             _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
-            return failure_of(error, plan)
-
-
-def failure_of(error: Exception, plan: StepPlan) -> StepFailed:
-    """Says no more than a client may read; the log has the rest."""
-    shape = f"{plan.num_tokens} tokens of {len(plan.rows)} sequences"
-    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY):
-        return StepFailed(
-            f"A step of {shape} ran out of memory. Lower --max-num-batched-tokens, --max-num-seqs, --max-logits-rows or --kv-cache-memory."
-        )
-    return StepFailed(f"A step of {shape} failed ({type(error).__name__}). The engine's log has the details; other requests go on.")
+            return failure_of(error, plan, self.info.memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.errors import StepFailed
 from headrace.request import StepPlan, StepResult
-from headrace.worker.local_executor import failure_of
+from headrace.worker.failure import failure_of
 from headrace.worker.model_runner import Sampled
 
 _log = logging.getLogger(__name__)
@@ -32,10 +33,11 @@ class QueuesPlans(Protocol):
 
 class QueuedExecutor:
     """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every later
-    one, untouched, until ``recover``."""
+    one, untouched, until ``recover``; that calls ``restore`` first, with nothing of the failed step left on the device."""
 
-    def __init__(self, runner: QueuesPlans, info: ExecutorInfo) -> None:
+    def __init__(self, runner: QueuesPlans, info: ExecutorInfo, restore: Callable[[], None]) -> None:
         self.info = info
+        self._restore = restore
         self._runner: QueuesPlans | None = runner  # None: closed
         self._broken = False
         self._queued: deque[tuple[StepPlan, Sampled | StepFailed]] = deque()
@@ -57,6 +59,7 @@ class QueuedExecutor:
 
     def recover(self) -> None:
         assert self._runner is not None and not self._queued, "recover needs every step in flight collected first"
+        self._restore()
         self._runner.forget()
         self._broken = False
 
@@ -79,4 +82,4 @@ class QueuedExecutor:
     def _fail(self, error: Exception, plan: StepPlan) -> StepFailed:
         self._broken = True
         _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
-        return failure_of(error, plan)
+        return failure_of(error, plan, self.info.memory)

@@ -5,9 +5,9 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,25 +17,36 @@ from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
+from headrace.kernels.ahead import CompileAhead
+from headrace.kernels.candidate import Sizes
+from headrace.kernels.triton import candidates as triton
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
-from headrace.request import NewRow, SamplingParams, StepPlan
-from headrace.spec import DecoderSpec, KVGroup
+from headrace.spec import DecoderSpec
 from headrace.worker.allotment import Allotment, allocate_kv, create_demand
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
-from headrace.worker.memory import KVPlan
+from headrace.worker.memory import KVPlan, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rows import Rows
 from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
+from headrace.worker.stages import Stages
+from headrace.worker.warm_up import warm_linears, warm_up
 
 __all__ = ["create_executor", "device_kind"]
 
-_WARM_UP_TOKENS = 16
+# Call sites outside the decoder (inputs.py, graphs.py, sampler.py), known before they exist so that their kernels are built in time.
+STEP_SITES = (
+    ("gather_inputs", torch.int32),
+    ("greedy_tokens", torch.float32),
+    ("pick_tokens", torch.float32),
+    ("score_tokens", torch.float32),
+    ("store_tokens", torch.int32),
+)
 
 
 def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor, tuple[Decision, ...]]:
@@ -43,26 +54,50 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    before = process_memory()
+    before, stages = process_memory(), Stages(RealClock())
     spec = families.spec_from_config(source.config)
     setting = _resolve(config, spec)
-    demand = create_demand(config, spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size)
-    allotment = Allotment(demand)
-    plan = allotment.draft()
-    decoder, kernels = _load(config, source, spec, setting, plan.max_model_len)
+    ahead = _compile_ahead(config, setting.device)
+    try:
+        demand = create_demand(config, spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size)
+        allotment = Allotment(demand)
+        plan = allotment.draft()
+        stages.done("device")
+        decoder, kernels = _create_decoder(config, spec, setting, plan.max_model_len)
+        start_building = _builder(ahead, kernels, spec, setting, config, plan.max_model_len)
+        start_building()
+        stages.done("decoder")
+        _load(config, source, spec, setting, decoder)
+        start_building()  # what the layers chose now that they have their weights
+        stages.done("weights")
+        if setting.device.type == "cuda":
+            seqs = config.scheduler.max_num_seqs
+            warm_linears(decoder, setting.device, max_num_seqs=seqs, max_num_batched_tokens=setting.tokens_a_step)
+            stages.done("matrix products")
+        if ahead is not None:
+            ahead.finish()
+            torch.cuda.empty_cache()
+            stages.done("kernels, waited for")
+    finally:
+        if ahead is not None:
+            ahead.close()
     if setting.device.type == "cuda":
         plan = allotment.settle(decoder, plan.max_model_len, lambda rows, caches: _create_runner(config, decoder, kernels, rows, caches))
+        stages.done("largest steps")
     block_sizes = [group.spec.block_size for group in plan.groups]
     rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, block_sizes, setting.device)
     kv_caches = [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
     graphs = _create_graphs(config, plan, decoder, kernels, rows, kv_caches) if demand.graphs else None
     runner = _create_runner(config, decoder, kernels, rows, kv_caches, graphs)
     allotment.set_aside()
+    stages.done("rows and KV")
     loaded = process_memory()
-    warm_up(runner, plan.groups, plan.max_model_len)
-    if graphs is not None:
+    warm_up(runner, plan.groups, plan.max_model_len, thorough=setting.device.type == "cuda" and config.scheduler.max_num_seqs > 1)
+    stages.done("first steps")
+    if graphs is not None and kernels.graphable:
         with allotment.capturing():
             graphs.capture_all()
+        stages.done("graphs")
     first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
     memory = allotment.account(decoder, plan, rows, process=before, kernels=first_step)
     info = ExecutorInfo(
@@ -73,11 +108,12 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
         device=_device_name(setting.device, setting.threads),
         memory=memory,
         padded=not config.device.token_concatenation,
+        start_seconds=stages.seconds,
     )
     executor: Executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
     if setting.device.type == "cuda":
         executor = QueuedExecutor(runner, info)
-    return executor, (*setting.decisions, *plan.decisions, *_kernel_decisions(kernels))
+    return executor, (*setting.decisions, *plan.decisions, *_graph_decisions(graphs, kernels), *_kernel_decisions(kernels))
 
 
 def _create_graphs(config: EngineConfig, plan: KVPlan, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs:
@@ -144,50 +180,6 @@ def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting:
     with torch.inference_mode():
         decoder.finish_loading()
     return decoder, kernels
-
-
-def warm_up(runner: ModelRunner, groups: Sequence[KVGroup], max_model_len: int) -> None:
-    """One short prompt and one decoded token in row 0, the way real ones go: kernels are compiled and first-use costs paid."""
-    num_tokens = min([_WARM_UP_TOKENS, max_model_len - 2, *(group.num_blocks * group.spec.block_size - 1 for group in groups)])  # both are sampled
-    if num_tokens < 1:
-        return
-    blocks = [-(-(num_tokens + 1) // group.spec.block_size) for group in groups]
-    row = NewRow(0, 0, array("i", [0] * num_tokens), num_tokens, SamplingParams(temperature=1.0, top_p=0.9), seed=0, stop_token_ids=())
-    indexes = array("i", [index for count in blocks for index in range(count)])
-    of_group = array("i", [group for group, count in enumerate(blocks) for _ in range(count)])
-    runner.run(_warm_up_plan(added=(row,), groups=of_group, indexes=indexes, count=num_tokens))
-    runner.run(_warm_up_plan(start=num_tokens, count=1))
-    runner.run(_warm_up_plan(dropped=array("i", [0])))
-
-
-def _warm_up_plan(
-    *,
-    added: tuple[NewRow, ...] = (),
-    dropped: array[int] | None = None,
-    groups: array[int] | None = None,
-    indexes: array[int] | None = None,
-    start: int = 0,
-    count: int = 0,
-) -> StepPlan:
-    nothing = array("i")
-    work, edits = array("i", [0] if count else []), indexes or nothing
-    return StepPlan(
-        step_id=-1,
-        rows_dropped=dropped or nothing,
-        rows_added=added,
-        table_row=array("i", [0] * len(edits)),
-        table_group=groups or nothing,
-        table_index=edits,
-        table_block=edits,
-        copy_group=nothing,
-        copy_source=nothing,
-        copy_target=nothing,
-        rows=work,
-        starts=array("i", [start] if count else []),
-        counts=array("i", [count] if count else []),
-        sample_work=work,
-        sample_rows=work,
-    )
 
 
 def _device_name(device: torch.device, threads: int) -> str:
