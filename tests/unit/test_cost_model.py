@@ -6,10 +6,12 @@ import json
 import time
 from array import array
 
+import numpy as np
 import pytest
 
 from headrace.cost.cost_model import CostModel, StepLoad, expected_experts, load_of
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
+from headrace.models.families import spec_from_config
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, RopeSpec, kv_groups
 from support.outside import shared
@@ -126,13 +128,7 @@ def test_biases_and_learned_positions_are_bytes_too() -> None:
 
 
 def shape_of(name: str) -> DecoderSpec:
-    config = json.loads(shared("data", "model_configs", name, "config.json").read_text())
-    return DecoderSpec(
-        family="llama", vocab_size=config["vocab_size"], hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"], head_dim=config["hidden_size"] // config["num_attention_heads"],
-        intermediate_size=config["intermediate_size"], layers=(LayerSpec(),) * config["num_hidden_layers"], max_positions=131072,
-        rope=RopeSpec(theta=5e5, rotary_dim=64), tied_head=config["tie_word_embeddings"], attention_scale=0.125,
-    )
+    return spec_from_config(json.loads(shared("data", "model_configs", name, "config.json").read_text()))
 
 
 DECODE = [(1, 256, 0.551, 3.345), (8, 128, 0.561, 3.382), (32, 128, 0.594, 3.517), (128, 128, 0.729, 4.054), (256, 128, 1.154, 6.268)]
@@ -151,6 +147,27 @@ def test_floors_of_one_card_are_those_published(name: str, column: int) -> None:
     for batch, length, *published in PREFILL:
         seconds = cost.estimate(plan([0] * batch, [length] * batch)).floor_seconds
         assert seconds * 1e3 == pytest.approx(published[column - 2], rel=6e-3), (batch, length, "prefill")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 128, 256])
+def test_distinct_experts_are_those_that_random_routing_touches(tokens: int) -> None:
+    """128 experts, 8 a token, as Qwen3-30B-A3B has them; 300 draws."""
+    random = np.random.default_rng(tokens)
+    touched = [len(np.unique(random.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8])) for _ in range(300)]
+    assert expected_experts(128, 8, tokens) == pytest.approx(np.mean(touched), rel=0.01)
+
+
+def test_floors_of_a_sparse_model_by_hand() -> None:
+    """Qwen3-30B-A3B on the same card: attention, router and head whole, of each layer's experts those that are touched."""
+    cost = model(shape_of("Qwen3-30B-A3B"), profile(bandwidth=4.50e12, rate=795e12))
+    hidden, layers, expert = 2048, 48, 3 * 2048 * 768
+    attention = hidden * (32 + 2 * 4) * 128 + 32 * 128 * hidden
+    for batch, distinct in ((1, 8.0), (8, 51.62), (128, 127.97)):
+        context = 128 + 64
+        weights = layers * (attention + hidden * 128 + distinct * expert) + 151936 * hidden
+        keys = batch * context * layers * 2 * 4 * 128
+        seconds = cost.estimate(plan([context - 1] * batch, [1] * batch)).floor_seconds
+        assert seconds == pytest.approx(2 * (weights + keys) / 4.50e12, rel=2e-3), batch  # all of it is moved longer than computed
 
 
 def test_estimating_is_cheap_enough_for_every_step() -> None:

@@ -141,6 +141,7 @@ def check_skip_profile(config: EngineConfig) -> None:
 
 def run_skip_profile(config: EngineConfig, batch_size: int, input_len: int, steps: int = STEPS) -> list[SkipFigures]:
     """The steady decode steps of one batch, with graphs (unless they are off) and without. Starts an engine for each."""
+    config = replace(config, device=replace(config.device, trace=None))  # the timed run's, and not to be overwritten
     eager = replace(config, device=replace(config.device, enforce_eager=True))
     floor = launch_floor()
     return [_profiled(each, batch_size, input_len, steps, floor) for each in ([eager] if config.device.enforce_eager else [config, eager])]
