@@ -142,7 +142,7 @@ class Allotment:
 
     @contextmanager
     def explaining(self, purpose: str, size: int | None = None) -> Iterator[None]:
-        """What runs out of memory within becomes an OutOfMemory that names the ``purpose``, its size in bytes (None: as planned) and what to lower."""
+        """What runs out of memory within becomes an OutOfMemory: the ``purpose``, its size in bytes (None: as planned), what to lower."""
         try:
             yield
         except RuntimeError as error:
