@@ -27,6 +27,7 @@ class ExecutorInfo:
     device: str
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose: weights, kv_cache, activations, …
     padded: bool = False  # a step costs its longest chunk times its chunks, not their sum
+    start_seconds: dict[str, float] = field(default_factory=dict)  # by stage, in order
 
 
 @dataclass(slots=True)

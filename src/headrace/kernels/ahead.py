@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import torch
 
@@ -22,30 +23,36 @@ from headrace.kernels.candidate import Sizes
 _log = logging.getLogger(__name__)
 MAX_THREADS = 16
 
+Prepared = TypeVar("Prepared")
 
-class CompileAhead:
-    """``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them.
 
-    ``prepare`` runs before each lot, alone. A rehearsal that meets another error than a kernel that does not build ends the start if
-    ``strict``; else it is logged, and the first real call will say the same.
+class CompileAhead(Generic[Prepared]):
+    """Threads that build kernels. ``prepare`` is begun at once: what every compilation needs and what needs no device.
+
+    ``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them. A rehearsal that
+    meets another error than a kernel that does not build ends the start if ``strict``; else it is logged, and the first real call will
+    say the same.
     """
 
-    def __init__(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], None], *, strict: bool, threads: int | None = None) -> None:
-        self._kernels = kernels
-        self._sizes = sizes
-        self._prepare = prepare
+    def __init__(self, prepare: Callable[[], Prepared], *, strict: bool, threads: int | None = None) -> None:
         self._strict = strict
-        self._sites = 0  # call sites seen
         self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "headrace-compile")
+        self._first: Future[Prepared] = self._pool.submit(prepare)
+        self._sites = 0  # call sites seen
         self._running: dict[str, Future[float]] = {}
 
-    def start(self) -> None:
-        prepared = self._pool.submit(self._prepare)
-        rehearsals = self._kernels.rehearsals(self._sizes, since=self._sites)
-        self._sites = len(self._kernels.choices)
-        for each in rehearsals:
+    def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
+        """``prepare`` runs before the first of these rehearsals, alone."""
+        prepared = self._pool.submit(self._prepare, prepare)
+        for each in kernels.rehearsals(sizes, since=self._sites):
             if each.name not in self._running:
                 self._running[each.name] = self._pool.submit(self._rehearse, each, prepared)
+        self._sites = len(kernels.choices)
+
+    @property
+    def prepared(self) -> Prepared:
+        """What the first ``prepare`` returned."""
+        return self._first.result()
 
     def finish(self) -> dict[str, float]:
         """Seconds each rehearsal took. Raises StrictKernelError or ConfigError where a kernel did not build and may not be replaced."""
@@ -54,6 +61,10 @@ class CompileAhead:
     def close(self) -> None:
         """Drops what has not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _prepare(self, prepare: Callable[[], object]) -> None:
+        self._first.result()
+        prepare()
 
     def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
         prepared.result()

@@ -5,7 +5,7 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,85 +54,11 @@ def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    before, stages = process_memory(), Stages(RealClock())
-    spec = families.spec_from_config(source.config)
-    setting = _resolve(config, spec)
-    ahead = _compile_ahead(config, setting.device)
+    start = _Start(config, source)
     try:
-        demand = create_demand(config, spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size)
-        allotment = Allotment(demand)
-        plan = allotment.draft()
-        stages.done("device")
-        decoder, kernels = _create_decoder(config, spec, setting, plan.max_model_len)
-        start_building = _builder(ahead, kernels, spec, setting, config, plan.max_model_len)
-        start_building()
-        stages.done("decoder")
-        _load(config, source, spec, setting, decoder)
-        start_building()  # what the layers chose now that they have their weights
-        stages.done("weights")
-        if setting.device.type == "cuda":
-            seqs = config.scheduler.max_num_seqs
-            warm_linears(decoder, setting.device, max_num_seqs=seqs, max_num_batched_tokens=setting.tokens_a_step)
-            stages.done("matrix products")
-        if ahead is not None:
-            ahead.finish()
-            torch.cuda.empty_cache()
-            stages.done("kernels, waited for")
+        return start.run()
     finally:
-        if ahead is not None:
-            ahead.close()
-    if setting.device.type == "cuda":
-        plan = allotment.settle(decoder, plan.max_model_len, lambda rows, caches: _create_runner(config, decoder, kernels, rows, caches))
-        stages.done("largest steps")
-    block_sizes = [group.spec.block_size for group in plan.groups]
-    rows = Rows(config.scheduler.max_num_seqs, plan.max_model_len, spec.vocab_size, block_sizes, setting.device)
-    kv_caches = [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
-    graphs = _create_graphs(config, plan, decoder, kernels, rows, kv_caches) if demand.graphs else None
-    runner = _create_runner(config, decoder, kernels, rows, kv_caches, graphs)
-    allotment.set_aside()
-    stages.done("rows and KV")
-    loaded = process_memory()
-    warm_up(runner, plan.groups, plan.max_model_len, thorough=setting.device.type == "cuda" and config.scheduler.max_num_seqs > 1)
-    stages.done("first steps")
-    if graphs is not None and kernels.graphable:
-        with allotment.capturing():
-            graphs.capture_all()
-        stages.done("graphs")
-    first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
-    memory = allotment.account(decoder, plan, rows, process=before, kernels=first_step)
-    info = ExecutorInfo(
-        vocab_size=spec.vocab_size,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        kv_groups=plan.groups,
-        device=_device_name(setting.device, setting.threads),
-        memory=memory,
-        padded=not config.device.token_concatenation,
-        start_seconds=stages.seconds,
-    )
-    executor: Executor = LocalExecutor(runner, info, overlap=setting.overlap, threads=setting.threads)
-    if setting.device.type == "cuda":
-        executor = QueuedExecutor(runner, info)
-    return executor, (*setting.decisions, *plan.decisions, *_graph_decisions(graphs, kernels), *_kernel_decisions(kernels))
-
-
-def _create_graphs(config: EngineConfig, plan: KVPlan, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs:
-    return DecodeGraphs(decoder, kernels, rows, kv_caches, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len)
-
-
-def _create_runner(
-    config: EngineConfig, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None
-) -> ModelRunner:
-    return ModelRunner(
-        decoder,
-        kv_caches,
-        rows,
-        kernels,
-        max_logits_rows=config.scheduler.max_logits_rows,
-        padded=not config.device.token_concatenation,
-        clock=RealClock(),
-        graphs=graphs,
-    )
+        start.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +87,166 @@ def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
     return _Setting(device, dtype, threads, overlap, tokens_a_step, block_size, decisions)
 
 
-def _load(config: EngineConfig, source: ModelSource, spec: DecoderSpec, setting: _Setting, max_model_len: int) -> tuple[Decoder, Kernels]:
-    kernels = Kernels(
-        setting.device,
-        strict=config.device.strict_kernels,
-        disabled=frozenset(config.device.disabled_kernels),
-        batch_invariant=config.device.batch_invariant,
-    )
-    decoder = Decoder(spec, kernels=kernels, dtype=setting.dtype, device=setting.device, max_model_len=max_model_len)
-    if source.weights is WeightFormat.DUMMY:
-        loader.fill_dummy(decoder, config.model.seed)
-    else:
-        checkpoint = open_checkpoint(source)
+class _Start:
+    """One start, in its order: device, decoder, [kernels begin to build], weights, products, [kernels waited for], memory divided, rows and
+    KV, first steps, graphs. What is in brackets goes on in threads, on a GPU alone."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+        self._config = config
+        self._source = source
+        self._process = process_memory()
+        self._stages = Stages(RealClock())
+        self._spec = families.spec_from_config(source.config)
+        self._setting = setting = _resolve(config, self._spec)
+        self._cuda = setting.device.type == "cuda"
+        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels)
+        self._kernels = Kernels(
+            setting.device,
+            strict=config.device.strict_kernels,
+            disabled=frozenset(config.device.disabled_kernels),
+            batch_invariant=config.device.batch_invariant,
+        )
+        self._demand = create_demand(
+            config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size
+        )
+        self._allotment = Allotment(self._demand)
+        self._stages.done("device")
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def run(self) -> tuple[Executor, tuple[Decision, ...]]:
+        draft = self._allotment.draft()
+        decoder = self._load(draft.max_model_len)
+        plan = self._settle(decoder, draft)
+        rows, kv_caches = self._allocate(plan)
+        graphs = self._create_graphs(decoder, plan, rows, kv_caches)
+        runner = self._create_runner(decoder, rows, kv_caches, graphs)
+        self._allotment.set_aside()
+        self._stages.done("rows and KV")
+        loaded = process_memory()
+        self._warm_up(runner, plan, graphs)
+        first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
+        memory = self._allotment.account(decoder, plan, rows, process=self._process, kernels=first_step)
+        return self._create_executor(runner, plan, memory), (*self._setting.decisions, *plan.decisions, *self._decisions())
+
+    # --- parts, in order
+
+    def _load(self, max_model_len: int) -> Decoder:
+        setting = self._setting
+        with self._allotment.explaining("weights"):
+            decoder = Decoder(self._spec, kernels=self._kernels, dtype=setting.dtype, device=setting.device, max_model_len=max_model_len)
+        self._build_kernels(max_model_len)
+        self._stages.done("decoder")
+        self._fill(decoder)
+        with torch.inference_mode(), self._allotment.explaining("weights"):
+            decoder.finish_loading()
+        self._build_kernels(max_model_len)  # of what layers chose now that they have their weights
+        if self._cuda:
+            torch.cuda.synchronize(setting.device)
+        self._stages.done("weights")
+        return decoder
+
+    def _fill(self, decoder: Decoder) -> None:
+        if self._source.weights is WeightFormat.DUMMY:
+            loader.fill_dummy(decoder, self._config.model.seed)
+            return
+        checkpoint = open_checkpoint(self._source)
         try:
-            loader.load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), setting.dtype)
+            rules, ignored = families.weight_rules(self._spec), families.ignored_keys(self._spec)
+            loader.load_weights(decoder, checkpoint, rules, ignored, self._setting.dtype)
         finally:
             checkpoint.close()
-    with torch.inference_mode():
-        decoder.finish_loading()
-    return decoder, kernels
+
+    def _build_kernels(self, max_model_len: int) -> None:
+        if self._ahead is None:
+            return
+        for op, dtype in STEP_SITES:
+            self._kernels.choose(op, dtype=dtype)
+        setting, seqs = self._setting, self._config.scheduler.max_num_seqs
+        sizes = Sizes(self._spec, setting.dtype, setting.block_size, max_model_len, seqs, setting.tokens_a_step)
+        self._ahead.start(self._kernels, sizes, partial(triton.prepare_kernels, setting.device))
+
+    def _settle(self, decoder: Decoder, draft: KVPlan) -> KVPlan:
+        """On a GPU: what steps need besides weights is measured, once nothing else allocates."""
+        if not self._cuda:
+            return draft
+        seqs, tokens = self._config.scheduler.max_num_seqs, self._setting.tokens_a_step
+        with self._allotment.explaining("activations"):
+            warm_linears(decoder, self._setting.device, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+        self._stages.done("matrix products")
+        if self._ahead is not None:
+            self._ahead.finish()
+        torch.cuda.empty_cache()
+        self._stages.done("kernels waited for")
+        plan = self._allotment.settle(decoder, draft.max_model_len, partial(self._create_runner, decoder))
+        self._stages.done("largest steps")
+        return plan
+
+    def _allocate(self, plan: KVPlan) -> tuple[Rows, list[Tensor]]:
+        setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.max_num_seqs
+        block_sizes = [group.spec.block_size for group in plan.groups]
+        with allotment.explaining("rows", row_bytes(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes)):
+            rows = Rows(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes, setting.device)
+        with allotment.explaining("KV blocks", plan.num_bytes):
+            return rows, [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
+
+    def _create_graphs(self, decoder: Decoder, plan: KVPlan, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs | None:
+        if not self._demand.graphs or not self._kernels.graphable:
+            return None
+        seqs = self._config.scheduler.max_num_seqs
+        return DecodeGraphs(decoder, self._kernels, rows, kv_caches, max_num_seqs=seqs, max_model_len=plan.max_model_len)
+
+    def _create_runner(self, decoder: Decoder, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None) -> ModelRunner:
+        return ModelRunner(
+            decoder,
+            kv_caches,
+            rows,
+            self._kernels,
+            max_logits_rows=self._config.scheduler.max_logits_rows,
+            padded=not self._config.device.token_concatenation,
+            clock=RealClock(),
+            graphs=graphs,
+        )
+
+    def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: DecodeGraphs | None) -> None:
+        warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.max_num_seqs > 1)
+        self._stages.done("first steps")
+        if graphs is not None and self._kernels.graphable:
+            with self._allotment.capturing():
+                graphs.capture_all()
+            self._stages.done("graphs")
+
+    def _decisions(self) -> Iterator[Decision]:
+        if self._demand.graphs and not self._kernels.graphable:
+            yield Decision("graphs", False, "a torch twin that looks at the device stands in for a kernel, and no graph can hold that")
+        if self._ahead is not None:
+            folder, problem = self._ahead.prepared
+            yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
+        yield from _kernel_decisions(self._kernels)
+
+    def _create_executor(self, runner: ModelRunner, plan: KVPlan, memory: dict[str, int]) -> Executor:
+        info = ExecutorInfo(
+            vocab_size=self._spec.vocab_size,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            kv_groups=plan.groups,
+            device=_device_name(self._setting.device, self._setting.threads),
+            memory=memory,
+            padded=not self._config.device.token_concatenation,
+            start_seconds=self._stages.seconds,
+        )
+        if self._cuda:
+            return QueuedExecutor(runner, info, self._allotment.restore)
+        return LocalExecutor(runner, info, overlap=self._setting.overlap, threads=self._setting.threads)
+
+
+def create_ahead(device: torch.device, *, strict: bool) -> CompileAhead[tuple[str, str | None]] | None:
+    """Threads that build kernels; None where no kernel is built at run time."""
+    if device.type != "cuda" or triton.missing(device) is not None:
+        return None
+    return CompileAhead(triton.prepare_compiler, strict=strict)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

@@ -85,6 +85,25 @@ def _experts(site: Site) -> Any:
     return None
 
 
+def prepare_compiler() -> tuple[str, str | None]:
+    """What every compilation needs once, without looking at a device; importing the compiler is part of it.
+
+    Returns the folder in which compiled kernels are kept, and if it is not the one Triton was told to use, why.
+    """
+    from headrace.kernels.triton import toolchain
+
+    found = toolchain.cache_folder()
+    toolchain.prepare_compiler()
+    return found
+
+
+def prepare_kernels(device: torch.device) -> None:
+    """What must be there before kernels imported so far are compiled in several threads."""
+    from headrace.kernels.triton import toolchain
+
+    toolchain.prepare_kernels(device)
+
+
 def _failure(error: Exception) -> str | None:
     from headrace.kernels.triton.toolchain import build_failure
 

@@ -64,17 +64,18 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"[:300]
 
 
-def prepare(device: torch.device) -> None:
-    """What every compilation needs once: the compiler's own identity (half a gigabyte is hashed), its helper library, the device's facts.
-
-    Once this is done kernels can be compiled in several threads at the same time.
-    """
+def prepare_compiler() -> None:
+    """What every compilation needs and what needs no device: the compiler's own identity (its files are hashed), its helper library."""
     from triton.runtime.cache import triton_key
 
     triton_key()
+    assert driver.active.utils is not None  # compiled at first use
+
+
+def prepare_kernels(device: torch.device) -> None:
+    """Once this is done kernels can be compiled in several threads at the same time: each has its table of what is compiled."""
     with torch.cuda.device(device):
         index = driver.active.get_current_device()
-        assert driver.active.utils is not None  # compiled at first use
         for kernel in _kernels():
             kernel.device_caches[index]  # made at first use, and twice if two threads are first
 
