@@ -93,14 +93,15 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     limit_spinning()  # these two before torch is imported
     prefer_huge_pages()
     from headrace.worker.meter import create_recorder
-    from headrace.worker.worker import create_executor, device_kind
+    from headrace.worker.settings import resolve_device
+    from headrace.worker.worker import create_executor
 
-    device = device_kind(config.device.device)
+    device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device)
     executor, loaded = create_executor(config, source)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     recorder, limits = create_recorder(source.config, executor.info, dtype=dtype, device=device)
-    return config, executor, (*decisions, *loaded, limits), recorder
+    return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, limits), recorder
 
 
 class LLM:

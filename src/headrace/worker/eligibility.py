@@ -26,10 +26,6 @@ class GPU:
     problem: str | None = None
     capability: tuple[int, int] | None = None
 
-    @property
-    def usable(self) -> bool:
-        return self.name is not None and self.problem is None
-
 
 def find_gpu() -> GPU:
     """The GPU that torch would use."""

@@ -5,32 +5,45 @@ What lives here: ``resolve_*`` of what only the device can tell. What may not: m
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from headrace.config import Decision
 from headrace.errors import ConfigError
-from headrace.worker.eligibility import find_gpu
+from headrace.worker.eligibility import GPU, find_gpu
 from headrace.worker.host import has_fast_bf16, physical_cores
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def device_kind(requested: str) -> str:
     """cpu or cuda, for the config's auto, cpu or cuda. Raises ConfigError when a GPU is asked for and there is none that can be used."""
-    return resolve_device(requested)[0]
+    return _device(requested)[0]
 
 
 def resolve_device(requested: str) -> tuple[str, Decision | None]:
-    """As ``device_kind``, with the reason of an automatic choice. A GPU that is there and cannot be used is named either way."""
+    """As ``device_kind``, with the reason of an automatic choice; a GPU that is there and cannot be used is a warning too."""
+    kind, gpu = _device(requested)
+    if gpu is None or requested != "auto":
+        return kind, None
+    if gpu.problem is None:
+        return kind, Decision("device", kind, f"found {gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}")
+    reason = f"{gpu.problem}; --device cpu runs instead"
+    if gpu.name is not None:
+        _log.warning("%s", reason)
+    return kind, Decision("device", kind, reason)
+
+
+def _device(requested: str) -> tuple[str, GPU | None]:
     if requested == "cpu":
         return "cpu", None
     gpu = find_gpu()
     if requested == "cuda" and gpu.problem is not None:
-        raise ConfigError(f"--device is cuda, but {gpu.problem}. Without it, --device cpu runs here.")
-    if gpu.problem is not None:
-        return "cpu", Decision("device", "cpu", f"{gpu.problem}; --device cpu runs instead")
-    capability = ".".join(map(str, gpu.capability or ()))
-    return "cuda", Decision("device", "cuda", f"found {gpu.name}, compute capability {capability}") if requested == "auto" else None
+        raise ConfigError(f"--device is cuda, but {gpu.problem}; without it, --device cpu runs here.")
+    return "cuda" if gpu.problem is None else "cpu", gpu
 
 
 def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:

@@ -1,0 +1,130 @@
+"""Which device is chosen, and what is said of a GPU that cannot be used: found, needed, what runs instead. No GPU is needed here."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headrace.errors import ConfigError
+from headrace.worker import driver, eligibility
+from headrace.worker.driver import CardFacts, DriverFacts, ask_driver
+from headrace.worker.eligibility import find_gpu
+from headrace.worker.settings import device_kind, resolve_device
+
+CARD = CardFacts("NVIDIA T400", "GPU-1", 4 * 2**30)
+
+
+class Machine:
+    """What torch and the driver say; a test changes it."""
+
+    def __init__(self) -> None:
+        self.available = True
+        self.capability = (9, 0)
+        self.warning = ""
+        self.driver: DriverFacts | None = DriverFacts("580.1", (13, 0), (CARD,))
+        self.broken = ""
+
+    def is_available(self) -> bool:
+        if self.warning:
+            warnings.warn(self.warning, stacklevel=2)
+        return self.available
+
+    def name(self) -> str:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        return CARD.name
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    there = Machine()
+    monkeypatch.setattr(torch.cuda, "is_available", there.is_available)
+    monkeypatch.setattr(torch.cuda, "get_device_name", there.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there.capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(eligibility, "ask_driver", lambda: there.driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return there
+
+
+def old_card(machine: Machine) -> None:
+    machine.capability = (7, 5)
+
+
+def old_driver(machine: Machine) -> None:
+    machine.available, machine.warning = False, "The NVIDIA driver on your system is too old (found version 12020)."
+    machine.driver = DriverFacts("535.54", (12, 2), (CARD,))
+
+
+def broken_card(machine: Machine) -> None:
+    machine.broken = "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might…"
+
+
+def reason_unknown(machine: Machine) -> None:
+    machine.available, machine.warning = False, "CUDA initialization: Unexpected error from cudaGetDeviceCount()."
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found", "needed"),
+    [
+        (old_card, "NVIDIA T400 of compute capability 7.5", "8.0"),
+        (old_driver, "driver 535.54, which runs CUDA up to 12.2", "CUDA 13.0"),
+        (broken_card, "busy or unavailable", "one that does"),
+        (reason_unknown, "Unexpected error from cudaGetDeviceCount", "NVIDIA T400"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_one_line(
+    machine: Machine, caplog: pytest.LogCaptureFixture, spoil: Callable[[Machine], None], found: str, needed: str
+) -> None:
+    spoil(machine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's own words do not come through
+        with pytest.raises(ConfigError) as refused:
+            device_kind("cuda")
+        with caplog.at_level(logging.WARNING):
+            kind, decision = resolve_device("auto")
+    for text in (str(refused.value), decision.reason if decision else "", caplog.messages[-1]):
+        assert found in text and needed in text and "--device cpu" in text and "\n" not in text
+    assert kind == "cpu" and len(caplog.messages) == 1
+
+
+def test_without_cuda_in_torch_a_card_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.available = False
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"NVIDIA T400, but torch .* is built without CUDA; needed is a CUDA build"):
+        device_kind("cuda")
+
+
+def test_a_hidden_card_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.available = False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is '' and hides it"):
+        device_kind("cuda")
+
+
+def test_no_gpu_is_no_warning(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.available, machine.driver = False, None
+    kind, decision = resolve_device("auto")
+    assert kind == "cpu" and decision is not None and "no NVIDIA GPU" in decision.reason and not caplog.messages
+    with pytest.raises(ConfigError, match=r"--device is cuda, but found no NVIDIA GPU.*--device cpu runs here"):
+        device_kind("cuda")
+
+
+def test_a_good_card_is_taken_and_a_cpu_asked_for_is_not_questioned(machine: Machine) -> None:
+    kind, decision = resolve_device("auto")
+    assert kind == "cuda" and decision is not None and "compute capability 9.0" in decision.reason
+    assert resolve_device("cuda") == ("cuda", None)
+    machine.broken = "nobody asks"
+    assert resolve_device("cpu") == ("cpu", None)
+    assert find_gpu().problem is not None
+
+
+def test_a_machine_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_LIBRARY", "libthere-is-none.so")
+    assert ask_driver() is None
+    monkeypatch.setattr(driver, "_LIBRARY", "libc.so.6")  # a library without those functions
+    assert ask_driver() is None
