@@ -73,6 +73,18 @@ def test_a_row_that_cannot_run_is_missing_and_fails_the_table(model: str, tmp_pa
     assert "missing: prefill-1x8192 (" in text and "maximum context length is 64" in text
 
 
+def test_the_profile_of_an_engine_is_one_page(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "profile.md"
+    words = ("--model", model, "--scale", "0.02", "--repeats", "1", "--skip-start", "--markdown", str(page), "--", *ENGINE)
+    (made,) = figures(tmp_path, "profile", *words)["models"]
+    assert [row["row"] for row in made["timed"]] == ["decode-1", "decode-256", "prefill-1x2048"]
+    assert [step["step"] for step in made["steps"]] == ["decode, batch 1", "decode, batch 5"]
+    assert made["host_memory"]["with the engine"] > 0 and made["memory"]["weights"] > 0
+    text = capsys.readouterr().out
+    assert "missing: not asked for" in text and "missing: the engine runs on a CPU" in text
+    assert "### Footprint" in page.read_text()
+
+
 def test_the_control_plane_is_measured_without_torch(tmp_path: Path) -> None:
     found = figures(tmp_path, "control-plane", "--rows", "4", "--steps", "5", "--requests", "200")
     assert found["steps"][0]["sum µs"] > 0 and found["memory"]["last_mib"] > 0

@@ -1,6 +1,6 @@
-"""The table's start row: ``bench startup`` as a child process, its figures taken over.
+"""The start of a model: ``bench startup`` as a child process, its figures taken over.
 
-What lives here: that call. What may not: what a start is made of (startup.py).
+What lives here: that call, and the table's start row. What may not: what a start is made of (startup.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured
 from headrace.bench.table_rows import Row
 
 FIGURE = "serve: ready"
 
 
-def measure_start(row: Row, flags: Sequence[str]) -> Measured:
-    """Seconds from the command to ready; without a figure where no start came about."""
+def start_seconds(flags: Sequence[str], repeats: int = 1) -> dict[str, float]:
+    """Every stage by its name. Raises BenchFailed with the child's last line where no start came about."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "start.json"
-        command = [sys.executable, "-m", "headrace", "bench", "startup", "--repeats", "1", "--output-json", str(path), "--", *flags]
+        command = [sys.executable, "-m", "headrace", "bench", "startup", "--repeats", str(repeats), "--output-json", str(path), "--", *flags]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or not path.exists():
-            said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-            return Measured(row.name, row.unit, problem=said)
-        seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
-    return Measured(row.name, row.unit, (seconds[FIGURE],))
+            raise BenchFailed((done.stderr.strip().splitlines() or [f"bench startup ended with status {done.returncode}"])[-1])
+        seconds: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["seconds"]
+    return seconds
+
+
+def measure_start(row: Row, flags: Sequence[str]) -> Measured:
+    """Seconds from the command to ready."""
+    try:
+        return Measured(row.name, row.unit, (start_seconds(flags)[FIGURE],))
+    except BenchFailed as error:
+        return Measured(row.name, row.unit, problem=error.message)
