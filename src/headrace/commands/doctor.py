@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from headrace.engine.executor import Executor
     from headrace.engine.llm import Engine
     from headrace.metrics import StepRecorder
+    from headrace.worker.eligibility import GPU
+    from headrace.worker.residency import Ledger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +53,7 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
     import torch
 
     from headrace.kernels.cpu.compiler import compiler_version, find_compiler
+    from headrace.worker.eligibility import find_gpu
     from headrace.worker.host import available_memory, physical_cores
     from headrace.worker.profile import limits_now
     from headrace.worker.settings import resolve_threads
@@ -67,8 +70,22 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
         "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: no native kernels, torch twins run instead",
         "limits now": str(limits),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "no device",
+        "cuda": _card(find_gpu()),
     }
+
+
+def _card(gpu: GPU) -> str:
+    """The card with its driver and memory, or why there is none to compute on."""
+    import torch
+
+    from headrace.worker.driver import ask_driver
+
+    if gpu.problem is not None:
+        return gpu.problem
+    driver, (free, total) = ask_driver(), torch.cuda.mem_get_info()
+    said = f"driver {driver.version} for CUDA up to {'.'.join(map(str, driver.cuda))}" if driver is not None else "driver unknown"
+    capability = ".".join(map(str, gpu.capability or ()))
+    return f"{gpu.name}, compute capability {capability}, {said}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
 def _onednn(build: str) -> str:
@@ -122,7 +139,6 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
     from headrace.engine.llm import create_engine
     from headrace.worker.residency import resident_memory
-    from headrace.worker.settings import device_kind
 
     loaded = 0
 
@@ -139,7 +155,9 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
             "decisions": [asdict(decision) for decision in info.decisions],
             "announced": dict(info.memory),
         }
-        if "process" in info.memory and device_kind(config.device.device) == "cpu":  # a GPU's own memory is not accounted for yet
+        if "context" in info.memory:
+            report["memory"] = _account_gpu(engine)
+        elif "process" in info.memory:
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
         return report
     finally:
@@ -148,25 +166,47 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
 
 def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
     """Every resident byte by purpose, after the largest step; ``bookkeeping``: bytes the scheduler and its pools took."""
-    from headrace.bench.driver import drive
-    from headrace.bench.workload import Lengths, random_dialogues
     from headrace.worker.residency import PeakMemory, create_ledger, resident_memory, touched_memory
 
-    info, limits = engine.info, engine.core.scheduler.limits
-    length = min(limits.max_num_batched_tokens, info.max_sequence_tokens - 1)
+    info = engine.info
     touched, before = sum(touched_memory(info.memory).values()), resident_memory()[0]
     with PeakMemory() as peak:
-        drive(engine.core, random_dialogues(1, Lengths(length, 2), vocab_size=info.vocab_size))
+        step = _take_largest_step(engine)
     grown = resident_memory()[0] - before - (sum(touched_memory(info.memory).values()) - touched)
-    step = f"a step of {length} tokens"
     measured = {"scheduler, block pool and prefix tree": bookkeeping, f"kept by kernels and allocator after {step}": grown}
-    ledger = create_ledger(info.memory, measured)
+    return _memory_facts(create_ledger(info.memory, measured), step, peak.bytes)
+
+
+def _account_gpu(engine: Engine) -> dict[str, Any]:
+    """Every byte in use on the card by purpose, after the largest step."""
+    import torch
+
+    from headrace.worker.device_memory import device_use, measured_growth
+    from headrace.worker.residency import Ledger
+
+    device = torch.device("cuda")
+    with measured_growth(device) as grown:
+        step = _take_largest_step(engine)
+    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown[0])
+
+
+def _take_largest_step(engine: Engine) -> str:
+    """Says which it was."""
+    from headrace.bench.driver import drive
+    from headrace.bench.workload import Lengths, random_dialogues
+
+    length = min(engine.core.scheduler.limits.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
+    drive(engine.core, random_dialogues(1, Lengths(length, 2), vocab_size=engine.info.vocab_size))
+    return f"a step of {length} tokens"
+
+
+def _memory_facts(ledger: Ledger, step: str, peak: int) -> dict[str, Any]:
     return {
         "resident": ledger.resident,
         "purposes": dict(ledger.purposes),
         "residual": ledger.residual,
         "share explained": ledger.share_explained,
-        f"peak of {step}": peak.bytes,
+        f"peak of {step}": peak,
     }
 
 
@@ -185,16 +225,17 @@ def _section(title: str, facts: Mapping[str, Any]) -> str:
 
 
 def _render_memory(report: Mapping[str, Any]) -> str:
-    """Announced sizes, then what is really there, purpose by purpose, with the residual."""
+    """Announced sizes, then what is really there, purpose by purpose, with the residual. A GPU's purposes are what was announced."""
     announced = [[f"set aside for {name}", _mib(size)] for name, size in report["announced"].items() if name not in ("process", "kernels")]
     text = table(("announced", "MiB"), announced)
     if "memory" not in report:
         return text
     memory = report["memory"]
     rows = [[name, _mib(size)] for name, size in memory["purposes"].items()]
-    rows += [["unexplained", _mib(memory["residual"])], ["resident in all", _mib(memory["resident"])]]
+    rows += [["unexplained", _mib(memory["residual"])], ["in use in all", _mib(memory["resident"])]]
     peaks = [f"{name}: {_mib(size)} MiB above that" for name, size in memory.items() if name.startswith("peak")]
-    return "\n".join([text, "", table(("resident", "MiB"), rows), f"accounted for: {memory['share explained']:.1%}", *peaks])
+    above = [] if "context" in report["announced"] else [text, ""]
+    return "\n".join([*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks])
 
 
 def _mib(size: int) -> float:

@@ -104,6 +104,18 @@ def measured_peak(device: torch.device) -> Iterator[list[Peak]]:
     peaks.append(Peak(torch.cuda.max_memory_reserved(device) - held, torch.cuda.max_memory_allocated(device) - live))
 
 
+@contextmanager
+def measured_growth(device: torch.device) -> Iterator[list[int]]:
+    """Puts into the list it yields how many bytes of tensors there were at once within, above what was there before."""
+    grown: list[int] = []
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    live = torch.cuda.memory_allocated(device)
+    yield grown
+    torch.cuda.synchronize(device)
+    grown.append(torch.cuda.max_memory_allocated(device) - live)
+
+
 def set_aside(size: int, device: torch.device) -> None:
     """Makes ``size`` bytes the allocator's own, in one piece, and some small pieces: steps share them out and never ask the driver for more."""
     torch.empty(size, dtype=torch.uint8, device=device)
