@@ -93,11 +93,16 @@ def config_of(entry: Mapping[str, Mapping[str, Any]]) -> EngineConfig:
 
 
 def device_name(config: EngineConfig) -> str:
+    """"cpu", or the card with what tells it from its siblings, and the CUDA torch was built with."""
     import torch
 
+    from headrace.worker.profile import identity_here
     from headrace.worker.settings import device_kind
 
-    return torch.cuda.get_device_name() if device_kind(config.device.device) == "cuda" else "cpu"
+    if device_kind(config.device.device) == "cpu":
+        return "cpu"
+    card = identity_here("cuda")
+    return f"{card.name} ({', '.join(card.features)}), CUDA {torch.version.cuda}"
 
 
 def account_of(engine: Any) -> dict[str, Any]:
