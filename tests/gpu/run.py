@@ -1,92 +1,143 @@
 """Every test of this folder on the card, and one table of how they went.
 
-    python tests/gpu/run.py [GROUP …] [--jobs N] [-- pytest arguments]
+    python tests/gpu/run.py [GROUP …] [--jobs N] [--limit SECONDS] [-- pytest arguments]
 
 Groups are files (``engine`` is ``test_engine.py``); each runs in a process of its own, several at a time, so that kernels compile side by
 side. Those of ALONE look at the memory of the whole device and run by themselves at the end. Ends with 0 only if all passed.
 
-What lives here: starting pytest, reading its reports, the table. What may not: tests.
+What lives here: starting pytest, the record of what it did (this file is its plugin too), the table. What may not: tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ALONE = ("memory", "meter", "storm", "start")  # they measure what the whole device holds
-SECONDS_A_TEST = 240  # the first test of a group compiles
+ALONE = ("memory", "storm")  # they measure what the whole device holds
+SECONDS_A_TEST = 120  # the first test of a group compiles
+SHOWN = 40  # lines of pytest's output, where something failed
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One group's run. ``seconds`` are wall-clock, process start included."""
+    """One group's run. ``seconds`` are wall-clock, the start of the process included."""
 
     group: str
-    tests: int
+    seconds: float
     passed: int
     skipped: int
-    seconds: float
-    failures: tuple[str, ...]
-    tail: str  # pytest's last lines, where something failed
+    failed: tuple[str, ...]
+    unfinished: bool  # the process was stopped, or died
+    slowest: tuple[float, str]
+    output: str
 
     @property
     def good(self) -> bool:
-        return self.tests > 0 and not self.failures and self.passed + self.skipped == self.tests
+        return not (self.failed or self.unfinished) and self.passed + self.skipped > 0
+
+    @property
+    def line(self) -> str:
+        count = self.passed + self.skipped + len(self.failed)
+        end = "" if self.good else "  FAILED" if self.failed else "  UNFINISHED"
+        slow = f"{self.slowest[0]:.0f} s: {self.slowest[1]}"
+        return f"{self.group:<20}{count:>6}{self.passed:>8}{self.skipped:>9}{self.seconds:>9.1f}   {slow:<60}{end}"
+
+
+HEADER = f"{'group':<20}{'tests':>6}{'passed':>8}{'skipped':>9}{'seconds':>9}   slowest test"
+
+
+# --- in the pytest process --------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--record", help="file that gets a line of JSON for every test")
+
+
+def pytest_configure(config: Any) -> None:
+    if config.getoption("--record"):
+        config.pluginmanager.register(Recorder(Path(config.getoption("--record"))), "recorder")
+
+
+class Recorder:
+    """Writes down each test as it ends, so that nothing is lost where the process is stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.partition("::")[2]
+        self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
+        if report.when == "call" or not report.passed:
+            self._write(name, report.outcome)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if not report.passed:
+            self._write(report.nodeid, report.outcome)
+
+    def _write(self, name: str, outcome: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"name": name, "outcome": outcome, "seconds": self._seconds.get(name, 0.0)}) + "\n")
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
 
 
 def groups() -> list[str]:
     return sorted(path.stem.removeprefix("test_") for path in HERE.glob("test_*.py"))
 
 
-def run_group(group: str, extra: list[str]) -> Outcome:
-    """pytest over one file, in a process of its own."""
-    path = os.pathsep.join([*(str(ROOT / part) for part in ("src", "tests", ".")), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if os.environ.get("PYTHONPATH"):  # what the caller put first stays first: another copy of the sources, say
-        path = os.pathsep.join([os.environ["PYTHONPATH"], path])
+def run_group(group: str, deadline: float, extra: Iterable[str]) -> Outcome:
+    """pytest over one file, in a process of its own; stopped at ``deadline`` (time.monotonic)."""
+    given = os.environ.get("PYTHONPATH")  # what the caller put first stays first: another copy of the sources, say
+    path = os.pathsep.join([*([given] if given else []), *(str(ROOT / part) for part in ("src", "tests", "."))])
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", str(HERE / f"test_{group}.py"), "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += ["-o", f"timeout={SECONDS_A_TEST}", *extra]
-        started = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-        seconds = time.perf_counter() - started
-        return read_report(group, report, seconds, done.stdout + done.stderr)
+        record, output = Path(folder, "record"), Path(folder, "output")
+        command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.run", f"--record={record}", str(HERE / f"test_{group}.py")]
+        command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS_A_TEST}", *extra]
+        started, code = time.monotonic(), None
+        with output.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(max(0.0, deadline - started))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return read_record(group, record, time.monotonic() - started, code, output.read_text(errors="replace"))
 
 
-def read_report(group: str, report: Path, seconds: float, output: str) -> Outcome:
-    """An unreadable report (the process died) is one failed test."""
-    tail = "\n".join(output.splitlines()[-60:])
-    if not report.exists():
-        return Outcome(group, 1, 0, 0, seconds, ("the process died",), tail)
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    failed = tuple(str(case.get("name")) for case in cases if case.find("failure") is not None or case.find("error") is not None)
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return Outcome(group, len(cases), len(cases) - len(failed) - skipped, skipped, seconds, failed, tail if failed or not cases else "")
+def read_record(group: str, record: Path, seconds: float, code: int | None, output: str) -> Outcome:
+    """``code``: pytest's, None if it was stopped; 0, 1 and 5 (nothing collected) are orderly ends."""
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.exists() else []
+    of = {outcome: [line["name"] for line in lines if line["outcome"] == outcome] for outcome in ("passed", "skipped", "failed")}
+    slowest = max(((line["seconds"], line["name"]) for line in lines), default=(0.0, ""))
+    failed = tuple(dict.fromkeys(of["failed"]))
+    passed = len(set(of["passed"]) - set(failed))
+    return Outcome(group, seconds, passed, len(of["skipped"]), failed, code not in (0, 1, 5), slowest, output)
 
 
-def run_all(wanted: list[str], jobs: int, extra: list[str]) -> list[Outcome]:
-    together = [group for group in wanted if group not in ALONE]
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        outcomes = list(pool.map(lambda group: run_group(group, extra), together))
-    return outcomes + [run_group(group, extra) for group in wanted if group in ALONE]
-
-
-def table(outcomes: list[Outcome]) -> str:
-    lines = [f"{'group':<24}{'tests':>7}{'passed':>8}{'skipped':>9}{'seconds':>9}"]
-    for each in outcomes:
-        lines.append(f"{each.group:<24}{each.tests:>7}{each.passed:>8}{each.skipped:>9}{each.seconds:>9.1f}{'' if each.good else '  FAILED'}")
-        lines += [f"    {name}" for name in each.failures]
-    return "\n".join(lines)
+def run_all(wanted: list[str], jobs: int, limit: float, extra: list[str]) -> Iterator[Outcome]:
+    """Each group's outcome as soon as it is known."""
+    deadline = time.monotonic() + limit
+    with ThreadPoolExecutor(jobs) as pool:
+        together = [pool.submit(run_group, group, deadline, extra) for group in wanted if group not in ALONE]
+        for each in together:
+            yield each.result()
+    for group in wanted:
+        if group in ALONE:
+            yield run_group(group, deadline, extra)
 
 
 def device_line() -> str | None:
@@ -105,34 +156,41 @@ def device_line() -> str | None:
     return f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {version}, python {python}; {time.strftime('%Y-%m-%d %H:%M')}"
 
 
+def show(outcome: Outcome) -> None:
+    print(outcome.line, flush=True)
+    for name in outcome.failed:
+        print(f"    {name}", flush=True)
+
+
 def main() -> int:
-    known = groups()
-    own, _, extra = (list(part) for part in _split(sys.argv[1:]))
+    known, (own, extra) = groups(), _split(sys.argv[1:])
     parser = argparse.ArgumentParser(description="Runs the tests of tests/gpu and prints a table.", epilog="After --: arguments of pytest.")
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(known)}; all of them without one")
-    parser.add_argument("--jobs", type=int, default=min(4, (os.cpu_count() or 1)), help="groups at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="groups at a time (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which everything is stopped (default %(default)s)")
     args = parser.parse_args(own)
     if unknown := set(args.groups) - set(known):
         parser.error(f"unknown groups {sorted(unknown)}; the known ones are {', '.join(known)}")
     if (device := device_line()) is None:
         print("There is no GPU here, so nothing was run.")
         return 2
-    started = time.perf_counter()
-    outcomes = run_all(args.groups or known, args.jobs, extra)
+    started, outcomes = time.monotonic(), []
+    print(HEADER)
+    for outcome in run_all(args.groups or known, max(1, args.jobs), args.limit, extra):
+        outcomes.append(outcome)
+        show(outcome)
     for each in outcomes:
-        if each.tail:
-            print(f"--- {each.group}\n{each.tail}\n")
-    print(table(outcomes))
-    print(f"{sum(each.tests for each in outcomes)} tests in {time.perf_counter() - started:.0f} s on {device}")
+        if not each.good:
+            print(f"\n--- {each.group}\n" + "\n".join(each.output.splitlines()[-SHOWN:]))
+    count = sum(each.passed for each in outcomes)
+    print(f"\n{count} tests passed in {time.monotonic() - started:.0f} s on {device}")
     return 0 if all(each.good for each in outcomes) else 1
 
 
-def _split(arguments: list[str]) -> tuple[list[str], list[str], list[str]]:
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Before and after ``--``."""
-    if "--" not in arguments:
-        return arguments, [], []
-    at = arguments.index("--")
-    return arguments[:at], ["--"], arguments[at + 1 :]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1 :]
 
 
 if __name__ == "__main__":
