@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace.bench.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured, TableBench
 from headrace.bench.table_peers import Peer, differences, load_peer
 from headrace.bench.table_rows import ROWS, Row, requests_of, scaled, select_rows
 from headrace.bench.table_show import lines_of, markdown, refusals, terminal
+from headrace.config import EngineConfig
+from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecord
 
@@ -189,3 +193,28 @@ def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
 
 def test_measured_keeps_its_median() -> None:
     assert Measured("x", "ms").median is None and replace(Measured("x", "ms"), values=(3.0, 1.0, 2.0)).median == 2.0
+
+
+def test_a_config_survives_the_way_to_a_child() -> None:
+    config = create_config("some/model", disabled_kernels=("a", "b"), technique={"cuda_graphs": False}, max_num_seqs=3, kv_cache_memory=2**20)
+    assert config_of(json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_the_engine_of_a_model_has_random_weights_and_strict_kernels() -> None:
+    for name, positions in (("Llama-3.1-8B", LONGEST), ("no/such/model", None)):
+        made = config_for(name, EngineConfig())
+        assert (made.model.load_format, made.device.strict_kernels, made.model.max_model_len) == ("dummy", True, positions)
+    given = config_for("Llama-3.1-8B", create_config(load_format="safetensors", max_model_len=512))
+    assert (given.model.load_format, given.model.max_model_len) == ("safetensors", 512)
+    words = flags_of(given, ["--threads", "2"])
+    assert words[0].endswith("shapes/Llama-3.1-8B") and words[1:] == [
+        "--load-format", "safetensors", "--max-model-len", "512", "--threads", "2", "--strict-kernels",
+    ]  # fmt: skip
+
+
+def test_every_peer_has_its_shape_in_the_package(peer: Peer) -> None:
+    for name in known_shapes():
+        shape = json.loads((SHAPES / name / "config.json").read_text())
+        found = peer.find(shape, "bfloat16")
+        assert found is not None and found.name == name
+        assert {row.name for row in ROWS} >= set(found.rows)

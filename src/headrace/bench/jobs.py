@@ -58,12 +58,21 @@ def flags_of(config: EngineConfig, flags: Sequence[str]) -> list[str]:
     return [str(model.model), "--load-format", model.load_format, *longest, *flags, "--strict-kernels"]
 
 
-def run_child(module: str, config: EngineConfig, job: Mapping[str, Any], before: Sequence[str] = ()) -> tuple[dict[str, Any], int]:
-    """The result that ``python -m MODULE JOB.json`` left (empty where it left none), and its exit status. ``before``: a program around it."""
+def run_child(
+    module: str, config: EngineConfig, job: Mapping[str, Any], *, before: Sequence[str] = (), timeout: float | None = None
+) -> tuple[dict[str, Any], int | str]:
+    """The result that ``python -m MODULE JOB.json`` left (empty where it left none), and its exit status or that it took too long.
+
+    ``before``: a program around it. The child's stdout is dropped, its stderr is this process's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path, result = Path(folder) / "job.json", Path(folder) / "result.json"
         write_json(path, {**job, "config": asdict(config), "result": str(result)})
-        status = subprocess.run([*before, sys.executable, "-m", module, str(path)], check=False, stdout=subprocess.DEVNULL).returncode
+        command = [*before, sys.executable, "-m", module, str(path)]
+        try:
+            status: int | str = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, timeout=timeout).returncode
+        except subprocess.TimeoutExpired:
+            status = f"{timeout:g} s and no end"
         return json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}, status
 
 
@@ -93,7 +102,7 @@ def config_of(entry: Mapping[str, Mapping[str, Any]]) -> EngineConfig:
 
 
 def device_name(config: EngineConfig) -> str:
-    """"cpu", or the card with what tells it from its siblings, and the CUDA torch was built with."""
+    """ "cpu", or the card with what tells it from its siblings, and the CUDA torch was built with."""
     import torch
 
     from headrace.worker.profile import identity_here

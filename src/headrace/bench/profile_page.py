@@ -25,6 +25,7 @@ from headrace.errors import ConfigError
 
 KERNELS_SHOWN = 8
 NAME_WIDTH = 60
+NCU_TIMEOUT = 300.0  # s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,9 @@ def _counters(config: EngineConfig, scale: float, *, on_gpu: bool) -> tuple[list
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "kernels.csv"
-        _, status = run_child("headrace.bench.profile_step", counted_config(config), {"scale": scale}, ncu_command(ncu, log))
+        _, status = run_child(
+            "headrace.bench.profile_step", counted_config(config), {"scale": scale}, before=ncu_command(ncu, log), timeout=NCU_TIMEOUT
+        )
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     try:
         steps = split_steps(read_kernels(text.splitlines()))
