@@ -61,6 +61,33 @@ def test_every_cut_of_the_line_gives_the_same(processors: int) -> None:
     check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), processors=processors)
 
 
+def test_more_sequences_than_are_looked_at_in_one_go() -> None:
+    lengths = [(1, 1 + row % 40) for row in range(300)]
+    lengths[270] = (40, 60)
+    check(PagedCase(lengths, heads=2, kv_heads=1, dim=16, dtype=torch.float32, block_size=16), processors=1)
+
+
+def test_parts_of_one_step_do_not_reach_the_next() -> None:
+    """Tickets are zero again, and what lies in the parts' memory from before, NaN for instance, is not looked at."""
+    attention = PagedAttention(64, 2, 20, False)
+    for lengths in ([(1, 700), (1, 3)], [(1, 900)], [(2, 300), (1, 20), (1, 400)], [(1, 64)]):
+        case = PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16)
+        assert_close(case.run(attention), case.run(reference.paged_attention), torch.float32)
+        case.q[-1] = float("nan")
+        assert case.run(attention)[-1].isnan().all()
+
+
+def test_a_broken_sequence_leaves_its_neighbours_alone() -> None:
+    """One program computes many sequences, one after another in the same registers."""
+    case = PagedCase([(1, 70), (1, 90), (1, 20), (20, 40), (1, 5)], heads=2, kv_heads=1, dim=64, dtype=torch.float32, block_size=16)
+    want = case.run(reference.paged_attention)
+    case.q[1] = float("nan")
+    got = run(case, processors=1)
+    assert got[1].isnan().all()
+    got[1] = want[1]
+    assert_close(got, want, torch.float32)
+
+
 def test_invariant_bits_depend_on_nothing_else() -> None:
     """Batched = alone, whole = chunked, prefill = decode, to the bit."""
     case = PagedCase([(1, 130), (37, 100), (2, 2)], heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16)

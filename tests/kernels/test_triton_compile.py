@@ -18,18 +18,37 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = Path(support).with_name("triton_offline.py")
+VARIANTS = {  # variants of the decode kernel and of the prefill kernel that any steps of a model need
+    "attention, variants": (1, 1),
+    "attention, variants with windows": (2, 2),
+    "attention, variants to the bit": (0, 1),
+}
 CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "linear, few", "linear, many", "moe, many")
+
+
+def offline(*cases: str) -> dict[str, dict[str, int]]:
+    """What the cases found, in a process of their own: here, kernels may already be interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, str(SCRIPT), *cases], capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
 
 
 @cache
 def kernels() -> dict[str, dict[str, int]]:
-    """Figures of every kernel, compiled in a process of its own: here, kernels may already be interpreted."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, str(SCRIPT), *CASES], capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
-    return found
+    """Figures of every kernel, compiled."""
+    return offline(*CASES)
+
+
+@pytest.mark.timeout(120)
+def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
+    """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant out."""
+    found = offline(*VARIANTS)
+    for case, counts in VARIANTS.items():
+        for kernel, count in zip(("_decode_kernel", "_prefill_kernel"), counts, strict=True):
+            assert found[f"{case}: {kernel}"] == {"variants": count, "new": 0}, (case, kernel)
 
 
 @pytest.mark.timeout(120)

@@ -8,11 +8,13 @@ What lives here: a driver that only compiles, and figures of each kernel's machi
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,22 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
             self.compiled.append(self.kernel.warmup(*arguments, grid=grid, **named))
+
+        return launch
+
+
+class Keys:
+    """Stands for a kernel in its wrapper's module: launches are not compiled, only told apart as the compiler would."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.seen: set[str] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            *_, binder = self.kernel.device_caches[0]
+            _, specialization, options = binder(*arguments, **named)
+            self.seen.add(str((specialization, sorted(options.items()))))
 
         return launch
 
@@ -115,7 +133,45 @@ def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False) -
         return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
 
     found = record(prefill, ("_prefill_kernel",), _without(decode, call))
-    return found | record(decode, ("_decode_kernel", "_merge_kernel"), _without(prefill, call))
+    return found | record(decode, ("_decode_kernel",), _without(prefill, call))
+
+
+def attention_variants(soft_cap: float | None, windows: tuple[int | None, ...], *, batch_invariant: bool) -> dict[str, dict[str, int]]:
+    """How many variants of each kernel random steps of a model need, and how many of those a rehearsal has not made."""
+    from headrace.kernels.triton import decode, prefill
+    from headrace.kernels.triton.attention import PagedAttention
+
+    attend = PagedAttention(64, 4, 132, batch_invariant, True)
+    kernels = {decode: "_decode_kernel", prefill: "_prefill_kernel"}
+    keys = {name: Keys(getattr(module, name)) for module, name in kernels.items()}
+    for module, name in kernels.items():
+        setattr(module, name, keys[name])
+    try:
+        for call in attend.rehearse(8, 128, windows, soft_cap, 256):
+            call()
+        rehearsed = {name: set(each.seen) for name, each in keys.items()}
+        for seed in range(60):
+            _random_step(attend, random.Random(seed), windows, soft_cap)
+    finally:
+        for module, name in kernels.items():
+            setattr(module, name, keys[name].kernel)
+    return {name: {"variants": len(each.seen), "new": len(each.seen - rehearsed[name])} for name, each in keys.items()}
+
+
+def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ...], soft_cap: float | None) -> None:
+    """A step as the worker makes it: index tensors are slices of one copy, at any offset; tables as wide as the longest context."""
+    from headrace.layers.inputs import AttentionInputs
+
+    count = draw.choice((1, 1, 2, 3, 16, 17, 256, 300))
+    longest = draw.choice((1, 1, 2, 4, 5, 16, 700))
+    lengths = [longest] + [draw.choice((1, longest, draw.randint(1, longest))) for _ in range(count - 1)]
+    tokens, at = sum(lengths), draw.randint(0, 7)
+    shipped = torch.zeros(at + 2 * count + 1, dtype=torch.int32)
+    table = torch.zeros(count, draw.choice((1, 2, 7, 16, 48)), dtype=torch.int32)
+    q, cache = torch.empty(tokens, 12, 64, dtype=torch.bfloat16)[:, :8], torch.empty(3, 5, 2, 2, 128, 64, dtype=torch.bfloat16)
+    inputs = AttentionInputs(table, shipped[at : at + count + 1], shipped[at + count + 1 :], torch.zeros(tokens), 128, longest, 100_000)
+    for window, layer in product(windows, range(2)):
+        attend(q, cache[:, layer, 0], cache[:, layer, 1], inputs, 0.125, window, soft_cap)
 
 
 def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -168,13 +224,16 @@ def linear(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def moe(tokens: int) -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import moe
+    from headrace.kernels.triton import moe, moe_few
     from headrace.spec import Activation
 
     x, router = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 128, dtype=torch.bfloat16)
     gate_up, down = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((128, 1536, 2048), (128, 2048, 768)))
-    kernels = ("_route_kernel", "_place_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")
-    return record(moe, kernels, lambda: moe.Moe(False)(x, router, gate_up, down, 8, True, Activation.SILU))
+    run = moe.Moe(False, True)
+    module, kernels = moe, ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")
+    if tokens == 1:
+        module, kernels = moe_few, ("_expand_few_kernel", "_contract_few_kernel")
+    return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU))
 
 
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
@@ -183,12 +242,17 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 64": lambda: attention(torch.bfloat16, 32, 64),
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
+    "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
+    "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
+    "attention, variants to the bit": lambda: attention_variants(None, (None,), batch_invariant=True),
     "elementwise": lambda: elementwise(torch.bfloat16),
     "sampling": sampling,
     "rows": rows,
     "linear, few": lambda: linear(8),
     "linear, many": lambda: linear(4096),
+    "moe, one": lambda: moe(1),
     "moe, few": lambda: moe(8),
+    "moe, more": lambda: moe(256),
     "moe, many": lambda: moe(4096),
 }
 

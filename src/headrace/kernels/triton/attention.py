@@ -1,18 +1,21 @@
 """Attention over paged keys and values, for any mix of query lengths.
 
-What lives here: which kernel computes which sequences, and how large its tiles are. What may not: the kernels (prefill.py, decode.py).
+What lives here: which kernel computes which sequences, how large its tiles are, which variants of the kernels a model needs.
+What may not: the kernels (prefill.py, decode.py).
 
     query length    1 … FEW              more                      FEW: as many as fit, with a KV head's group, into one 16-row
     kernel          decode, split KV     prefill, whole rows            matrix instruction
 
 Both read lengths on the device alone; sequences of the other kind are passed over. With ``batch_invariant`` every sequence goes through
 the prefill kernel in one configuration: its tiles lie at absolute multiples, so a row's bits depend on nothing but its own keys.
+
+What a kernel is compiled for is known from the model alone: nothing that follows the batch is a constant of a kernel, or specialised on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from torch import Tensor
 from headrace.kernels.candidate import Site
 from headrace.kernels.triton import decode, prefill
 from headrace.layers.inputs import AttentionInputs
+
+_MOST_PROGRAMS = 4  # of the decode kernel, a processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Tiles:
     warps: int
     stages: int
     programs: int = 1  # of the decode kernel, a processor
+    registers: int | None = None  # a thread, at most; None: as the compiler likes
+    sequences: int = 256  # looked at in one go, to find out what to do
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
@@ -42,15 +49,13 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> T
     return Tiles(128, min(bulk, 128), 8, 5) if bulk >= 64 else Tiles(128, 64, 8, 3)
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
+def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> Tiles:
     rows = _rows(group)
     if dtype is torch.float32:
         return Tiles(rows, 16, 4, 2, 2)
     if head_dim > 128 or rows > 16:
         return Tiles(rows, 32, 4, 3, 3)
-    if bulk >= 128:
-        return Tiles(rows, 128, 4, 3, 2)
-    return Tiles(rows, 64, 4, 5, 2) if bulk >= 64 else Tiles(rows, 64, 4, 3, 3)
+    return Tiles(rows, 64, 4, 3, 2 if head_dim > 64 else 4)
 
 
 def _rows(group: int) -> int:
@@ -64,9 +69,9 @@ class PagedAttention:
 
     ``q`` [T, Hq, D]; caches [blocks, Hk, block_size, D] in the type of q, with any strides; returns [T, Hq, D], tokens of no sequence zero.
     Query i of a sequence with Lq queries and context length Lc sits at Lc − Lq + i and sees the keys up to its own, the last ``window``
-    of them; scores s become soft_cap · tanh(s / soft_cap). Nothing beyond a sequence's length or behind its window is read.
-    ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values wherever blocks
-    are as large as tiles: from 64 tokens, better 128; it may read, but never uses, slots of a sequence's blocks beyond its length.
+    of them; scores s become soft_cap · tanh(s / soft_cap). Nothing beyond a sequence's length or behind its window is used.
+    ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values to the prefill
+    kernel wherever blocks are as large as tiles: from 64 tokens, better 128. Calls of one object must follow each other on the device.
     """
 
     head_dim: int
@@ -74,6 +79,12 @@ class PagedAttention:
     processors: int
     batch_invariant: bool
     bulk: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cpu"
+    _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_scratch", decode.make_scratch(_MOST_PROGRAMS * self.processors, _rows(self.group), self.head_dim, self.device))
 
     def __call__(
         self,
@@ -89,23 +100,49 @@ class PagedAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if q.shape[0] == 0:
             return out
-        room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
-        tiles = decode_tiles(q.dtype, self.head_dim, self.group, room)
-        few = 0 if self.batch_invariant else tiles.rows // self.group
-        alone = inputs.max_query_len <= few and q.shape[0] == inputs.context_len.shape[0] * inputs.max_query_len
-        if not alone:
-            if inputs.context_len.shape[0] == 1:
-                few = few if inputs.max_query_len <= few else 0  # one long prompt: no second kernel
+        few = 0 if self.batch_invariant else _rows(self.group) // self.group
+        longest, sequences = inputs.max_query_len, inputs.context_len.shape[0]
+        if longest > few or q.shape[0] != sequences * longest:
+            if sequences == 1 and longest > few:
+                few = 0  # one prompt: no second kernel
+            room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
             large = prefill_tiles(q.dtype, self.head_dim, self.group, room)
             prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, room >= large.keys)
         if few:
-            most, programs = min(few, inputs.max_query_len), tiles.programs * self.processors
-            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, most, programs, tiles, room >= tiles.keys)
+            small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size)
+            programs = small.programs * self.processors
+            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, programs, small, False, self._scratch)
         return out
+
+    def rehearse(
+        self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None, max_num_seqs: int
+    ) -> list[Callable[[], object]]:
+        """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
+
+        They share nothing, so threads may make them at once. ``windows`` of all layers; how many sequences a step has makes no difference.
+        """
+        lengths = (_rows(self.group) // self.group + 1,) if self.batch_invariant else (1, _rows(self.group) // self.group + 1)
+        kinds = {window is not None: window for window in windows}.values()
+        return [self._rehearsal(q_heads, block_size, window, soft_cap, length) for window in kinds for length in lengths]
+
+    def _rehearsal(self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, length: int) -> Callable[[], object]:
+        def launch() -> object:
+            alone = PagedAttention(self.head_dim, self.group, self.processors, self.batch_invariant, self.bulk, self.dtype, self.device)
+            kv_heads = q_heads // self.group
+            blocks = -(-length // block_size)
+            cache = torch.zeros((blocks, 1, 2, kv_heads, block_size, self.head_dim), dtype=self.dtype, device=self.device)
+            q = torch.zeros((length, q_heads + 2 * kv_heads, self.head_dim), dtype=self.dtype, device=self.device)[:, :q_heads]
+            lengths = torch.tensor([0, length, length], dtype=torch.int32, device=self.device)
+            table = torch.arange(blocks, dtype=torch.int32, device=self.device)[None]
+            slots = torch.zeros(length, dtype=torch.int64, device=self.device)
+            inputs = AttentionInputs(table, lengths[:2], lengths[2:], slots, block_size, length, length)
+            return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap)
+
+        return launch
 
 
 def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     head_dim, heads, kv_heads = (int(site.facts[name]) for name in ("head_dim", "num_heads", "num_kv_heads"))
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
     bulk = torch.cuda.get_device_capability(site.device)[0] == 9
-    return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk)
+    return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk, site.facts["dtype"], site.device)

@@ -1,8 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Attention of sequences with many queries: one program for a run of queries and one KV head.
 
-What lives here: the kernel, and ``accumulate``, the online softmax over tiles of keys that decode.py shares.
+What lives here: the kernel, and what decode.py shares: finding a sequence in a line of units, loading a tile of keys, the online softmax.
 What may not: choosing tiles or kernels (attention.py).
+
+    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Each sequence has as many runs as it needs, one of few
+    runs of queries     | 2      1      0        |               | 1     0    queries none; which sequence a run belongs to is found
+    programs            | 0      1      2        |               | 3     4    on the device, by a running sum. The last queries of a
+                                                                             sequence see most keys: they go first.
 
 Rows of a tile are (query, head of the group) pairs, so that all query heads of a KV head share each tile of keys. Tiles of keys lie at
 absolute multiples of BLOCK_N, whatever the chunk; a tile in which a row sees nothing leaves that row's sums untouched, to the bit.
@@ -24,6 +29,29 @@ if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
+
+
+@triton.jit
+def _runs(context, queries, few, size: tl.constexpr):
+    """Runs of ``size`` queries of a sequence; of one for the other kernel none."""
+    return tl.where(queries > few, tl.cdiv(queries, size), 0)
+
+
+@triton.jit
+def _locate(unit, query_start_ptr, sequences, few, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sequence that holds run number ``unit`` of all, and how many runs lie before it; ``sequences`` if there are fewer runs."""
+    sequence, before, ahead = sequences * 0, sequences * 0, sequences * 0
+    for chunk in range(0, sequences, BLOCK_S):
+        every = chunk + tl.arange(0, BLOCK_S)
+        starts = tl.load(query_start_ptr + every, mask=every < sequences, other=0)
+        counts = tl.load(query_start_ptr + 1 + every, mask=every < sequences, other=0) - starts
+        units = _runs(0, counts, few, QUERIES)
+        passed = (ahead + tl.cumsum(units, 0) <= unit) & (every < sequences)
+        sequence += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, units, 0), 0)
+        ahead += tl.sum(units, 0)
+    return sequence, before
 
 
 @triton.jit
@@ -33,93 +61,111 @@ def _capped(score, cap):
 
 
 @triton.jit
-def accumulate(
-    total, peak, mass, q, position,
-    k_ptr, v_ptr, k_map, v_map, table_ptr, k_block, k_head, k_row, v_block, v_head, v_row,
-    first_tile, end_tile, first_key, context, scale, soft_cap,
-    BULK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def load_tile(
+    ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride,
+    BULK: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of tiles first_tile … end_tile - 1 to the sums of each row (online softmax, Milakov and Gimelshein 2018).
+    """Keys (or values) ``key`` of one head, [BLOCK_N, BLOCK_D]. MASKED: only those that are ``there``, zeros in place of others.
 
-    ``total`` [M, D], ``peak`` and ``mass`` [M] (float32; powers of 2), ``q`` [M, D], ``position`` [M]. Keys before first_key
-    or from context on are not used. Not MASKED: the caller knows that every row sees every key of these tiles.
-    ``k_head`` and ``v_head`` are offsets of the KV head. BULK: a tile lies in one block, and the copy engine brings it whole, by the
-    descriptors ``k_map`` and ``v_map`` of rows [rows of all blocks and heads, D]; strides then count rows.
+    ``head_at`` is the offset of the KV head. Nothing is looked up beyond ``context``. BULK: the copy engine brings the tile, by the
+    descriptor ``rows`` of rows [.., D]; strides then count rows, and it brings what lies beyond a sequence in its last block too.
     """
     element = tl.arange(0, BLOCK_D)
-    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
-    for tile in range(first_tile, end_tile):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BULK:
+        block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(tl.int64)
+        return rows.load([(block * block_stride + head_at).to(tl.int32) + tile * BLOCK_N % BLOCK_SIZE, 0])
+    if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
+        first = tile * BLOCK_N
+        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
+        corner = ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride  # so that what differs by thread stays the same
+        at = corner + (tl.arange(0, BLOCK_N)[:, None] * row_stride + element[None, :])
+    else:
         if MASKED:
-            there = (key < context) & (key >= first_key)
-        if BULK:
-            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-            row = tile * BLOCK_N % BLOCK_SIZE
-            k = k_map.load([(block * k_block + k_head).to(tl.int32) + row, 0])
-            v = v_map.load([(block * v_block + v_head).to(tl.int32) + row, 0])
-            if MASKED:
-                v = tl.where(there[:, None], v, 0.0)  # what lies beyond a sequence may be NaN, and NaN · 0 would be too
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         else:
-            row = (key % BLOCK_SIZE).to(tl.int64)
-            if MASKED:
-                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-            else:
-                block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-            k_at = k_ptr + (block * k_block + k_head + row * k_row)[:, None] + element[None, :]
-            v_at = v_ptr + (block * v_block + v_head + row * v_row)[:, None] + element[None, :]
-            if MASKED:
-                k = tl.load(k_at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
-                v = tl.load(v_at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
-            elif DIM != BLOCK_D:
-                k = tl.load(k_at, mask=(element < DIM)[None, :], other=0.0)
-                v = tl.load(v_at, mask=(element < DIM)[None, :], other=0.0)
-            else:
-                k = tl.load(k_at)
-                v = tl.load(v_at)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFT_CAP:
-            score = _capped(score * scale, soft_cap)
-        if MASKED:
-            seen = there[None, :] & (key[None, :] <= position[:, None])
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1) * factor)
-        shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # −inf: a row that has seen nothing yet
-        weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
-        keep = tl.exp2(peak - shift)
-        mass = mass * keep + tl.sum(weight, 1)
-        total = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
-        peak = higher
-    return total, peak, mass
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        at = ptr + (blocks * block_stride + head_at + (key % BLOCK_SIZE).to(tl.int64) * row_stride)[:, None] + element[None, :]
+    if MASKED:
+        return tl.load(at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
+    if DIM != BLOCK_D:
+        return tl.load(at, mask=(element < DIM)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
+def weigh(peak, q, k, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to lower what was summed
+    up so far [M], the new peak [M].
+
+    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N] says.
+    """
+    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFT_CAP:
+        score = _capped(score * scale, soft_cap)
+    if MASKED:
+        score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, 1) * factor)
+    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # −inf: a row that has seen nothing yet
+    weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
+    return weight, tl.exp2(peak - shift), higher
+
+
+@triton.jit
+def _accumulate(
+    total, peak, mass, q, position,
+    k_ptr, v_ptr, k_map, v_map, table_ptr, k_block, k_head, k_row, v_block, v_head, v_row,
+    first_tile, end_tile, first_key, context, window, scale, soft_cap,
+    BULK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Absorbs tiles first_tile … end_tile - 1 of keys. Keys before first_key or from context on are not used.
+
+    Not MASKED: the caller knows that every row sees every key of these tiles.
+    """
+    for tile in range(first_tile, end_tile):
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = (key < context) & (key >= first_key)
+        k = load_tile(
+            k_ptr, k_map, table_ptr, tile, key, there, context, k_block, k_head, k_row, BULK, MASKED, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N
+        )  # fmt: skip
+        v = load_tile(
+            v_ptr, v_map, table_ptr, tile, key, there, context, v_block, v_head, v_row, BULK, MASKED, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N
+        )  # fmt: skip
+        if BULK and MASKED:
+            v = tl.where(there[:, None], v, 0.0)  # what lies beyond a sequence may be NaN, and NaN · 0 would be too
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        weight, keep, peak = weigh(peak, q, k, seen, scale, soft_cap, MASKED, SOFT_CAP, PRECISION)
+        mass = mass * keep + tl.sum(weight, 1)
+        total = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
+    return total, peak, mass
+
+
+@triton.jit(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row"])
 def _prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
-    tokens, sequences, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
-    BULK: tl.constexpr, FEW: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    tokens, sequences, few, window,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
+    BULK: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
-    run = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries see most: they go first
-    if PDL:
-        gdc_wait()
-    # Sequence s owns the runs start[s] // QUERIES + s …: enough for any lengths, and found without a table of runs.
-    every = tl.arange(0, BLOCK_S)
-    starts = tl.load(query_start_ptr + every, mask=every < sequences, other=0)
-    sequence = tl.sum(((starts // QUERIES + every <= run) & (every < sequences)).to(tl.int32), 0) - 1
-    start = tl.load(query_start_ptr + sequence)
-    queries = tl.load(query_start_ptr + sequence + 1) - start
-    context = tl.load(context_ptr + sequence)
-    first = (run - start // QUERIES - sequence) * QUERIES
     lane = tl.arange(0, BLOCK_M)
     element = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + lane % GROUP
-    if (first < queries) & (queries > FEW):
+    if PDL:
+        gdc_wait()
+    unit = tl.program_id(0)
+    sequence, before = _locate(unit // KV_HEADS, query_start_ptr, sequences, few, QUERIES, BLOCK_S)
+    if sequence < sequences:
+        start = tl.load(query_start_ptr + sequence)
+        queries = tl.load(query_start_ptr + sequence + 1) - start
+        context = tl.load(context_ptr + sequence)
+        kv_head = unit % KV_HEADS
+        first = (_runs(context, queries, few, QUERIES) - 1 - (unit // KV_HEADS - before)) * QUERIES
+        head = kv_head * GROUP + lane % GROUP
         query = first + lane // GROUP
         live = (query < queries) & (lane < QUERIES * GROUP)
         token = (start + query).to(tl.int64)
@@ -133,29 +179,29 @@ def _prefill_kernel(
         end = tl.minimum(context, lowest + QUERIES)
         first_key = 0
         whole = tl.maximum(lowest + 1, 0) // BLOCK_N  # tiles before this one are seen by every row
-        if WINDOW > 0:
-            first_key = tl.maximum(lowest + 1 - WINDOW, 0)
+        if WINDOW:
+            first_key = tl.maximum(lowest + 1 - window, 0)
             whole = 0
         k_head_at, v_head_at = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head
         table = table_ptr + sequence.to(tl.int64) * table_row
-        if WINDOW == 0:
-            total, peak, mass = accumulate(
+        if not WINDOW:
+            total, peak, mass = _accumulate(
                 total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                0, whole, 0, context, scale, soft_cap,
+                0, whole, 0, context, window, scale, soft_cap,
                 BULK, False, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
             )  # fmt: skip
-        total, peak, mass = accumulate(
+        total, peak, mass = _accumulate(
             total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-            tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, scale, soft_cap,
+            tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, window, scale, soft_cap,
             BULK, True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
         )  # fmt: skip
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out_ptr + (token * out_token + head * out_head)[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-    if run == tl.num_programs(1) - 1:  # tokens of no sequence
-        for token in range(tl.load(query_start_ptr + sequences), tokens):
-            at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
-            mask = (lane < GROUP)[:, None] & (element < DIM)[None, :]
-            tl.store(out_ptr + at, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=mask)
+    # Tokens of no sequence: zeros.
+    for token in range(tl.load(query_start_ptr + sequences) + tl.program_id(0), tokens, tl.num_programs(0)):
+        for head in range(KV_HEADS * GROUP):
+            at = (element * 0 + token).to(tl.int64) * out_token + head * out_head + element
+            tl.store(out_ptr + at, tl.zeros((BLOCK_D,), out_ptr.dtype.element_ty), mask=element < DIM)
     if PDL:
         gdc_launch_dependents()
 
@@ -174,7 +220,7 @@ def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def cache_arguments(k_cache: Tensor, v_cache: Tensor, keys: int, *, bulk: bool) -> tuple[Any, ...]:
-    """Both caches as ``accumulate`` wants them, then six strides: of block, head and row, in elements, or with ``bulk`` in rows."""
+    """Both caches as ``load_tile`` wants them, then six strides: of block, head and row, in elements, or with ``bulk`` in rows."""
     if not bulk:
         return k_cache, v_cache, *k_cache.stride()[:3], *v_cache.stride()[:3]
     dim = k_cache.shape[3]
@@ -204,13 +250,14 @@ def attend(
 ) -> None:
     """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention."""
     (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
-    runs = tokens // (tiles.rows // (heads // kv_heads)) + sequences
+    group = heads // kv_heads
+    runs = tokens // (tiles.rows // group) + min(sequences, tokens // (few + 1))  # enough for any lengths
     keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
-    _prefill_kernel[(kv_heads, runs)](
+    _prefill_kernel[(max(1, runs * kv_heads),)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
-        tokens, sequences, *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0),
-        scale, soft_cap or 0.0,
-        BULK=bulk, FEW=few, GROUP=heads // kv_heads, WINDOW=window or 0, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
-        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=triton.next_power_of_2(sequences),
-        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        tokens, sequences, few, window or MAX_WINDOW,
+        *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
+        BULK=bulk, GROUP=group, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
+        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=tiles.sequences,
+        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
