@@ -1,0 +1,306 @@
+"""How a GPU's memory is divided and measured, and what running out of it becomes; the card's counters are played, no GPU is needed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace.config import CacheConfig, ModelConfig
+from headrace.engine.executor import ExecutorInfo, keyed_hash_info
+from headrace.errors import ConfigError, OutOfMemory, StepFailed
+from headrace.models import families
+from headrace.models.source import find_model
+from headrace.request import StepPlan, StepResult
+from headrace.worker import device_memory
+from headrace.worker.allotment import Allotment, Demand
+from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter
+from headrace.worker.driver import CardFacts, DriverFacts
+from headrace.worker.failure import failure_of
+from headrace.worker.memory import GIB, gpu_share, graph_bytes, row_bytes
+from headrace.worker.queued_executor import QueuedExecutor
+from headrace.worker.rehearsal import Limits, chunks, decode_step, largest_step
+from headrace.worker.rows import Rows
+from support.hand_plans import worker_for
+
+MIB = 2**20
+META = torch.device("meta")  # tensors without memory: a stand-in for the card
+LIMITS = Limits(max_num_seqs=16, tokens_a_step=300, max_logits_rows=40, longest=100)
+
+
+@dataclass
+class Card:
+    """The counters of one card, in bytes."""
+
+    total: int = 16 * GIB
+    used: int = GIB  # by other processes
+    held: int = 0
+    peak_held: int = 0
+    peak_live: int = 0
+    emptied: int = 0
+    driver: bool = True
+
+    def take(self, size: int) -> None:
+        self.used += size
+
+    def empty(self) -> None:
+        self.emptied += 1
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    card = Card()
+    facts = DriverFacts("580.1", (13, 0), (CardFacts("H0", "GPU-7", 0),))
+
+    def ask() -> DriverFacts | None:
+        return replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used),)) if card.driver else None
+
+    def zeros(*_: object, **__: object) -> None:  # the first tensor makes the context
+        card.take(512 * MIB)
+
+    played: dict[str, Callable[..., Any]] = {
+        "synchronize": lambda *_: None,
+        "mem_get_info": lambda *_: (card.total - card.used, card.total),
+        "memory_reserved": lambda *_: card.held,
+        "memory_allocated": lambda *_: card.held,
+        "max_memory_reserved": lambda *_: card.held + card.peak_held,
+        "max_memory_allocated": lambda *_: card.held + card.peak_live,
+        "reset_peak_memory_stats": lambda *_: None,
+        "empty_cache": card.empty,
+        "get_device_properties": lambda *_: SimpleNamespace(uuid="7", total_memory=card.total),
+    }
+    for name, function in played.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(device_memory, "ask_driver", ask)
+    monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, uint8=torch.uint8))
+    return card
+
+
+class Runner:
+    """Notes the plans it is given; ``act`` is what each does to the card."""
+
+    def __init__(self, act: Callable[[StepPlan], None]) -> None:
+        self._act = act
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self._act(plan)
+        return StepResult(plan.step_id, [])
+
+    def forget(self) -> None:
+        pass
+
+
+def _demand(**changes: Any) -> Demand:
+    spec = families.spec_from_config(find_model(ModelConfig(load_format="dummy")).config)
+    values: dict[str, Any] = {
+        "spec": spec,
+        "cache": CacheConfig(gpu_memory_utilization=0.5),
+        "device": META,
+        "dtype": torch.bfloat16,
+        "block_size": 128,
+        "tokens_a_step": 2048,
+        "max_num_seqs": 64,
+        "max_logits_rows": 512,
+        "requested_len": None,
+        "graphs": True,
+    }
+    return Demand(**{**values, **changes})
+
+
+def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None]) -> tuple[Allotment, int, Runner]:
+    """The bytes of KV, with a model of one parameter of 100 MiB."""
+    allotment, runner = Allotment(demand), Runner(act)
+    longest = allotment.draft().max_model_len
+    decoder = nn.Linear(1, 1)
+    decoder.register_buffer("weight_of_all", torch.empty(100 * MIB, dtype=torch.uint8, device=META))
+
+    def create_runner(rows: Rows, caches: Sequence[Tensor]) -> Runner:
+        assert [cache.shape[0] for cache in caches] == [1] * len(caches)
+        return runner
+
+    plan = allotment.settle(decoder, longest, create_runner)
+    return allotment, plan.num_bytes, runner
+
+
+def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) -> None:
+    def act(plan: StepPlan) -> None:
+        card.peak_live, card.peak_held = (900 * MIB, 1000 * MIB) if plan.prompt_logprobs else (50 * MIB, 64 * MIB)
+        card.take(10 * MIB)  # code of kernels
+
+    demand = _demand(max_num_seqs=2000)
+    allotment, kv, runner = _settled(card, demand, act)
+    taken = allotment._room.purposes
+    assert taken["activations"] == 1000 * MIB + SMALL_BYTES
+    assert taken["context"] == 512 * MIB and taken["kernels"] == 20 * MIB
+    assert taken["graphs"] > 50 * MIB and 100 * MIB <= taken["weights"] < 101 * MIB
+    share = card.total // 2 - GIB  # others count
+    blocks = kv // (128 * 2 * 2 * demand.spec.num_kv_heads * demand.spec.head_dim * demand.spec.num_layers)
+    assert kv <= share - sum(taken.values()) < kv // blocks * (blocks + 1)
+    assert [plan.num_tokens for plan in runner.plans] == [2000, 2048]
+
+
+def test_without_graphs_none_are_counted(card: Card) -> None:
+    allotment, _, _ = _settled(card, _demand(graphs=False), lambda plan: None)
+    assert allotment._room.purposes["graphs"] == 0 == graph_bytes((), 10**9, 10**6)
+
+
+def test_a_largest_step_that_does_not_fit_names_its_shape_and_the_flags(card: Card) -> None:
+    def act(plan: StepPlan) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    with pytest.raises(
+        OutOfMemory, match=r"2048 tokens, 64 sequences, 512 rows of logits.*14\.50 GiB were left.*--max-num-batched-tokens.*--device cpu"
+    ):
+        _settled(card, _demand(), act)
+
+
+def test_a_share_that_others_hold_already_is_refused_with_numbers() -> None:
+    assert gpu_share(100 * GIB, 10 * GIB, 0.9) == 80 * GIB
+    with pytest.raises(OutOfMemory, match=r"0\.3 is 30\.00 of this GPU's 100\.00 GiB, but others hold 40\.00 GiB.*more than 0\.40.*--device cpu"):
+        gpu_share(100 * GIB, 40 * GIB, 0.3)
+
+
+def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(card: Card) -> None:
+    card.total = 2 * GIB
+    with pytest.raises(OutOfMemory, match=r"does not fit.*0\.02 GiB of memory.*weights 0\.03 GiB.*--gpu-memory-utilization.*--device cpu"):
+        Allotment(_demand(cache=CacheConfig(gpu_memory_utilization=0.51))).draft()
+
+
+def test_a_length_that_kv_cannot_hold_names_the_share(card: Card) -> None:
+    demand = _demand(cache=CacheConfig(gpu_memory_utilization=0.065), requested_len=4096, max_logits_rows=1, tokens_a_step=64)
+    with pytest.raises(ConfigError, match=r"4096 tokens needs .* raise --gpu-memory-utilization\."):
+        Allotment(demand).draft()
+
+
+def test_more_blocks_than_fit_are_refused(card: Card) -> None:
+    with pytest.raises(OutOfMemory, match=r"--num-blocks 1000000 is .* GiB of KV, but .* left\. Lower --num-blocks"):
+        Allotment(_demand(cache=CacheConfig(num_blocks=10**6))).draft()
+
+
+def test_what_cannot_be_allocated_names_purpose_size_and_remedy(card: Card) -> None:
+    allotment = Allotment(_demand())
+    said = r"3\.00 GiB for KV blocks could not be allocated: 14\.50 GiB are free\. Lower --gpu-memory-utilization"
+    with pytest.raises(OutOfMemory, match=said), allotment.explaining("KV blocks", 3 * GIB):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(RuntimeError, match="another"), allotment.explaining("weights"):
+        raise RuntimeError("another mistake")
+
+
+# --- measuring
+
+
+def test_stages_of_a_start_are_told_apart(card: Card) -> None:
+    meter = DeviceMeter(META)
+    assert (meter.others, meter.context, meter.total) == (GIB, 512 * MIB, card.total)
+    card.take(30 * MIB)  # code
+    card.take(100 * MIB)  # tensors
+    card.held += 100 * MIB
+    with meter.capturing():
+        card.take(7 * MIB)  # the driver's part of graphs
+        card.take(20 * MIB)
+        card.held += 20 * MIB
+    assert (meter.code(), meter.graphs) == (30 * MIB, 27 * MIB)
+
+
+def test_without_the_driver_s_word_context_and_others_are_one(card: Card) -> None:
+    card.driver = False
+    meter = DeviceMeter(META)
+    assert (meter.others, meter.context) == (0, GIB + 512 * MIB)
+
+
+def test_rows_are_as_large_as_planned() -> None:
+    rows = Rows(5, 100, 64, [16, 8], torch.device("cpu"))
+    assert rows.num_bytes == row_bytes(5, 100, 64, [16, 8])
+
+
+# --- the rehearsed steps
+
+
+def test_the_largest_step_fills_every_budget() -> None:
+    counts = chunks(LIMITS)
+    assert sum(counts) == 300 and len(counts) == 16
+    assert counts[0] == 41  # a whole budget of logits rows is scored
+    assert max(counts) - min(counts[1:]) <= 41
+    assert chunks(replace(LIMITS, longest=10)) == [9] * 16
+    assert chunks(replace(LIMITS, max_num_seqs=1)) == [99]
+    plan = decode_step(LIMITS)
+    assert plan.num_tokens == 16 and all(new.params.greedy for new in plan.rows_added)
+
+
+def test_the_largest_step_runs_over_one_block(tmp_path: Any) -> None:
+    """On the CPU: every row lies in block 0, and every way of the sampler is taken."""
+    from support import tiny
+
+    executor = worker_for(tiny.save("llama", tmp_path, tokenizer=False), cache={"num_blocks": 1}, max_model_len=64)
+    limits = Limits(max_num_seqs=8, tokens_a_step=100, max_logits_rows=20, longest=64)
+    for plan in (decode_step(limits), largest_step(limits)):
+        result = executor.collect(executor.submit(plan))
+        executor.recover()
+        assert len(result.tokens) == 8
+    assert len(result.prompt_logprobs[0]) == 20 and len(result.logprobs) == 8
+
+
+# --- running out in the middle
+
+
+def _plan() -> StepPlan:
+    return decode_step(replace(LIMITS, max_num_seqs=2))
+
+
+def test_a_step_that_ran_out_names_numbers_and_flags() -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3 GiB is free."
+    )
+    memory = {"weights": 2 * GIB, "kv_cache": 100 * GIB, "activations": 3 * GIB, "rows": 1}
+    text = failure_of(error, _plan(), memory).message
+    for words in ("2 tokens of 2 sequences", "asked for 20.00 GiB", "kv_cache 100.00 GiB", "activations 3.00 GiB", "--gpu-memory-utilization"):
+        assert words in text
+    on_cpu = failure_of(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."), _plan(), {}
+    ).message
+    assert "asked for 64 bytes" in on_cpu and "--kv-cache-memory" in on_cpu
+
+
+class Queue:
+    """A runner of the card's kind; step 1 runs out of memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.calls.append(f"launch {plan.step_id}")
+        if plan.step_id == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return plan
+
+    def read(self, step: Any) -> StepResult:
+        return StepResult(step.step_id, [(7,)])
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+
+def _info() -> ExecutorInfo:
+    return replace(keyed_hash_info(), memory={"weights": GIB})
+
+
+def test_after_a_step_that_ran_out_the_next_ones_go_on() -> None:
+    queue = Queue()
+    executor = QueuedExecutor(cast(Any, queue), _info(), lambda: queue.calls.append("restore"))
+    tickets = [executor.submit(replace(_plan(), step_id=number)) for number in range(3)]
+    assert executor.collect(tickets[0]).tokens == [(7,)]
+    with pytest.raises(StepFailed, match=r"asked for 1\.00 GiB"):
+        executor.collect(tickets[1])
+    with pytest.raises(StepFailed, match="builds on one that failed"):
+        executor.collect(tickets[2])
+    executor.recover()
+    assert queue.calls == ["launch 0", "launch 1", "restore", "forget"]
+    assert executor.collect(executor.submit(replace(_plan(), step_id=3, rows=array("i", [0])))).step_id == 3
