@@ -15,6 +15,7 @@ from headrace.errors import StepFailed
 from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import SamplingParams
+from headrace.worker import sampler
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
@@ -141,7 +142,9 @@ MIXED = (
 )
 
 
-def test_a_mixed_batch_equals_each_row_alone() -> None:
+@pytest.mark.parametrize("ids_at_once", [2**21, 1])
+def test_a_mixed_batch_equals_each_row_alone(monkeypatch: pytest.MonkeyPatch, ids_at_once: int) -> None:
+    monkeypatch.setattr(sampler, "_PENALISED_AT_ONCE", ids_at_once)
     table = _random_table(1)
     executor, _ = _executor(table)
     together = [Planned(row, [row + 1], params, seed=-row) for row, params in enumerate(MIXED)]

@@ -19,6 +19,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.sampling import apply_penalties
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait, ship
 
+_PENALISED_AT_ONCE = 2**21  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
 _INT = {name: column for column, name in enumerate(INT_COLUMNS)}
@@ -136,7 +137,9 @@ class Sampler:
             self._ban_words(logits, hosts, batch)
         penalised = np.flatnonzero(traits & Trait.PENALISED).astype(np.int32)
         if len(penalised):
-            self._penalise(logits, penalised, batch)
+            at_once = max(1, _PENALISED_AT_ONCE // int(batch.positions[penalised].max()))
+            for start in range(0, len(penalised), at_once):
+                self._penalise(logits, penalised[start : start + at_once], batch)
 
     def _allow(self, logits: Tensor, hosts: list[tuple[int, HostRow]]) -> None:
         """Every id that is not allowed gets -inf."""
