@@ -8,8 +8,10 @@ files and the device's architecture; nothing here needs to know when a kernel ha
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -92,6 +94,7 @@ def cache_folder() -> tuple[str, str | None]:
     if reason is None:
         return folder, None
     knobs.cache.dir = tempfile.mkdtemp(prefix="headrace-triton-")
+    atexit.register(shutil.rmtree, knobs.cache.dir, ignore_errors=True)
     _log.warning("compiled kernels cannot be kept in %s (%s); they are built anew at each start", folder, reason)
     return knobs.cache.dir, f"{folder} cannot be written ({reason}): kernels are built anew at each start; set TRITON_CACHE_DIR"
 

@@ -1,0 +1,50 @@
+"""After a start no step asks the compiler for anything: what the rehearsals build is all that prompts, batches and samplers use."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from support import __file__ as support
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+SCRIPT = os.path.join(os.path.dirname(support), "triton_rehearsed.py")
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+LLAMA = SHAPE | {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA | {"tie_word_embeddings": True, "attention_bias": False},
+    # experts, head norms
+    "qwen3_moe": LLAMA
+    | {"model_type": "qwen3_moe", "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    # windows, soft caps, an odd vocabulary, a scaled embedding
+    "gemma2": LLAMA
+    | {"model_type": "gemma2", "vocab_size": 2001, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64}
+    | {"sliding_window": 128, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    # layer norms, learned positions, plain activations
+    "gpt2": {"model_type": "gpt2", "n_embd": 192, "n_layer": 2, "n_head": 3, "n_positions": 512, "vocab_size": 1001}
+    | {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_needs_nothing_that_was_not_rehearsed(name: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    config = json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"})
+    done = subprocess.run([sys.executable, SCRIPT, config], capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found["used"]) >= 12
+    assert not found["chosen later"]
+    assert not set(found["used"]) - set(found["rehearsed"])
+    assert len(found["rehearsed"]) <= 32, "few specialisations: each costs every cold start"

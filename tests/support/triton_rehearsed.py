@@ -1,0 +1,107 @@
+"""Which specialisations of the Triton kernels a start rehearses, and which the steps after it ask for. Run as a program, in a process of its own.
+
+What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the test).
+
+``python triton_rehearsed.py CONFIG`` (the JSON of a model's config) prints {"rehearsed": [...], "used": [...], "chosen later": [...]}:
+kernel, constants, types and divisibility of each, and operations that no call site was known of when kernels were built.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.runtime import JITFunction, driver
+
+import headrace.kernels as registry
+from headrace.clock import RealClock
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import Sizes
+from headrace.kernels.triton import candidates
+from headrace.models.decoder import Decoder
+from headrace.models.families import spec_from_config
+from headrace.models.loader import fill_dummy
+from headrace.spec import KVGroup, kv_groups
+from headrace.worker.allotment import allocate_kv
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.rehearsal import Limits, decode_step, largest_step, rehearse
+from headrace.worker.rows import Rows
+from headrace.worker.warm_up import warm_up
+from headrace.worker.worker import STEP_SITES
+from support.triton_offline import CompileOnly
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, LONGEST, ROWS, TOKENS = 64, 512, 40, 700
+
+
+def only_identified(seen: set[str]) -> None:
+    """Launches put what the compiler would be asked for into ``seen``."""
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        *_, binder = self.device_caches[0]
+        _, specialization, options = binder(*arguments, debug=False, instrumentation_mode="", **named)
+        seen.add(f"{self.fn.__name__} {specialization} {options}")
+
+    JITFunction.run = run
+
+
+def as_on_a_card() -> None:
+    """The Triton candidates stand alone, and find an H200. Nobody computes: what a kernel would have written is 0."""
+    stock = torch.empty
+    torch.empty = lambda *shape, **named: stock(*shape, **named).zero_()  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    candidates.missing = lambda device: None  # type: ignore[assignment]
+    registry.CANDIDATES = {  # type: ignore[misc]
+        op: tuple(replace(each, devices=("cpu",)) for each in group if each.name == candidates.TRITON)
+        for op, group in registry.CANDIDATES.items()
+    }
+
+
+def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelRunner, list[KVGroup]]:
+    groups = [KVGroup(each, ROWS) for each in kv_groups(spec, BLOCK_SIZE, 2)]
+    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU)
+    caches = [allocate_kv(group, torch.bfloat16, CPU).zero_() for group in groups]
+    return ModelRunner(decoder, caches, rows, kernels, max_logits_rows=64, padded=False, clock=RealClock()), groups
+
+
+def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
+    """Steps of many shapes: prompts, batches of every size, both together, all ways to sample."""
+    warm_up(runner, groups, LONGEST, thorough=True)
+    for rows in (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 40):
+        for tokens in (rows, rows + 1, rows + 15, rows + 16, rows * 7, TOKENS):
+            limits = Limits(rows, tokens, 64, LONGEST)
+            rehearse(runner, decode_step(limits))
+            rehearse(runner, largest_step(limits))
+
+
+def main(config: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    driver.set_active(CompileOnly())
+    seen: set[str] = set()
+    only_identified(seen)
+    as_on_a_card()
+    spec = spec_from_config(config)
+    kernels = Kernels(CPU, strict=True)
+    with torch.inference_mode():
+        decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)
+        for op, dtype in STEP_SITES:
+            kernels.choose(op, dtype=dtype)
+        for each in kernels.rehearsals(Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)):
+            each.call()
+        rehearsed = set(seen)
+        seen.clear()
+        fill_dummy(decoder, 0)
+        decoder.finish_loading()
+        sites = len(kernels.choices)
+        take_steps(*create_runner(kernels, spec, decoder))
+    later = [choice.op for choice in kernels.choices[sites:]]
+    json.dump({"rehearsed": sorted(rehearsed), "used": sorted(seen), "chosen later": later}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
