@@ -113,7 +113,7 @@ class DeviceConfig:
         None, "steps in flight beyond the one being collected (0, 1 or 2); automatic by device", choices=(0, 1, 2), technique=True, on=1, off=0
     )
     enforce_eager: bool = option(False, "no graphs", technique="cuda_graphs", on=False, off=True)
-    batch_invariant: bool = option(False, "the same bits whatever else is in the batch")
+    batch_invariant: bool = option(False, "the same bits whatever else is in the batch", technique=True)
     trace: str | None = option(None, "write what host and device did, step by step, into this file, for ui.perfetto.dev", metavar="FILE")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")

@@ -120,6 +120,14 @@ TECHNIQUES = (
         off_means="the host launches every kernel of every step",
         needs_gpu=True,
     ),
+    Technique(
+        name="batch_invariant",
+        source="Defeating Nondeterminism in LLM Inference (He and Thinking Machines Lab, 2025)",
+        switch="device.batch_invariant",
+        off=False,
+        improves="repeatability: an answer's tokens and logprobs have the same bits alone and in any batch; costs time, which its benchmark shows",
+        off_means="each batch gets the kernels and splits of sums that are quickest for it",
+    ),
 )
 
 

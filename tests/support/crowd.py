@@ -127,6 +127,7 @@ def answers_among(llm: LLM, crowd: Sequence[Asked], subjects: Sequence[Asked]) -
     for each in crowd:
         llm.submit({"prompt_token_ids": list(each.prompt)}, each.params)
     while not recorder.plans or len(recorder.plans[-1].rows) < len(crowd):
+        assert core.has_work, "the crowd never took part in one step all together; give it more blocks or a longer answer"
         llm.turn()
     collectors = [llm.submit({"prompt_token_ids": list(each.prompt)}, each.params) for each in subjects]
     while not all(collector.finished for collector in collectors):

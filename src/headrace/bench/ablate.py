@@ -30,6 +30,7 @@ ABLATIONS = (
     "prefix_caching",
     "overlap",
     "cuda_graphs",
+    "batch_invariant",
 )
 BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU, unless the user says otherwise
 
