@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from headrace.request import SamplingParams
 from headrace.worker import sampler
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner
-from headrace.worker.rows import Rows
+from headrace.worker.rows import Rows, Trait
+from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
 
 VOCAB = 50
@@ -232,3 +235,33 @@ def test_other_failures_say_no_more_than_a_client_may_read() -> None:
     with pytest.raises(StepFailed, match="ValueError") as caught:
         run(executor, planner.plan([(sequence, 0, 1)]))
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("company", [[], [0.7], [0.7, 0.9]], ids=["greedy", "random", "filtered"])
+def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float]) -> None:
+    """What a graph holds, against what the step's own path does: rows of every kind the draw serves, greedy ones among them."""
+    kinds = [GREEDY] + [SamplingParams(temperature=t, top_p=0.8 if t == 0.9 else 1.0, top_k=5 if t == 0.9 else 0, min_p=0.01) for t in company]
+    kinds = [replace(params, min_p=0.0) if params.top_p == 1.0 else params for params in kinds]
+    results = []
+    for whole in (True, False):
+        rows, planner = Rows(8, 64, VOCAB, (64,), torch.device("cpu")), Planner([])
+        for row in range(6):
+            planner.add(Planned(row, [row, 2, 3], kinds[row % len(kinds)], seed=17 * row))
+        rows.apply(planner.plan([]))
+        at, places = np.array([5, 3, 0, 2], dtype=np.int32), np.array([3, 3, 3, 3], dtype=np.int32)
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+        logits[3, 7] = float("nan")
+        sampler, how = Sampler(rows, Kernels(torch.device("cpu"))), draw_of(rows.traits[at])
+        assert how is list(Draw)[len(company)]
+        if whole:
+            picked = sampler.draw(logits, torch.from_numpy(at), torch.from_numpy(places), how)
+        else:
+            picked = sampler.sample(logits, SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked
+        results.append((picked[:3].tolist(), int(picked[3, 1]), rows.token_ids[:, :3].tolist(), rows.token_ids[[5, 3, 0], 3].tolist()))
+    assert results[0] == results[1]
+    assert results[0][1] == 0  # the row of the NaN is not usable
+
+
+def test_a_draw_serves_nobody_who_wants_more() -> None:
+    for more in (Trait.EDITED, Trait.PENALISED, Trait.COUNTED, Trait.SCORED):
+        assert draw_of(np.array([Trait.RANDOM, more], dtype=np.int32)) is None

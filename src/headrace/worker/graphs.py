@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: everything between a step's numbers and its hidden states, or its greedy tokens, launched as one.
+"""CUDA graphs of decode steps: everything between a step's numbers and its hidden states, or its tokens, launched as one.
 
 A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host. For
-every batch bucket two graphs are captured when an engine starts: one gathers the inputs from rows and computes the forward pass, the
-other goes from there to tokens written into rows (greedy, as most do; whoever samples otherwise leaves it out). Rows that fill a batch
+every batch bucket graphs are captured when an engine starts: one gathers the inputs from rows and computes the forward pass, others go
+from there to tokens written into rows, one for each kind of draw (rows with more on their minds are sampled eagerly). Rows that fill a batch
 up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
@@ -10,10 +10,10 @@ What lives here: the buckets, their static inputs, capture and replay. What may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from headrace.layers.inputs import ForwardInputs
 from headrace.worker.inputs import Gather
 from headrace.worker.pinned import PinnedRing
 from headrace.worker.rows import Ints, Rows
+from headrace.worker.sampler import Draw, Sampler
 
 _ROW, _POSITION, _CONTEXT = range(3)  # what the host ships for each row of a step
 _ALIGNED = 4  # int32 values in 16 bytes
@@ -44,12 +45,10 @@ def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """Both graphs of one bucket and what they write."""
+    """One graph and what every replay of it writes."""
 
-    forward: torch.cuda.CUDAGraph
-    pick: torch.cuda.CUDAGraph
-    hidden: Tensor  # [bucket, hidden]
-    picked: Tensor  # [bucket, 2], int32: (token, usable)
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
 
 
 class DecodeGraphs:
@@ -64,11 +63,11 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._buckets = buckets_up_to(max_num_seqs)
         self._gather = Gather(rows, kernels)
-        self._greedy: Callable[..., Any] = kernels.choose("greedy_tokens", dtype=torch.float32)
-        self._store: Callable[..., Any] = kernels.choose("store_tokens", dtype=torch.int32)
+        self._sampler = Sampler(rows, kernels)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(rows.device)
-        self._captured: dict[int, _Captured] = {}
+        self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
+        self._draw: dict[tuple[int, Draw], _Captured] = {}  # each writes (token, usable), [bucket, 2] int32
         largest = self._buckets[-1]
         self._staging = PinnedRing(3 * max(_ALIGNED, largest))
         self._shipped = torch.zeros(3 * max(_ALIGNED, largest), dtype=torch.int32, device=rows.device)
@@ -77,7 +76,7 @@ class DecodeGraphs:
     @property
     def captured(self) -> tuple[int, ...]:
         """Batch sizes there are graphs for, ascending."""
-        return tuple(sorted(self._captured))
+        return tuple(sorted(self._forward))
 
     def capture_all(self) -> None:
         """Every bucket, the largest first, so that the others find its memory. Each step has run eagerly before: a capture compiles nothing."""
@@ -85,10 +84,16 @@ class DecodeGraphs:
             nothing = np.zeros(0, np.int32)
             for bucket in reversed(self._buckets):
                 self._ship(bucket, nothing, nothing)
-                if not self._captured:
-                    self._picked(bucket, self._hidden(bucket))  # eagerly, once
-                    self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
-                self._captured[bucket] = self._capture(bucket)
+                if not self._forward:
+                    self._run_eagerly(bucket)
+                self._capture(bucket)
+
+    def _run_eagerly(self, bucket: int) -> None:
+        """What a graph will hold, once: first-use costs are paid outside of captures."""
+        hidden = self._hidden(bucket)
+        for how in Draw:
+            self._drawn(bucket, hidden, how)
+        self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
 
     def forward(self, rows: Ints, contexts: Ints) -> Tensor | None:
         """Hidden states of a step in which ``rows`` compute one token each and then see ``contexts`` keys: [rows, hidden].
@@ -99,20 +104,20 @@ class DecodeGraphs:
         if bucket is None:
             return None
         self._ship(bucket, rows, contexts)
-        captured = self._captured[bucket]
-        captured.forward.replay()
-        return captured.hidden[: len(rows)]
+        captured = self._forward[bucket]
+        captured.graph.replay()
+        return captured.result[: len(rows)]
 
-    def pick(self, count: int) -> Tensor:
-        """Greedy tokens of the step just computed, written into its rows; (token, usable) of each, [count, 2] int32."""
+    def draw(self, count: int, how: Draw) -> Tensor:
+        """Tokens of the step just computed, written into its rows; (token, usable) of each, [count, 2] int32."""
         bucket = self._bucket(count)
-        assert bucket is not None, "pick follows a forward that had a graph"
-        captured = self._captured[bucket]
-        captured.pick.replay()
-        return captured.picked[:count]
+        assert bucket is not None, "draw follows a forward that had a graph"
+        captured = self._draw[bucket, how]
+        captured.graph.replay()
+        return captured.result[:count]
 
     def _bucket(self, count: int) -> int | None:
-        return next((size for size in self._buckets if size >= count and size in self._captured), None)
+        return next((size for size in self._buckets if size >= count and size in self._forward), None)
 
     def _ship(self, bucket: int, rows: Ints, contexts: Ints) -> None:
         """One copy: row, position and context of each row of the bucket; filled up with rows of no sequence."""
@@ -136,20 +141,21 @@ class DecodeGraphs:
         )
         return self._decoder.forward(inputs, self._kv_caches)
 
-    def _picked(self, bucket: int, hidden: Tensor) -> Tensor:
+    def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> Tensor:
         columns = self._columns(bucket)
-        peak, tokens = self._greedy(self._decoder.logits(hidden))
         # A row of no sequence has context 0, and no token is ever stored there.
-        picked: Tensor = self._store(self._rows.token_ids, columns[_ROW], columns[_CONTEXT], tokens, peak.isfinite())
-        return picked
+        return self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how)
 
-    def _capture(self, bucket: int) -> _Captured:
-        forward, pick = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    def _capture(self, bucket: int) -> None:
+        forward = torch.cuda.CUDAGraph()
         with self._recorded(forward):
             hidden = self._hidden(bucket)
-        with self._recorded(pick):
-            picked = self._picked(bucket, hidden)
-        return _Captured(forward, pick, hidden, picked)
+        self._forward[bucket] = _Captured(forward, hidden)
+        for how in Draw:
+            graph = torch.cuda.CUDAGraph()
+            with self._recorded(graph):
+                picked = self._drawn(bucket, hidden, how)
+            self._draw[bucket, how] = _Captured(graph, picked)
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -25,7 +25,7 @@ from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.rows import Rows, ship
-from headrace.worker.sampler import SampleBatch, Sampler, Samples, Scores
+from headrace.worker.sampler import Draw, SampleBatch, Sampler, Samples, Scores, draw_of
 
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
 
@@ -42,7 +42,7 @@ class Computes(Protocol):
 class Forwarded:
     """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states.
 
-    ``graphed``: by a graph, which may go on to greedy tokens.
+    ``graphed``: by a graph, and others go on from there.
     """
 
     plan: StepPlan
@@ -133,8 +133,8 @@ class ModelRunner:
         """Picks a token for every sampled row and scores the prompts that asked for it."""
         if step.packing is None or step.hidden is None:
             return Sampled(step.plan, step.started)
-        if step.graphed and self._all_greedy(step.plan) and self.graphs is not None:
-            return Sampled(step.plan, step.started, (Samples(self.graphs.pick(len(step.plan.rows))),))
+        if step.graphed and self.graphs is not None and (how := self._draw_of(step.plan)) is not None:
+            return Sampled(step.plan, step.started, (Samples(self.graphs.draw(len(step.plan.rows), how)),))
         samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece) for piece in self._pieces(len(step.plan.sample_rows)))
         prompt = tuple(
             (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
@@ -175,12 +175,13 @@ class ModelRunner:
 
     # --- parts of sample
 
-    def _all_greedy(self, plan: StepPlan) -> bool:
-        """Whether every chunk gets the best token of its last position, in its own row, and nothing else is asked for."""
+    def _draw_of(self, plan: StepPlan) -> Draw | None:
+        """How every chunk gets the token after its own, where nothing else is asked for."""
         if plan.prompt_logprobs or plan.sample_rows != plan.rows or len(plan.sample_work) != len(plan.rows):
-            return False
-        rows = np.asarray(plan.rows, dtype=np.int32)
-        return not self._rows.traits[rows].any() and bool((np.asarray(plan.sample_work) == np.arange(len(rows))).all())
+            return None
+        if (np.asarray(plan.sample_work) != np.arange(len(plan.rows))).any():
+            return None
+        return draw_of(self._rows.traits[np.asarray(plan.rows, dtype=np.int32)])
 
     def _pieces(self, count: int, start: int = 0) -> Iterator[slice]:
         for first in range(start, start + count, self._max_logits_rows):

@@ -10,6 +10,7 @@ Everything the host decides here follows from plans and requests; no device valu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -32,6 +33,22 @@ class SampleBatch:
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
+
+
+class Draw(IntEnum):
+    """What picks the tokens of all rows of a step, where nothing edits their logits and nobody wants scores."""
+
+    GREEDY = 0
+    RANDOM = 1  # some rows have a temperature
+    FILTERED = 2  # some of those have top-k, top-p or min-p
+
+
+def draw_of(traits: Ints) -> Draw | None:
+    """None: some row wants more than a draw."""
+    every = int(np.bitwise_or.reduce(traits))
+    if every & ~(Trait.RANDOM | Trait.FILTERED):
+        return None
+    return Draw.GREEDY if not every & Trait.RANDOM else Draw.FILTERED if every & Trait.FILTERED else Draw.RANDOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +102,19 @@ class Sampler:
         picked = self._store(self._rows.token_ids, rows, positions, tokens, usable)
         self._count(tokens, batch, traits)
         return Samples(picked, scores)
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw) -> Tensor:
+        """One token for each row of ``logits`` [n, vocab], float32, written into ``rows`` [n] int32 at ``positions`` [n] int32.
+
+        Decides nothing on the host, so that a graph can hold it; (token, usable) of each, [n, 2] int32.
+        """
+        peak, tokens = self._greedy(logits)
+        if how is not Draw.GREEDY:
+            temperature = self._rows.float_params(rows.long())[:, _FLOAT["temperature"]]
+            drawn = self._pick_group(logits, peak, rows.long(), positions.long(), how is Draw.FILTERED)
+            tokens = torch.where(temperature > 0.0, drawn, tokens)
+        picked: Tensor = self._store(self._rows.token_ids, rows, positions, tokens, peak.isfinite())
+        return picked
 
     def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see ``score_tokens``."""
