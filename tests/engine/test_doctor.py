@@ -14,6 +14,7 @@ import torch
 from headrace.bench.driver import drive
 from headrace.bench.steps import summarise_steps
 from headrace.bench.workload import Lengths, random_dialogues
+from headrace.commands.doctor import _render_memory
 from headrace.cost.profile import DeviceProfile, save_profile
 from headrace.engine.keywords import create_config
 from headrace.engine.llm import create_engine
@@ -94,3 +95,12 @@ def test_what_other_processes_take_is_noticed() -> None:
     busy = subprocess.run([sys.executable, "-c", "import time; end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"], check=True)
     assert busy.returncode == 0
     assert others.share() > 0.02
+
+
+def test_a_card_s_account_names_each_purpose_once() -> None:
+    purposes = {"weights": 3 * 2**20, "kv_cache": 5 * 2**20, "context": 2**20}
+    facts = {"purposes": purposes, "resident": 10 * 2**20, "residual": 2**20, "share explained": 0.9, "pinned host memory": 2**21}
+    text = _render_memory({"announced": purposes, "memory": facts})
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[-1] for line in lines if line[0] == "kv_cache"] == ["5"]
+    assert "set aside" not in text and "accounted for: 90.00%" in text and "pinned host memory: 2.0 MiB" in text

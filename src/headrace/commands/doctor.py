@@ -187,7 +187,8 @@ def _account_gpu(engine: Engine) -> dict[str, Any]:
     device = torch.device("cuda")
     with measured_growth(device) as grown:
         step = _take_largest_step(engine)
-    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown[0])
+    pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown[0]) | {"pinned host memory": pinned}
 
 
 def _take_largest_step(engine: Engine) -> str:
@@ -234,8 +235,9 @@ def _render_memory(report: Mapping[str, Any]) -> str:
     rows = [[name, _mib(size)] for name, size in memory["purposes"].items()]
     rows += [["unexplained", _mib(memory["residual"])], ["in use in all", _mib(memory["resident"])]]
     peaks = [f"{name}: {_mib(size)} MiB above that" for name, size in memory.items() if name.startswith("peak")]
+    pinned = [f"{name}: {_mib(size)} MiB" for name, size in memory.items() if name.startswith("pinned")]
     above = [] if "context" in report["announced"] else [text, ""]
-    return "\n".join([*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks])
+    return "\n".join([*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks, *pinned])
 
 
 def _mib(size: int) -> float:
