@@ -19,7 +19,7 @@ from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, s
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
 from headrace.bench.report import machine_facts, table, write_json
-from headrace.bench.table_start import FIGURE, start_seconds
+from headrace.bench.table_start import ready_seconds, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
@@ -119,7 +119,7 @@ def _start_section(model: Mapping[str, Any]) -> Section:
 
 def _token_section(model: Mapping[str, Any]) -> Section:
     """How many tokens could have been made in the time a start takes: what it must be paid back with."""
-    start = model["start"].get(FIGURE)
+    start = ready_seconds(model["start"])
     rows = []
     for row in model["timed"]:
         middle, batch = median(row["values"]), row["requests"]

@@ -1,19 +1,24 @@
 """``headrace bench startup``: from the command to readiness, taken apart.
 
-What lives here: timing child processes from outside and from inside. What may not: the engine itself in this process.
+What lives here: timing child processes, their caches empty or filled. What may not: the engine itself in this process, what is timed
+inside a child (startup_child.py).
+
+A start with empty caches finds no compiled kernel, of ours or of Triton's: both are pointed at a new folder. The start after it finds them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,40 +31,6 @@ from headrace.bench.workload import Lengths, random_dialogues
 
 READY_TIMEOUT = 600.0  # s
 
-# Runs in a fresh interpreter: the engine in this order, each part timed.
-IN_PROCESS = """
-import json, sys, time
-marks, last = {}, time.perf_counter()
-def mark(name):
-    global last
-    now = time.perf_counter()
-    marks[name], last = now - last, now
-import headrace.cli
-mark("import headrace")
-import torch
-mark("import torch")
-from headrace.commands import serve
-from headrace.flags import CommandParser, engine_config
-parser = CommandParser(prog="headrace serve")
-serve.add_arguments(parser)
-config = engine_config(parser.parse_args(sys.argv[1:]))
-from headrace.engine.llm import LLM
-from headrace.request import SamplingParams
-mark("import the engine")
-llm = LLM.from_config(config)
-mark("load the model")
-vocab = llm.info.vocab_size
-params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-def first_token(seed):
-    llm.generate({"prompt_token_ids": [(seed * 997 + i * 31) % vocab for i in range(32)]}, params, use_tqdm=False)
-first_token(1)
-mark("first token")
-first_token(2)
-mark("a later first token")
-print(json.dumps(marks))
-"""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind; the median is shown (default: 3)")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
@@ -68,20 +39,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     facts = machine_facts(limits_of("localhost"), shape=f"{args.repeats} starts of each kind, median; page cache warm")
+    if not _has_server():
+        facts["server"] = "not measured: uvicorn is not installed"
     print_facts(facts)
     print()
-    parts = _median_of([in_process(args.flags) for _ in range(args.repeats)])
-    served = _median_of([served_start(args.flags) for _ in range(args.repeats)])
-    helped = median(help_seconds() for _ in range(max(5, args.repeats)))
-    figures = {"headrace --help": helped, **{f"in one process: {name}": value for name, value in parts.items()}, **served}
+    cold, warm = _starts(args.flags, args.repeats)
+    figures = {"headrace --help": median(help_seconds() for _ in range(max(5, args.repeats))), **cold, **warm}
+    if _has_server():
+        figures |= _median_of([served_start(args.flags) for _ in range(args.repeats)])
     print_figures({f"{name} (s)": value for name, value in figures.items()})
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "seconds": figures})
     return 0
 
 
+def _has_server() -> bool:
+    return importlib.util.find_spec("uvicorn") is not None
+
+
+def _starts(flags: Sequence[str], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of starts that found nothing compiled, and of starts after them."""
+    cold, warm = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="headrace-caches-") as folder:
+            environment = os.environ | _caches_in(Path(folder))
+            cold.append(in_process(flags, environment))
+            warm.append(in_process(flags, environment))
+    return _named("empty caches", _median_of(cold)), _named("in one process", _median_of(warm))
+
+
+def _named(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
+    return {f"{kind}: {name}": value for name, value in figures.items()}
+
+
+def _caches_in(folder: Path) -> dict[str, str]:
+    """Where a child looks for what was compiled; models stay where they are."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    models = os.environ.get("HF_HOME") or str(user / "huggingface")
+    return {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder), "HF_HOME": models}
+
+
 def _median_of(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: median(each[name] for each in runs) for name in runs[0]}
+    """A figure that one of the runs lacks (it never became ready) is lacking."""
+    return {name: median(each[name] for each in runs) for name in runs[0] if all(name in each for each in runs)}
 
 
 def help_seconds() -> float:
@@ -90,14 +90,29 @@ def help_seconds() -> float:
     return time.perf_counter() - begin
 
 
-def in_process(flags: Sequence[str]) -> dict[str, float]:
+def in_process(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, float]:
     """Seconds of each part of an offline start. Raises BenchFailed with the child's last line."""
-    begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", IN_PROCESS, *flags], capture_output=True, text=True)
+    begin = time.time()
+    command = [sys.executable, "-m", "headrace.bench.startup_child", str(begin), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise BenchFailed(f"the engine did not start: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    marks: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return {**marks, "whole process": time.perf_counter() - begin}
+    return _figures(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _figures(child: Mapping[str, Any]) -> dict[str, float]:
+    stages = {f"load the model, {name}": seconds for name, seconds in child["stages"].items()}
+    ready = {} if child["ready"] is None else {"ready": child["ready"]}
+    found = child["readiness"]
+    return {
+        **child["marks"],
+        **stages,
+        **ready,
+        "slowest of the first 100 steps": found["slowest_step"],
+        "steady step": found["steady_step"],
+        "a first batch of 64": child["batch"][0],
+        "a later batch of 64": min(child["batch"][1:]),
+    }
 
 
 def served_start(flags: Sequence[str]) -> dict[str, float]:

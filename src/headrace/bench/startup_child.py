@@ -1,0 +1,157 @@
+"""One start of an engine in a fresh process, timed from inside. Run as a program by ``headrace bench startup``.
+
+What lives here: the clock around imports, the engine's start and the first requests, in this order. What may not: printing tables.
+
+``python -m headrace.bench.startup_child BEGIN FLAGS …`` prints one JSON object. BEGIN: when the parent started it, in ``time.time()``.
+
+*Ready* is when the next 100 steps stay within STEP_BOUND of steady and the first time to first token within FIRST_BOUND: a round is one
+request of its own prompt and 101 tokens; the steady figures are the medians of the last rounds, and every round before the first that
+keeps both bounds is part of the start.
+"""
+
+from __future__ import annotations
+
+import time
+
+_FIRST = time.time()  # before anything that takes long is imported
+
+import json  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from dataclasses import asdict, dataclass  # noqa: E402
+from statistics import median  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+if TYPE_CHECKING:
+    from headrace.engine.llm import LLM
+    from headrace.request import SamplingParams
+
+STEP_BOUND, FIRST_BOUND = 1.5, 2.0
+ROUNDS, STEADY_ROUNDS = 8, 4
+PROMPT, STEPS = 128, 100
+BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One request alone, in seconds: when it was sent, its first token after that, the gaps between the others."""
+
+    sent: float
+    first: float
+    gaps: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """``ready``: rounds before the first one that keeps both bounds; None: none of them did."""
+
+    ready: int | None
+    steady_first: float  # s
+    steady_step: float  # s
+    first: float  # s, of round 0
+    slowest_step: float  # s, of round 0
+    steps_above: int  # of round 0, above STEP_BOUND × steady
+
+
+def judge(rounds: Sequence[Round]) -> Readiness:
+    steady_first = median(each.first for each in rounds[-STEADY_ROUNDS:])
+    steady_step = median(gap for each in rounds[-STEADY_ROUNDS:] for gap in each.gaps)
+
+    def keeps(each: Round) -> bool:
+        return each.first <= FIRST_BOUND * steady_first and max(each.gaps) <= STEP_BOUND * steady_step
+
+    ready = next((index for index, each in enumerate(rounds) if keeps(each)), None)
+    above = sum(gap > STEP_BOUND * steady_step for gap in rounds[0].gaps)
+    return Readiness(ready, steady_first, steady_step, rounds[0].first, max(rounds[0].gaps), above)
+
+
+class _Marks:
+    """Seconds by part, in order."""
+
+    def __init__(self, begin: float) -> None:
+        self.seconds: dict[str, float] = {"interpreter": _FIRST - begin}
+        self._last = _FIRST
+
+    def done(self, name: str) -> None:
+        now = time.time()
+        self.seconds[name], self._last = now - self._last, now
+
+
+def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
+    marks = _Marks(begin)
+    import headrace.cli  # noqa: F401
+
+    marks.done("import headrace")
+    import torch  # noqa: F401
+
+    marks.done("import torch")
+    from headrace.commands import serve
+    from headrace.engine.llm import LLM
+    from headrace.flags import CommandParser, engine_config
+
+    parser = CommandParser(prog="headrace serve")
+    serve.add_arguments(parser)
+    config = engine_config(parser.parse_args(list(flags)))
+    marks.done("import the engine")
+    llm = LLM.from_config(config)
+    marks.done("load the model")
+    opened = time.time() - begin
+    rounds = _rounds(llm)
+    found = judge(rounds)
+    stages = llm.engine.core.executor.info.start_seconds
+    waited = None if found.ready is None else rounds[found.ready].sent - rounds[0].sent
+    return {
+        "marks": {**marks.seconds, "first token": rounds[0].first, "a later first token": found.steady_first},
+        "stages": stages,
+        "ready": None if waited is None else opened + waited,
+        "readiness": asdict(found),
+        "batch": _batches(llm),
+    }
+
+
+def _rounds(llm: LLM) -> list[Round]:
+    params, prompt, steps = _request(llm)
+    return [_round(llm, params, _ids(llm, prompt, index), steps) for index in range(ROUNDS)]
+
+
+def _request(llm: LLM) -> tuple[SamplingParams, int, int]:
+    """As long as the model's context allows: parameters, ids of the prompt, steps after the first token."""
+    from headrace.request import SamplingParams
+
+    prompt = min(PROMPT, llm.info.max_sequence_tokens // 2)
+    steps = min(STEPS, llm.info.max_sequence_tokens - prompt - 1)
+    return SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True, detokenize=False), prompt, steps
+
+
+def _round(llm: LLM, params: SamplingParams, ids: list[int], steps: int) -> Round:
+    sent = last = time.time()
+    arrivals: list[float] = []
+    for _ in llm.stream({"prompt_token_ids": ids}, params):
+        now = time.time()
+        arrivals.append(now - last)
+        last = now
+    return Round(sent, arrivals[0], tuple(arrivals[1 : steps + 1]))
+
+
+def _batches(llm: LLM) -> list[float]:
+    """Seconds of mixed requests at once, prompts of many lengths: the first time, and twice more."""
+    from headrace.request import SamplingParams
+
+    longest = max(2, min(1024, llm.info.max_sequence_tokens // 2))
+    params = SamplingParams(temperature=0.0, max_tokens=min(16, longest), ignore_eos=True, detokenize=False)
+    seconds = []
+    for turn in range(3):
+        prompts = [{"prompt_token_ids": _ids(llm, 1 + (longest - 1) * index // BATCH, 1000 + turn * BATCH + index)} for index in range(BATCH)]
+        begin = time.time()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.time() - begin)
+    return seconds
+
+
+def _ids(llm: LLM, count: int, seed: int) -> list[int]:
+    """No two prompts begin alike, so that no cached prefix shortens one."""
+    return [(seed * 997 + index * 31 + 7) % llm.info.vocab_size for index in range(count)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(float(sys.argv[1]), sys.argv[2:])))
