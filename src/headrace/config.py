@@ -65,7 +65,7 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens a KV block; automatic by device", choices=(8, 16, 32, 64, 128))
     gpu_memory_utilization: float = option(
-        0.9, "share of the device's memory that weights, activations and KV may take (on a CPU see --kv-cache-memory)"
+        0.9, "share of a GPU's memory that may be in use: by weights, steps, graphs and KV, and by others (on a CPU see --kv-cache-memory)"
     )
     kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
     num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
