@@ -104,7 +104,7 @@ def linears(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         return layer.compute(_zeros(site, _TOKENS, ins), tile)
 
     tile_of = run(_empty(site, 0, ins), None).tile
-    tiles = dict.fromkeys(tile_of(tokens, site.facts["out_features"]) for tokens in token_counts(sizes))
+    tiles = dict.fromkeys(tile_of(tokens, site.facts["out_features"]) for tokens in range(1, sizes.max_num_batched_tokens + 1, 16))
     for bias in {False, sizes.spec.qkv_bias or sizes.spec.output_bias or sizes.spec.mlp_bias}:
         for tile in tiles:
             yield f"{ins} to {outs}{' with bias' if bias else ''}, {tile}", partial(multiply, tile, bias=bias)
