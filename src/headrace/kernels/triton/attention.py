@@ -49,6 +49,13 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> T
     return Tiles(128, min(bulk, 128), 8, 5) if bulk >= 64 else Tiles(128, 64, 8, 3)
 
 
+def invariant_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
+    """For any query length: as few rows as wgmma takes, since a sequence that decodes fills no more than a group of them."""
+    if dtype is torch.float32 or head_dim > 128:
+        return prefill_tiles(dtype, head_dim, group, bulk)
+    return Tiles(64, 64, 4, 4 if bulk >= 64 else 3)
+
+
 def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> Tiles:
     rows = _rows(group)
     if dtype is torch.float32:
@@ -106,7 +113,7 @@ class PagedAttention:
             if sequences == 1 and longest > few:
                 few = 0  # one prompt: no second kernel
             room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
-            large = prefill_tiles(q.dtype, self.head_dim, self.group, room)
+            large = (invariant_tiles if self.batch_invariant else prefill_tiles)(q.dtype, self.head_dim, self.group, room)
             prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, room >= large.keys)
         if few:
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size)
