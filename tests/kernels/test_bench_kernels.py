@@ -43,6 +43,13 @@ def test_every_candidate_of_every_operation_has_a_row(dtype: str) -> None:
         assert row.seconds is not None or row.note  # missing, and why
 
 
+def test_what_batch_invariance_would_choose_is_timed_beside_torch_s_own() -> None:
+    rows = bench.run(replace(TINY, ops=("linear",), rows=(1,), batch_invariant=True), LIMITS)
+    timed = {row.kernel for row in rows if row.seconds is not None}
+    assert "torch" in timed and "onednn" not in timed
+    assert all("sums depend" in row.note for row in rows if row.kernel == "onednn")
+
+
 def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     broken = Candidate("broken", lambda site: lambda x, weight, eps, residual: (x * 1.5, x + residual))
     patched = MappingProxyType({**CANDIDATES, "rms_norm": (broken,)})

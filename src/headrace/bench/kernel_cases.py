@@ -71,6 +71,8 @@ class CaseMaker:
         elif op in ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"):
             if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
                 yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
+        elif op in ("gather_inputs", "store_tokens"):
+            yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
         else:
             yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
@@ -200,6 +202,27 @@ class CaseMaker:
             return [partial(look_up, row_ids, table, None) for row_ids in ids]
 
         return KernelCase("embedding", f"{rows}x{width}", {"dtype": self.dtype}, self._bytes(2 * rows * width), 0, calls)
+
+    def _gather(self, rows: int) -> KernelCase:
+        """A step of ``rows`` sequences that decode: their last token, its place, their block tables."""
+        blocks = -(-self.context // BLOCK_SIZE)
+        ids, every = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator), torch.arange(rows).int()
+        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        context = torch.full((rows,), self.context, dtype=torch.int32)
+
+        def calls(gather: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(gather, ids, table, every, every.clone(), context - 1, context, BLOCK_SIZE, blocks)]
+
+        size = rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
+        return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", {"dtype": torch.int32}, size, 0, calls)
+
+    def _store(self, rows: int) -> KernelCase:
+        ids, every, tokens = torch.zeros(rows, self.context, dtype=torch.int32), torch.arange(rows).int(), torch.arange(rows)
+
+        def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens >= 0)]
+
+        return KernelCase("store_tokens", f"{rows} rows", {"dtype": torch.int32}, rows * (4 + 4 + 8 + 1 + 4 + 8), 0, calls)
 
     def _logits(self, op: str, rows: int) -> KernelCase:
         """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs of given tokens."""

@@ -48,6 +48,7 @@ class KernelBench:
     ops: tuple[str, ...] = tuple(TWINS)
     seconds: float = 0.3
     device: str = "cpu"
+    batch_invariant: bool = False  # only candidates whose bits do not depend on the batch, as they are then
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
     rate = limits.gemm_rates.get(bench.dtype, limits.gemm_rates["float32"])
     floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
     for name in (*(candidate.name for candidate in CANDIDATES[case.op]), TWIN):
-        kernel, reason = _forced(case, name, torch.device(bench.device))
+        kernel, reason = _forced(case, name, torch.device(bench.device), batch_invariant=bench.batch_invariant and name != TWIN)
         if kernel is None:
             yield KernelRow(case.op, case.label, name, note=reason)
             continue
@@ -122,11 +123,14 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
         yield KernelRow(case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note)
 
 
-def _forced(case: KernelCase, name: str, device: torch.device) -> tuple[Callable[..., Any] | None, str]:
+def _forced(case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for group in CANDIDATES.values() for candidate in group} - {name}
-    kernels = Kernels(device, disabled=frozenset(others))
-    kernel = kernels.choose(case.op, **case.facts)
+    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant)
+    try:
+        kernel = kernels.choose(case.op, **case.facts)
+    except ConfigError as error:  # neither it nor the twin is batch-invariant
+        return None, str(error)
     choice = kernels.choices[0]
     return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not for this device"))
 
@@ -165,6 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of context in attention (default: 1024)")
     parser.add_argument("--ops", nargs="+", choices=tuple(TWINS), default=list(TWINS), help="default: all")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each row of the table (default: 0.3)")
+    parser.add_argument("--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all rows as JSON")
 
@@ -179,6 +184,7 @@ def run_command(args: argparse.Namespace) -> int:
         ops=tuple(args.ops),
         seconds=args.seconds,
         device=args.device,
+        batch_invariant=args.batch_invariant,
     )
     _check(bench)
     with _threads(args.threads):
