@@ -1,0 +1,73 @@
+"""A start: its stages, and what a kernel that does not build does to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace.kernels as registry
+from headrace import LLM, SamplingParams
+from headrace.clock import VirtualClock
+from headrace.kernels import StrictKernelError
+from headrace.kernels.candidate import Candidate
+from headrace.worker.stages import Stages
+from support import tiny
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5]}
+
+
+def tokens(llm: LLM) -> list[int]:
+    return list(llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tiny.save("llama", tmp_path))
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "threads": 1, "num_blocks": 8, "max_num_seqs": 2, **more}
+
+
+def test_every_stage_of_a_start_is_timed(folder: str) -> None:
+    with LLM(folder, **options()) as llm:
+        seconds = llm.engine.core.executor.info.start_seconds
+    assert list(seconds) == ["device", "decoder", "weights", "rows and KV", "first steps"]  # a CPU's; a GPU's has more
+    assert all(value >= 0 for value in seconds.values()) and seconds["first steps"] > 0
+
+
+def test_a_stage_named_twice_counts_once() -> None:
+    clock = VirtualClock()
+    stages = Stages(clock)
+    for name, wait in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
+        clock.sleep_until(clock.now() + wait)
+        stages.done(name)
+    assert stages.seconds == {"a": 5.0, "b": 2.0}
+
+
+def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every operation at once: the first step finds out, the twins compute the same tokens, doctor says why."""
+    with LLM(folder, **options(disabled_kernels=("native", "onednn"))) as llm:
+        expected = tokens(llm)
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        raise NotImplementedError("error: no such instruction")
+
+    makes = {"linear": lambda weight, bias: broken}
+    planted = {
+        op: (Candidate("planted", lambda site, op=op: makes.get(op, broken), failure=str), *(replace(each, devices=()) for each in group))
+        for op, group in registry.CANDIDATES.items()
+    }
+    monkeypatch.setattr(registry, "CANDIDATES", planted)
+    with LLM(folder, **options()) as llm:
+        assert tokens(llm) == expected
+        said = {decision.name: decision for decision in llm.info.decisions}
+    for op in ("rms_norm", "rotary_write", "paged_attention", "gated_activation", "linear", "pick_tokens"):
+        assert said[f"kernel {op}"].value == "torch"
+        assert said[f"kernel {op}"].reason == "planted declined: did not compile: error: no such instruction"
+    with pytest.raises(StrictKernelError, match="did not compile"):
+        LLM(folder, **options(strict_kernels=True))
