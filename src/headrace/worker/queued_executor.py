@@ -54,7 +54,7 @@ class QueuedExecutor:
             raise step
         try:
             return self._runner.read(step)
-        except RuntimeError as error:  # what the device reports late belongs to this step
+        except Exception as error:  # what the device reports late, or reading has no memory for, belongs to this step
             raise self._fail(error, plan) from error
 
     def recover(self) -> None:

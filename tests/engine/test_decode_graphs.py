@@ -1,0 +1,339 @@
+"""Decode graphs without a GPU: captured steps are recorded torch operations (support/recorded_graphs.py). Graph = eager, in any order of rows.
+
+The decoder's answers hang on every slot, length and row it sees, so what a replay finds stale shows as another token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Executor
+from headrace.errors import StepFailed
+from headrace.kernels.rows import store_tokens
+from headrace.layers.inputs import ForwardInputs
+from headrace.request import FinishReason, SamplingParams
+from headrace.worker import model_runner
+from headrace.worker.graphs import DecodeGraphs, buckets_up_to
+from headrace.worker.inputs import Gather
+from headrace.worker.sampler import Draw
+from support import hash_engine
+from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
+from support.recorded_graphs import VOCAB, RecordableKernels, failing, recorded_executor, without_a_gpu
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
+WARM = SamplingParams(temperature=1.2)
+PENALISED = SamplingParams(temperature=0.8, presence_penalty=0.7, frequency_penalty=0.5, repetition_penalty=1.3)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
+
+
+def sequences(count: int, seed: int, params: tuple[SamplingParams, ...] = (GREEDY,)) -> list[Planned]:
+    draw = random.Random(seed)
+    return [
+        Planned(row, [draw.randrange(VOCAB) for _ in range(draw.randint(1, 20))], params[row % len(params)], seed=100 + row) for row in range(count)
+    ]
+
+
+def alone(found: list[Planned]) -> list[list[int]]:
+    """What each sequence gets by itself, eagerly."""
+    wanted = []
+    with recorded_executor(graphed=False) as (executor, _, _):
+        for each in found:
+            one = Planned(0, list(each.prompt), each.params, each.seed)
+            generate(executor, [one], len(each.output), planner=Planner(executor.info.kv_groups))
+            wanted.append(one.output)
+    return wanted
+
+
+def prefill(executor: Executor, planner: Planner, started: list[Planned]) -> None:
+    for each in started:
+        planner.add(each)
+        take(run(executor, planner.plan([(each, 0, len(each.prompt))])), [each])
+
+
+def decode(executor: Executor, planner: Planner, some: list[Planned]) -> None:
+    take(run(executor, planner.plan([(each, len(each.ids) - 1, 1) for each in some])), some)
+
+
+def wander(executor: Executor, params: tuple[SamplingParams, ...] = (GREEDY,), *, turns: int = 25) -> list[Planned]:
+    """Any rows in any order, through every bucket, some of them moved to other rows in between."""
+    running, planner, draw = sequences(8, 1, params), Planner(executor.info.kv_groups), random.Random(2)
+    planner._free[0].remove(0), planner._free[0].append(0)  # block 0 goes first: what is written there by mistake is read
+    prefill(executor, planner, running)
+    for turn in range(turns):
+        if turn % 3 == 2:
+            one, other = draw.sample(running, 2)
+            planner.drop(one), planner.drop(other)
+            one.row, other.row = other.row, one.row
+            planner.add(one), planner.add(other)
+        decode(executor, planner, draw.sample(running, draw.choice((1, 2, 3, 4, 5, 7, 8))))
+    return running
+
+
+@pytest.mark.parametrize(
+    "params", [(GREEDY,), (WARM,), (GREEDY, SAMPLED, WARM), (GREEDY, SAMPLED, PENALISED)], ids=["greedy", "random", "drawn", "mixed"]
+)
+def test_graphs_give_what_eager_steps_give(params: tuple[SamplingParams, ...]) -> None:
+    with recorded_executor(graphed=True) as (executor, runner, _):
+        found = wander(executor, params)
+        assert runner.graphs is not None and runner.graphs.captured == (1, 2, 4, 8)
+    assert [each.output for each in found] == alone(found)
+
+
+def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[str] = []
+    for name in ("forward", "draw"):
+        real = getattr(DecodeGraphs, name)
+        monkeypatch.setattr(DecodeGraphs, name, lambda self, *args, real=real, name=name: (replays.append(name), real(self, *args))[1])
+    with recorded_executor(graphed=True) as (executor, _, decoder):
+        planner, (plain, warm, counted, third) = Planner(executor.info.kv_groups), sequences(4, 5, (GREEDY, SAMPLED, PENALISED, GREEDY))
+        prefill(executor, planner, [plain, warm, counted])
+        replays.clear()
+        decoder.fault = RuntimeError("decoding must not call the decoder")
+        decode(executor, planner, [plain])
+        assert replays == ["forward", "draw"]
+        decode(executor, planner, [plain, warm])
+        assert replays[2:] == ["forward", "draw"]
+        decode(executor, planner, [counted])
+        assert replays[4:] == ["forward"], "a row with penalties is left to the sampler"
+        planner.add(third)
+        with pytest.raises(StepFailed):  # a mixed step is eager: it meets the fault
+            run(executor, planner.plan([(plain, len(plain.ids) - 1, 1), (third, 0, 2)]))
+
+
+def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:
+    """One token of a longer prompt is a step a graph computes, but no token may be picked for it or written into its row."""
+    with recorded_executor(graphed=True) as (executor, runner, _):
+        planner, one = Planner(executor.info.kv_groups), Planned(3, [5, 6, 7, 8], GREEDY)
+        planner.add(one)
+        for start in range(3):
+            assert list(run(executor, planner.plan([(one, start, 1)], ())).tokens) == []
+            assert runner._rows.token_ids[3, :4].tolist() == [5, 6, 7, 8]
+        take(run(executor, planner.plan([(one, 3, 1)])), [one])
+        decode(executor, planner, [one])
+    assert [one.output] == alone([one])
+
+
+def test_several_tokens_from_one_row_are_not_left_to_the_graph() -> None:
+    """n > 1 over a prompt of one token: one chunk, several rows sampled from its logits."""
+    with recorded_executor(graphed=True) as (executor, _, _):
+        planner, forks = Planner(executor.info.kv_groups), [Planned(row, [9], GREEDY) for row in range(3)]
+        for fork in forks:
+            planner.add(fork)
+        take(run(executor, planner.plan([(forks[0], 0, 1)], [(0, fork) for fork in forks])), forks)
+        for fork in forks[1:]:
+            fork.tables = []
+            planner.fork(forks[0], fork, 1)
+        for _ in range(4):
+            decode(executor, planner, forks)
+    assert [fork.output for fork in forks] == alone(forks)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 8])
+def test_rows_that_fill_a_batch_up_leave_no_trace(count: int) -> None:
+    with recorded_executor(graphed=True) as (executor, runner, _):
+        planner, running = Planner(executor.info.kv_groups), sequences(8, 3)
+        prefill(executor, planner, running)
+        some = running[-count:]
+        cache, tokens = runner._kv_caches[0].clone(), runner._rows.token_ids.clone()
+        places = {(each.row, len(each.ids)) for each in some}
+        decode(executor, planner, some)
+        wanted = {(each.tables[0][(len(each.ids) - 2) // 4], (len(each.ids) - 2) % 4) for each in some}
+        written = {tuple(place) for place in (runner._kv_caches[0][:-1] != cache[:-1]).nonzero().tolist()}
+        changed = {tuple(place) for place in (runner._rows.token_ids != tokens).nonzero().tolist()}
+    assert written == wanted and changed <= places
+
+
+def test_the_last_place_of_a_row_is_reached_and_nothing_beyond_it() -> None:
+    with recorded_executor(graphed=True, max_model_len=12) as (executor, runner, _):
+        planner, one = Planner(executor.info.kv_groups), Planned(2, [1, 2, 3], GREEDY)
+        prefill(executor, planner, [one])
+        before = runner._rows.token_ids[3].clone()
+        for _ in range(9):
+            decode(executor, planner, [one])
+        assert len(one.ids) == 13 and torch.equal(runner._rows.token_ids[3], before)
+
+
+def test_a_failed_step_is_recovered_from_with_the_same_graphs() -> None:
+    with recorded_executor(graphed=True) as (executor, runner, _):
+        planner, running = Planner(executor.info.kv_groups), sequences(5, 4)
+        prefill(executor, planner, running)
+        decode(executor, planner, running)
+        ticket = failing(executor, runner, planner.plan([(each, len(each.ids) - 1, 1) for each in running]), MemoryError())
+        with pytest.raises(StepFailed):
+            executor.collect(ticket)
+        executor.recover()
+        for each in running:
+            planner.add(each)
+        for _ in range(5):
+            decode(executor, planner, running)
+    assert [each.output for each in running] == alone(running)
+
+
+def test_reading_the_device_during_a_capture_is_refused() -> None:
+    """The negative control of the stand-in: a step that looks at a value cannot be a graph."""
+
+    def peek(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), int(hidden[0, 0].item()) % 5 + 2)
+
+    from support.recorded_graphs import SlotDecoder
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="capturing"):
+        patch.setattr(SlotDecoder, "logits", peek)
+        with recorded_executor(graphed=True):
+            pass
+
+
+@pytest.mark.parametrize(("most", "largest"), [(1, 1), (3, 4), (4, 4), (5, 8), (64, 64), (65, 72), (256, 256), (257, 288), (1000, 1024)])
+def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_large_batch(most: int, largest: int) -> None:
+    sizes = buckets_up_to(most)
+    assert sizes[-1] == largest and sizes == tuple(sorted(set(sizes))) and sizes[0] == 1
+    for count in range(1, most + 1):
+        bucket = min(size for size in sizes if size >= count)
+        assert bucket - count <= max(7, count // 8)
+
+
+# --- the whole control plane over graphs ------------------------------------------------------------------------------
+
+
+def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[hash_engine.Answers, set[int], list[Any]]:
+    """Forty requests in random order through a cache that is too small for them; some leave. Returns answers, who left, the requests."""
+    draw, asked, gone, answers = random.Random(seed), [], set(), hash_engine.Answers()
+    with recorded_executor(graphed=graphed, num_blocks=20, max_model_len=48) as (executor, runner, _):
+        real: Callable[..., Any] = runner.forward
+        rng = random.Random(seed + 1)
+
+        def forward(plan: Any) -> Any:
+            if rng.random() < fault:
+                raise MemoryError("on purpose")
+            return real(plan)
+
+        runner.forward = forward  # type: ignore[method-assign]
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
+        core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=VirtualClock(), depth=depth)
+        for turn in range(4000):
+            if len(asked) < 40 and draw.random() < 0.5:
+                asked.append(request_of(draw, len(asked)))
+                core.add(asked[-1])
+            if asked and draw.random() < 0.04:
+                gone.add(leaving := draw.randrange(len(asked)))
+                core.abort(leaving)
+            answers.take(output for output in core.step() if output.request_id not in gone)
+            if turn > 100 and not core.has_work and len(asked) == 40:
+                break
+        hash_engine.assert_at_rest(core)
+    return answers, gone, asked
+
+
+def request_of(draw: random.Random, number: int) -> Any:
+    trunk = [7] * draw.choice((0, 4, 9))
+    warm = {"temperature": draw.choice((0.0, 0.0, 0.0, 0.9))}
+    prompt = trunk + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+    return hash_engine.request(number, prompt, max_tokens=draw.randint(1, 20), n=draw.choice((1, 1, 1, 2)), seed=number, **warm)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_requests_in_random_order_are_answered_as_without_graphs(depth: int) -> None:
+    answers, gone, asked = serve(depth, graphed=True, seed=depth)
+    for made in asked:
+        with recorded_executor(graphed=False, max_model_len=48) as (executor, _, _):
+            for index in range(made.params.n):
+                if made.request_id not in gone:
+                    seed = (made.seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+                    one = Planned(0, list(made.prompt_token_ids), made.params, seed)
+                    generate(executor, [one], made.params.max_tokens or 0, planner=Planner(executor.info.kv_groups))
+                    assert answers.tokens[made.request_id, index] == one.output, made.request_id
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_steps_that_fail_in_the_queue_leave_nothing_behind(depth: int) -> None:
+    answers, gone, asked = serve(depth, graphed=True, seed=9, fault=0.05)
+    calm, _, _ = serve(depth, graphed=False, seed=9)
+    failed = 0
+    for key, finished in answers.finished.items():
+        failed += finished.reason is FinishReason.ERROR
+        assert key[0] in gone or answers.tokens[key] == calm.tokens.get(key, [])[: len(answers.tokens[key])]
+    assert failed and len(answers.finished) >= sum(made.request_id not in gone for made in asked)
+
+
+# --- planted defects: what the tests above are worth ------------------------------------------------------------------
+
+
+def _writes_slot_0(self: Gather, *args: Any) -> ForwardInputs:
+    """Tokens of no sequence are given slot 0."""
+    inputs = _real_gathered(self, *args)
+    return replace(inputs, attention=tuple(replace(each, slots=each.slots.clamp(min=0)) for each in inputs.attention))
+
+
+def _frozen_table(self: Gather, *args: Any) -> ForwardInputs:
+    """Block tables as they were at the capture."""
+    inputs = _real_gathered(self, *args)
+    if args[5] > 1:
+        return inputs
+    return replace(inputs, attention=tuple(replace(each, block_table=_frozen(each.block_table)) for each in inputs.attention))
+
+
+def _frozen(table: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(table.numpy().copy())  # past what is recorded
+
+
+def _next_row(token_ids: torch.Tensor, row: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Tokens go into the row beside their own."""
+    return store_tokens(token_ids, (row + 1) % len(token_ids), *rest)
+
+
+def _stale_contexts(self: DecodeGraphs, bucket: int, rows: Any, contexts: Any) -> None:
+    """Lengths as they were when the bucket was captured."""
+    _real_ship(self, bucket, rows, np.minimum(contexts, 3))
+
+
+def _too_small(self: DecodeGraphs, count: int) -> int | None:
+    """The largest bucket that is not larger than the batch."""
+    return max(size for size in self._buckets if size <= count)
+
+
+def _early(self: DecodeGraphs, count: int, how: Any) -> Any:
+    """The result of the replay before."""
+    captured = self._draw[self._bucket(count), how]  # type: ignore[index]
+    before = captured.result.clone()
+    captured.graph.replay()
+    return before[:count]
+
+
+_real_ship, _real_gathered = DecodeGraphs._ship, Gather.gathered
+DEFECTS: dict[str, tuple[Any, str, Any]] = {
+    "rows that fill up write KV": (Gather, "gathered", _writes_slot_0),
+    "stale block tables": (Gather, "gathered", _frozen_table),
+    "tokens of another row": (RecordableKernels, "stored", staticmethod(_next_row)),
+    "stale lengths": (DecodeGraphs, "_ship", _stale_contexts),
+    "a bucket too small": (DecodeGraphs, "_bucket", _too_small),
+    "the last step's tokens": (DecodeGraphs, "draw", _early),
+    "every row is drawn greedily": (model_runner, "draw_of", lambda traits: Draw.GREEDY),
+    "every row is drawn without its filters": (model_runner, "draw_of", lambda traits: Draw.RANDOM),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, replacement = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, replacement)
+    with recorded_executor(graphed=True) as (executor, _, _):
+        try:
+            found = wander(executor, (GREEDY, SAMPLED, GREEDY, WARM))
+        except StepFailed:
+            return
+    monkeypatch.undo()
+    assert [each.output for each in found] != alone(found)

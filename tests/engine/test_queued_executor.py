@@ -1,0 +1,206 @@
+"""The executor of a device with a queue, and the ring it stages from, without a GPU: order, failures, recovery, buffers in use.
+
+The device is a list of things to do that nobody does before somebody waits for them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.executor import Ticket
+from headrace.errors import StepFailed
+from headrace.request import StepPlan, StepResult
+from headrace.worker import pinned
+from headrace.worker.queued_executor import QueuedExecutor
+from support.recorded_graphs import info_of
+
+
+def plan_of(step_id: int) -> StepPlan:
+    nothing = array("i")
+    return StepPlan(step_id, nothing, (), *[nothing] * 12)
+
+
+class LateRunner:
+    """``launch`` queues; ``read`` is where the device is waited for. Steps in ``fails`` raise at the stage that is named."""
+
+    def __init__(self, **fails: tuple[int, Exception]) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.fails = fails
+
+    def _call(self, stage: str, step_id: int) -> None:
+        self.calls.append((stage, step_id))
+        failing, error = self.fails.get(stage, (None, None))
+        if failing == step_id and error is not None:
+            raise error
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._call("launch", plan.step_id)
+        return SimpleNamespace(plan=plan)
+
+    def read(self, step: Any) -> StepResult:
+        self._call("read", step.plan.step_id)
+        return StepResult(step.plan.step_id, [])
+
+    def forget(self) -> None:
+        self._call("forget", -1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of torch.cuda."""
+    asked: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
+    return asked
+
+
+def executor_of(runner: LateRunner) -> QueuedExecutor:
+    return QueuedExecutor(runner, info_of(2, 4, 4, 16), lambda: runner._call("restore", -1))
+
+
+def test_steps_are_launched_at_once_and_read_in_their_order() -> None:
+    runner = LateRunner()
+    executor = executor_of(runner)
+    tickets = [executor.submit(plan_of(step)) for step in range(3)]
+    assert runner.calls == [("launch", 0), ("launch", 1), ("launch", 2)]
+    assert [executor.collect(ticket).step_id for ticket in tickets] == [0, 1, 2]
+    assert runner.calls[3:] == [("read", 0), ("read", 1), ("read", 2)]
+
+
+def test_collecting_out_of_order_is_our_own_mistake() -> None:
+    executor = executor_of(LateRunner())
+    executor.submit(plan_of(0)), executor.submit(plan_of(1))
+    with pytest.raises(AssertionError, match="step 1 was collected before step 0"):
+        executor.collect(Ticket(1))
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a secret"), RuntimeError("CUDA error"), MemoryError(), torch.OutOfMemoryError("Tried to allocate 2 GiB")]
+)
+def test_a_launch_that_fails_is_told_at_its_collect_and_those_behind_it_are_not_tried(error: Exception) -> None:
+    runner = LateRunner(launch=(1, error))
+    executor = executor_of(runner)
+    tickets = [executor.submit(plan_of(step)) for step in range(3)]
+    assert ("launch", 2) not in runner.calls
+    assert executor.collect(tickets[0]).step_id == 0
+    with pytest.raises(StepFailed) as caught:
+        executor.collect(tickets[1])
+    assert "secret" not in str(caught.value) and ("ran out of memory" in str(caught.value)) == (
+        type(error).__name__ in ("MemoryError", "OutOfMemoryError")
+    )
+    with pytest.raises(StepFailed, match="builds on"):
+        executor.collect(tickets[2])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError("no room for the results"), ValueError("odd")])
+def test_what_shows_only_at_reading_is_that_steps_failure_and_the_next_ones(error: Exception) -> None:
+    runner = LateRunner(read=(0, error))
+    executor = executor_of(runner)
+    first = executor.submit(plan_of(0))
+    with pytest.raises(StepFailed):
+        executor.collect(first)
+    second = executor.submit(plan_of(1))
+    assert ("launch", 1) not in runner.calls
+    with pytest.raises(StepFailed, match="builds on"):
+        executor.collect(second)
+
+
+def test_recovery_restores_before_rows_are_forgotten_and_steps_run_again() -> None:
+    runner = LateRunner(launch=(0, ValueError()))
+    executor = executor_of(runner)
+    ticket = executor.submit(plan_of(0))
+    with pytest.raises(AssertionError, match="collected first"):
+        executor.recover()
+    with pytest.raises(StepFailed):
+        executor.collect(ticket)
+    executor.recover()
+    assert runner.calls[-2:] == [("restore", -1), ("forget", -1)]
+    assert executor.collect(executor.submit(plan_of(1))).step_id == 1
+
+
+def test_a_closed_executor_waits_for_the_device_gives_memory_back_and_runs_nothing(calls: list[str]) -> None:
+    executor = executor_of(LateRunner())
+    executor.submit(plan_of(0))
+    executor.close()
+    assert calls == ["synchronize", "empty_cache"]
+    with pytest.raises(AssertionError, match="closed"):
+        executor.submit(plan_of(1))
+
+
+# --- the ring ---------------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A device's stream: work is done when an event behind it is waited for."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+        self.done = 0
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            self.work[self.done]()
+            self.done += 1
+
+    def event(self) -> Any:
+        mark = SimpleNamespace(at=0)
+        return SimpleNamespace(record=lambda: setattr(mark, "at", len(self.work)), synchronize=lambda: self.run(mark.at))
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    made = Queue()
+    cuda = SimpleNamespace(Event=made.event)
+    pageable = SimpleNamespace(zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), int32=torch.int32, cuda=cuda)
+    monkeypatch.setattr(pinned, "torch", pageable)
+    return made
+
+
+def ship(ring: pinned.PinnedRing, queue: Queue, value: int, arrived: list[int]) -> None:
+    with ring.slot() as host:
+        host[:] = value
+        source = ring.tensor
+        queue.work.append(lambda: arrived.append(int(source[0])))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slots: int) -> None:
+    ring, arrived = pinned.PinnedRing(3, slots), []
+    for value in range(1, 20):
+        ship(ring, queue, value, arrived)
+        assert len(queue.work) - queue.done <= slots
+    queue.run(len(queue.work))
+    assert arrived == list(range(1, 20))
+
+
+def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
+    ring, arrived = pinned.PinnedRing(3), []
+    for value in range(4):
+        ship(ring, queue, value, arrived)
+    assert queue.done == 0, "three steps in flight and the next one's inputs fit"
+
+
+def test_a_ring_that_does_not_wait_is_noticed(queue: Queue) -> None:
+    """The negative control: events that never wait."""
+    ring, arrived = pinned.PinnedRing(3, 2), []
+    for event in ring._copied:
+        event.synchronize = lambda: None  # type: ignore[method-assign]
+    for value in range(1, 7):
+        ship(ring, queue, value, arrived)
+    queue.run(len(queue.work))
+    assert arrived != list(range(1, 7))
+
+
+def test_the_buffer_given_out_is_the_one_that_is_copied_from(queue: Queue) -> None:
+    ring = pinned.PinnedRing(4)
+    for value in range(6):
+        with ring.slot() as host:
+            host[:] = np.arange(4) + value
+            assert ring.tensor.tolist() == [value, value + 1, value + 2, value + 3]

@@ -1,0 +1,216 @@
+"""CUDA graphs and events without a GPU: a graph is the list of torch operations that ran while it was captured, replayed over the same tensors.
+
+What was decided by the host during the capture stays decided, tensors are where they were, and reading one is an error, as on the device.
+
+What lives here: the stand-ins for torch.cuda, a decoder whose answers hang on every slot it reads, an executor made of them. What may not: tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.clock import VirtualClock
+from headrace.engine.executor import Executor, ExecutorInfo
+from headrace.kernels import Kernels, sampling
+from headrace.kernels.rows import store_tokens
+from headrace.layers.inputs import ForwardInputs
+from headrace.request import StepPlan
+from headrace.spec import KVGroup, KVKind, KVSpec
+from headrace.worker import graphs, model_runner, pinned
+from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.local_executor import LocalExecutor
+from headrace.worker.model_runner import ModelRunner, Sampled
+from headrace.worker.queued_executor import QueuedExecutor
+from headrace.worker.rows import Rows
+from support import modes
+
+CPU = torch.device("cpu")
+VOCAB = 97
+READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique_dim", "_unique2", "masked_select", "allclose")
+
+
+class _Recording(TorchDispatchMode):
+    """Runs every operation and writes down how to run it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        found = func(*args, **kwargs)
+        given = {_place(each) for each in _tensors((args, kwargs))}
+        made = [each for each in _tensors(found) if _place(each) not in given]  # others are views, or were written in place
+
+        def again() -> None:
+            results = _tensors(func(*args, **kwargs))
+            for old, new in zip(made, [each for each in results if _place(each) not in given], strict=True):
+                old.copy_(new)
+
+        self.steps.append(again)
+        return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [each for value in values for each in _tensors(value)] if isinstance(values, (list, tuple)) else []
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class RecordedGraph:
+    """As torch.cuda.CUDAGraph."""
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        self._recording = _Recording()
+        self._recording.__enter__()
+
+    def capture_end(self) -> None:
+        self._recording.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        for step in self._recording.steps:
+            step()
+
+
+class Event:
+    """As torch.cuda.Event on a device that is never late."""
+
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.0
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda as far as graphs, rings and the queued executor use it."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {
+        "CUDAGraph": RecordedGraph,
+        "Event": Event,
+        "Stream": lambda device=None: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    pageable = SimpleNamespace(zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), int32=torch.int32, cuda=torch.cuda)
+    monkeypatch.setattr(pinned, "torch", pageable)
+    monkeypatch.setattr(model_runner, "_to_host", _copied)
+
+
+def _copied(step: Sampled) -> Sampled:
+    """What a copy to the host is on a CPU: what is computed later does not show in it."""
+    return replace(step, samples=tuple(replace(each, picked=each.picked.clone()) for each in step.samples))
+
+
+class SlotDecoder:
+    """Its cache holds (token, position) of every slot; a hidden state is a sum over the slots that the block table says a token sees.
+
+    So a wrong table, length, slot or row shows as another token. Nothing here reads the device or depends on values: it can be captured.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.fault: Exception | None = None
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        (cache,), (seen,) = kv_caches, inputs.attention
+        flat = cache.view(-1)  # the last slot is for tokens that write none
+        written = (inputs.token_ids + 1) * 7919 + inputs.positions * 104729
+        flat.index_copy_(0, torch.where(seen.slots < 0, flat.shape[0] - 1, seen.slots), written)
+        tokens = torch.arange(len(inputs.token_ids))
+        chunk = torch.searchsorted(seen.query_start.contiguous(), tokens, right=True, out_int32=False) - 1
+        at = torch.arange(seen.block_table.shape[1] * self._block_size)
+        slots = seen.block_table.long()[:, at // self._block_size] * self._block_size + at % self._block_size
+        visible = (at[None] <= inputs.positions[:, None]) & (at[None] < seen.context_len[chunk][:, None])
+        mixed = flat[slots.clamp(0, flat.shape[0] - 1)][chunk] * (at[None] * 2 + 1)
+        return torch.where(visible, mixed, 0).sum(-1, keepdim=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
+        return (mixed * mixed % 100003).float() / 1e4
+
+
+class RecordableKernels(Kernels):
+    """The torch twins; the one that looks at which rows are left to sort sorts them all."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, disabled=frozenset(modes.NATIVE))
+
+    def choose(self, op: str, **facts: Any) -> Callable[..., Any]:
+        own = {"pick_tokens": _pick_tokens, "store_tokens": self.stored}
+        return own[op] if op in own else super().choose(op, **facts)
+
+    stored = staticmethod(store_tokens)
+
+
+def _pick_tokens(logits: Tensor, peak: Tensor, temperature: Tensor, filters: Any, seeds: Tensor, positions: Tensor) -> Tensor:
+    scores = (logits - peak[:, None]) / temperature.clamp(min=1e-6)[:, None]
+    kept = None if filters is None else sampling._thresholds_among(scores.sort(-1, descending=True).values, scores, *filters)[0]
+    noisy = scores + sampling.vocabulary_noise(seeds, positions, scores.shape[1])
+    return (noisy if kept is None else torch.where(scores >= kept[:, None], noisy, float("-inf"))).argmax(-1)
+
+
+def info_of(max_num_seqs: int, num_blocks: int, block_size: int, max_model_len: int) -> ExecutorInfo:
+    spec = KVSpec((0,), KVKind.FULL, block_size, 1, 1, 8)
+    return ExecutorInfo(VOCAB, max_model_len, max_num_seqs, (KVGroup(spec, num_blocks),), "recorded")
+
+
+@contextmanager
+def recorded_executor(
+    *, graphed: bool, max_num_seqs: int = 8, num_blocks: int = 140, block_size: int = 4, max_model_len: int = 64, overlap: int = 0
+) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
+    """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them."""
+    info = info_of(max_num_seqs, num_blocks, block_size, max_model_len)
+    rows, kernels, decoder = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU), RecordableKernels(), SlotDecoder(block_size)
+    caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
+    captured = DecodeGraphs(decoder, kernels, rows, caches, max_num_seqs=max_num_seqs, max_model_len=max_model_len) if graphed else None
+    if captured is not None:
+        captured.capture_all()
+    runner = ModelRunner(decoder, caches, rows, kernels, max_logits_rows=100, padded=False, clock=VirtualClock(), graphs=captured)
+    executor: Executor = QueuedExecutor(runner, info, lambda: None) if graphed else LocalExecutor(runner, info, overlap=overlap, threads=1)
+    yield executor, runner, decoder
+    executor.close()
+
+
+def failing(executor: Executor, runner: Any, plan: StepPlan, error: Exception) -> Any:
+    """Submits ``plan`` so that it fails on the way; returns its ticket."""
+    real = runner.forward
+
+    def fail(_: StepPlan) -> Any:
+        raise error
+
+    runner.forward = fail
+    try:
+        return executor.submit(plan)
+    finally:
+        runner.forward = real
+
+
+__all__ = ["VOCAB", "Event", "RecordedGraph", "SlotDecoder", "failing", "graphs", "info_of", "recorded_executor", "without_a_gpu"]
