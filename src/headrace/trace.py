@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 1 << 16
 FLUSH_SECONDS = 1.0  # of the engine's clock: what a killed process may lose
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 _HOST, _DEVICE = 1, 2  # tracks
 _PROCESS = 1
 
@@ -58,7 +59,7 @@ class TraceFile:
         self._broken = False
 
     def add(self, event: dict[str, Any]) -> None:
-        line = self._separator + json.dumps(event, separators=(",", ":")).encode()
+        line = self._separator + _encode(event).encode()
         self._separator = b",\n"
         self._lines.append(line)
         self._size += len(line)

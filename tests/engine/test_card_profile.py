@@ -17,7 +17,7 @@ LIMITS = Limits(4.5e12, 4.28e12, {"bfloat16": 795e12, "float16": 790e12, "float3
 
 
 def measurement(reads: tuple[float, ...] = (4.4e12, 4.5e12, 4.6e12), others: int = 0) -> CardMeasurement:
-    return CardMeasurement(LIMITS, LaunchCosts(4e-6, 2e-6, 1.3e-6), reads, 4 * 2**30, others)
+    return CardMeasurement(LIMITS, LaunchCosts(4e-6, 2e-6, 1.3e-6), 660e12, reads, 4 * 2**30, others)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_measured_card_is_kept_and_found_again() -> None:
     found, decision = profile.resolve_profile("cuda")
     assert found == measured and decision.value == "4.50 TB/s, 795.0 TFLOP/s bfloat16" and "threads" not in decision.reason
     assert (measured.launch_overhead, measured.graph_kernel, measured.graph_gap) == (4e-6, 2e-6, 1.3e-6)
-    assert measured.spread == pytest.approx(0.2 / 4.6) and "4.60 TB/s" in lines[0] and "1.30 µs" in lines[1]
+    assert measured.spread == pytest.approx(0.2 / 4.6) and "4.60 TB/s" in lines[0] and "660.0 TFLOP/s" in lines[1] and "1.30 µs" in lines[2]
 
 
 def test_another_size_of_the_same_card_is_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,5 +75,5 @@ def test_a_full_card_does_not_stop_an_engine(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_shows_a_cards_profile_in_its_own_words() -> None:
     facts = doctor._profile_facts(profile.measure_profile(device="cuda"))
     assert "Some Card (sm_90, 132 SMs, 140 GiB)" in facts["measured"] and "threads" not in facts["measured"]
-    assert facts["matrix product, float32"] == "50.0 TFLOP/s"
+    assert facts["matrix product, float32"] == "50.0 TFLOP/s" and facts["... bfloat16, held for a second"] == "660.0 TFLOP/s"
     assert facts["small operator"] == "4.0 µs to launch; in a CUDA graph 2.00 µs, of which 1.30 µs between two kernels"

@@ -115,6 +115,7 @@ def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
     if profile is None:
         return {"measured": f"never (nothing for this device in {profile_folder()}); headrace doctor --profile does it in under a minute"}
     rates = {f"matrix product, {dtype}": said_rate(rate) for dtype, rate in profile.gemm_rates.items()}
+    rates |= {f"... {dtype}, held for a second": said_rate(rate) for dtype, rate in profile.sustained_gemm_rates.items()}
     busy = f"; other processes used {profile.others_share:.0%} of the CPUs meanwhile" if profile.others_share > 0.01 else ""
     return {
         "measured": f"{profile.date}, {_measured_on(profile.identity)}, torch {profile.versions.get('torch', '?')}{busy}",

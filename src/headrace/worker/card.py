@@ -4,7 +4,8 @@ What lives here: timing on the device (graphs replayed between events) and the l
 What may not: storing and finding profiles (cost/profile.py), which device is measured (profile.py), cases of benchmarks (bench/).
 
 A graph leaves out what a launch costs the host; a call that reads the device cannot be captured and is timed as it is launched.
-Whatever memory a measurement takes is given back to the device.
+Whatever memory a measurement takes is given back to the device. Matrix products run in bursts of about ten milliseconds with pauses: held
+for longer, a card that has reached its power limit lowers its clock, and how far depends on what ran before.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from headrace.errors import ConfigError
 
 ROUNDS = 9
 READ_BYTES = 4 * 2**30  # of the read and of the copy; the L2 of the largest cards is under 130 MB
-GLANCE_BYTES = 512 * 2**20
+GLANCE_BYTES = 2**30
+READ_ROW = 2**14
 LEAST_READS_OF_L2 = 4
 GEMM_SIZE = 8192
-GLANCE_FLOAT32_SIZE = 2048  # float32 is an order of magnitude slower
+GLANCE_FLOAT32_SIZE = 4096  # float32 is an order of magnitude slower
+BURST_SECONDS = 0.01
+PAUSE_SECONDS = 0.1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CHAIN = 500  # kernels of a graph that measures what lies between them
 SPIN_CYCLES = 20_000  # about 10 µs
@@ -46,6 +50,7 @@ class LaunchCosts:
 class CardMeasurement:
     limits: Limits
     launch: LaunchCosts
+    sustained_gemm_rate: float  # FLOP/s of a bfloat16 product held for a second
     reads: tuple[float, ...]  # bytes/s of each round
     working_set: int  # bytes
     taken_by_others: int  # bytes of the card that are not this process's
@@ -59,23 +64,25 @@ def card_identity() -> DeviceIdentity:
 
 
 def measure_card(rounds: int = ROUNDS, seconds: float = 0.1) -> CardMeasurement:
-    """Everything, a few seconds. ``seconds``: of one round."""
+    """Everything, in about ten seconds. ``seconds``: of one round of reads or copies."""
     with _emptied():
         size, others = _working_set(READ_BYTES), _taken_by_others()
         reads, copies = _bandwidths(size, rounds, seconds)
-        rates = {name: median(_gemm_rates(dtype, GEMM_SIZE, rounds, seconds)) for name, dtype in DTYPES.items()}
-        return CardMeasurement(Limits(median(reads), median(copies), rates), measure_launches(), tuple(reads), size, others)
+        rates = {name: median(_gemm_rates(dtype, rounds)) for name, dtype in DTYPES.items()}
+        limits, launch = Limits(median(reads), median(copies), rates), measure_launches()
+        return CardMeasurement(limits, launch, _sustained_gemm_rate(torch.bfloat16), tuple(reads), size, others)
 
 
 def card_limits() -> Limits:
-    """The limits of this moment, in about two seconds: a benchmark prints them beside its figures."""
+    """The limits of this moment, in about three seconds: a benchmark prints them beside its figures."""
     with _emptied():
         reads, copies = _bandwidths(_working_set(READ_BYTES), 5, 0.02)
-        return Limits(median(reads), median(copies), {name: median(_gemm_rates(dtype, GEMM_SIZE, 5, 0.02)) for name, dtype in DTYPES.items()})
+        return Limits(median(reads), median(copies), {name: median(_gemm_rates(dtype, 5)) for name, dtype in DTYPES.items()})
 
 
 def glance_at_card() -> Limits:
-    """Roughly, in a few hundredths of a second and half a GiB: the engine that starts has taken the rest."""
+    """Roughly, in a few hundredths of a second and one GiB: the engine that starts has taken the rest."""
+    _glance_rate(torch.bfloat16, 16)  # the library's own scratch memory stays, so it is none of what goes back
     with _pool_of_its_own():
         read, copy = _glance_bandwidths(_working_set(GLANCE_BYTES))
         sizes = {"bfloat16": GEMM_SIZE, "float16": GEMM_SIZE, "float32": GLANCE_FLOAT32_SIZE}
@@ -188,17 +195,38 @@ def _bandwidths(size: int, rounds: int, seconds: float) -> tuple[list[float], li
     """Bytes/s read, and bytes/s read and written; in turn, so that a disturbance meets both."""
     data = torch.empty(size // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(data)
+    readers: tuple[Callable[[], Tensor], ...] = (data.sum, lambda: data.view(-1, READ_ROW).sum(1))
+    read = min(readers, key=lambda reader: cuda_time([reader], seconds, rounds=1)[0])  # the one that comes closer to the limit
     reads, copies = [], []
     for _ in range(rounds):
-        reads += [size / taken for taken in cuda_time([data.sum], seconds, rounds=1)]
+        reads += [size / taken for taken in cuda_time([read], seconds, rounds=1)]
         copies += [2 * size / taken for taken in cuda_time([lambda: torch.add(data, 0.0, out=target)], seconds, rounds=1)]
     return reads, copies
 
 
-def _gemm_rates(dtype: torch.dtype, size: int, rounds: int, seconds: float) -> list[float]:
-    """FLOP/s of [size, size] x [size, size] products of random numbers (zeros draw less power and run faster)."""
-    left, right = _random(size, dtype), _random(size, dtype)
-    return [2.0 * size**3 / taken for taken in cuda_time([lambda: left @ right], rounds * seconds, rounds=rounds)]
+def _gemm_rates(dtype: torch.dtype, rounds: int) -> list[float]:
+    """FLOP/s of [8192, 8192] x [8192, 8192] products of random numbers (zeros draw less power and run faster), one figure a burst."""
+    left, right = _random(GEMM_SIZE, dtype), _random(GEMM_SIZE, dtype)
+    product = torch.empty_like(left)
+
+    def multiply() -> Tensor:
+        return torch.mm(left, right, out=product)
+
+    _elapsed(multiply, 1)  # the first call chooses an algorithm
+    repeats = max(1, round(BURST_SECONDS / _elapsed(multiply, 1)))
+    return [2.0 * GEMM_SIZE**3 / _burst(multiply, repeats) for _ in range(rounds)]
+
+
+def _burst(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds a call, after a pause and one call that is not counted."""
+    time.sleep(PAUSE_SECONDS)
+    _elapsed(call, 1)
+    return _elapsed(call, repeats) / repeats
+
+
+def _sustained_gemm_rate(dtype: torch.dtype) -> float:
+    left, right = _random(GEMM_SIZE, dtype), _random(GEMM_SIZE, dtype)
+    return 2.0 * GEMM_SIZE**3 / cuda_time([lambda: left @ right], 1.0, rounds=1)[0]
 
 
 def _glance_bandwidths(size: int) -> tuple[float, float]:

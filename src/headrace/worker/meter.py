@@ -21,7 +21,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def create_recorder(model_config: Mapping[str, Any], info: ExecutorInfo, *, dtype: str, device: str) -> tuple[StepRecorder, Decision]:
     """``dtype`` is the one weights are held in; ``device`` is "cpu" or "cuda". Called after the worker has set its threads and
-    taken its memory: a glance at a card that was never measured borrows half a GiB of what is left, and gives it back."""
+    taken its memory: a glance at a card that was never measured borrows a GiB of what is left, and gives it back."""
     profile, decision = resolve_profile(device)
     if profile is None:
         return StepRecorder(), decision

@@ -78,12 +78,14 @@ def _measure_card(say: Callable[[str], None]) -> DeviceProfile:
     limits, launch = found.limits, found.launch
     say(f"{limits} over {found.working_set / 2**30:.1f} GiB; best read {said_bandwidth(max(found.reads))}")
     check_quiet(limits.read_bandwidth, max(found.reads))
+    say(f"bfloat16 products held for a second: {said_rate(found.sustained_gemm_rate)}")
     in_graph = f"{launch.in_graph * 1e6:.2f} µs in a graph, of it {launch.gap * 1e6:.2f} µs between two"
     say(f"a small kernel: {launch.plain * 1e6:.1f} µs to launch, {in_graph}")
     if found.taken_by_others > NOTED_BYTES:
         say(f"note: {found.taken_by_others / 2**30:.1f} GiB of the card are not this process's; if others compute there, measure again without them")
     return replace(
         _profile("measured", limits, identity=card_identity(), size=found.working_set),
+        sustained_gemm_rates={"bfloat16": found.sustained_gemm_rate},
         launch_overhead=launch.plain,
         graph_kernel=launch.in_graph,
         graph_gap=launch.gap,
@@ -113,7 +115,7 @@ def _measure_cpu(say: Callable[[str], None]) -> DeviceProfile:
 
 
 def limits_now(device: str = "cpu") -> Limits:
-    """The limits of this moment, which a benchmark prints beside its figures: the CPU's in 0.2 s, the card's in about two."""
+    """The limits of this moment, which a benchmark prints beside its figures: the CPU's in 0.2 s, the card's in about three."""
     return glance_limits() if device == "cpu" else card_limits()
 
 
