@@ -20,8 +20,10 @@ BUDGETS = {"unit": 60, "engine + kernels": 150, "server": 120}
 SECONDS = pytest.StashKey[Counter[str]]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--enforce-budgets", action="store_true", help="fail when the tests of a folder take longer than its budget")
+    if not pluginmanager.hasplugin("timeout"):  # a bare GPU machine may lack pytest-timeout; the setting in pyproject.toml is no mistake there
+        parser.addini("timeout", "seconds a test may take, which nobody counts without pytest-timeout")
 
 
 def pytest_configure(config: pytest.Config) -> None:
