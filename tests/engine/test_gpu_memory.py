@@ -232,7 +232,7 @@ def test_the_largest_step_fills_every_budget() -> None:
     assert chunks(replace(LIMITS, longest=10)) == [9] * 16
     assert chunks(replace(LIMITS, max_num_seqs=1)) == [99]
     plan = decode_step(LIMITS)
-    assert plan.num_tokens == 16 and all(new.params.greedy for new in plan.rows_added)
+    assert plan.num_tokens == 16 and all(new.params.top_k for new in plan.rows_added)
 
 
 def test_the_largest_step_runs_over_one_block(tmp_path: Any) -> None:

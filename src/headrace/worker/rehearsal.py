@@ -14,7 +14,7 @@ from typing import Protocol
 
 from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)  # what graphs draw, at its most demanding
 # Everything that makes a sampler keep something for a row.
 DEMANDING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, presence_penalty=0.5, repetition_penalty=1.1, logprobs=20, detokenize=False)
 SCORED = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=20, prompt_logprobs=20, detokenize=False)
@@ -37,8 +37,8 @@ class Limits:
 
 
 def decode_step(limits: Limits) -> StepPlan:
-    """One token of every row, greedy: the largest step a graph covers."""
-    return _plan([1] * min(limits.max_num_seqs, limits.tokens_a_step), [GREEDY])
+    """One token of every row, drawn with every filter: the largest step that graphs cover."""
+    return _plan([1] * min(limits.max_num_seqs, limits.tokens_a_step), [DRAWN])
 
 
 def largest_step(limits: Limits) -> StepPlan:
