@@ -110,7 +110,7 @@ def test_no_gpu_is_no_warning(machine: Machine, caplog: pytest.LogCaptureFixture
     machine.available, machine.driver = False, None
     kind, decision = resolve_device("auto")
     assert kind == "cpu" and decision is not None and "no NVIDIA GPU" in decision.reason and not caplog.messages
-    with pytest.raises(ConfigError, match=r"--device is cuda, but found no NVIDIA GPU.*--device cpu runs here"):
+    with pytest.raises(ConfigError, match=r"--device is cuda: found no NVIDIA GPU.*--device cpu runs here"):
         device_kind("cuda")
 
 

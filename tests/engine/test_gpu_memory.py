@@ -68,6 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (card.total - card.used, card.total),
         "memory_reserved": lambda *_: card.held,
+        "is_initialized": lambda: True,
         "memory_allocated": lambda *_: card.held,
         "max_memory_reserved": lambda *_: card.held + card.peak_held,
         "max_memory_allocated": lambda *_: card.held + card.peak_live,
@@ -203,6 +204,7 @@ def test_stages_of_a_start_are_told_apart(card: Card) -> None:
     card.take(30 * MIB)  # code
     card.take(100 * MIB)  # tensors
     card.held += 100 * MIB
+    assert meter.kept(68 * MIB) == 32 * MIB
     with meter.capturing():
         card.take(7 * MIB)  # the driver's part of graphs
         card.take(20 * MIB)

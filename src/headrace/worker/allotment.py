@@ -99,7 +99,8 @@ class Allotment:
         self._demand = demand
         self._meter = None if demand.on_cpu else DeviceMeter(demand.device)
         self._room = Room(self._available(), {"weights": self._weights(), "activations": self._bound()})
-        self._arena = 0
+        self._arena = 0  # bytes that steps share
+        self._scratch = 0  # bytes that libraries keep
 
     def draft(self) -> KVPlan:
         """Before anything is loaded. A CPU's plan is final; on a GPU sequences will be no longer than this says."""
@@ -113,16 +114,18 @@ class Allotment:
         assert self._meter is not None, "a CPU's draft is its plan"
         demand = self._demand
         decode, self._arena = self._rehearse(longest, create_runner)
+        weights = weight_bytes(decoder)
+        self._scratch = self._meter.kept(weights)
         buckets = buckets_up_to(demand.max_num_seqs) if demand.graphs else ()
         self._room = Room(
             self._room.available,
             {
-                "weights": weight_bytes(decoder),
+                "weights": weights,
                 "activations": self._arena + SMALL_BYTES,
                 "graphs": graph_bytes(buckets, decode, 4 * demand.spec.hidden_size + 4 * self._table_width(longest)),
                 "rows": row_bytes(demand.max_num_seqs, longest, demand.spec.vocab_size, self._block_sizes()),
                 "context": self._meter.context,
-                "kernels": self._meter.code(),
+                "kernels": self._meter.code() + self._scratch,
             },
         )
         check_weights_fit(self._room, demand.device)
@@ -169,7 +172,7 @@ class Allotment:
         if self._meter is None:
             return {"process": process, "kernels": kernels, **tensors, "activations": activations}
         meter = self._meter
-        outside = {"context": meter.context, "kernels": meter.code(), "in use before": meter.others}
+        outside = {"context": meter.context, "kernels": meter.code() + self._scratch, "in use before": meter.others}
         return {**tensors, "activations": activations, "graphs": meter.graphs, **outside}
 
     # --- parts

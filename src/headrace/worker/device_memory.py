@@ -8,6 +8,7 @@ What lives here: measuring, and the piece that steps draw from. What may not: de
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class DeviceUse:
     total: int
     free: int
     held: int  # by this process's allocator
+    live: int  # of that, in tensors
 
     @property
     def used(self) -> int:
@@ -41,7 +43,7 @@ class DeviceUse:
 def device_use(device: torch.device) -> DeviceUse:
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return DeviceUse(total, free, torch.cuda.memory_reserved(device))
+    return DeviceUse(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
 def used_before_context(device: torch.device) -> int | None:
@@ -60,6 +62,9 @@ class DeviceMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):  # what was measured or closed before may wait to be collected
+            gc.collect()
+            torch.cuda.empty_cache()
         self.others = used_before_context(device) or 0
         held = torch.cuda.memory_reserved(device)
         torch.zeros(1, device=device)
@@ -72,6 +77,10 @@ class DeviceMeter:
     def code(self) -> int:
         """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after the context."""
         return max(0, device_use(self._device).outside - self._first.outside - self._graphs_outside)
+
+    def kept(self, known: int) -> int:
+        """Bytes of tensors that came since the beginning, beside ``known`` ones: what libraries keep for themselves (cuBLAS: 32 MiB a stream)."""
+        return max(0, device_use(self._device).live - self._first.live - known)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

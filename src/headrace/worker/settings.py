@@ -42,7 +42,7 @@ def _device(requested: str) -> tuple[str, GPU | None]:
         return "cpu", None
     gpu = find_gpu()
     if requested == "cuda" and gpu.problem is not None:
-        raise ConfigError(f"--device is cuda, but {gpu.problem}; without it, --device cpu runs here.")
+        raise ConfigError(f"--device is cuda: {gpu.problem}. --device cpu runs here.")
     return "cuda" if gpu.problem is None else "cpu", gpu
 
 
