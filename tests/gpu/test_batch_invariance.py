@@ -29,7 +29,7 @@ OTHERS = 64
 TRUNK = tuple(range(40, 300))  # blocks of a prompt that many begin with
 PLACES = ((0, 1), (7, 8), (0, 16), (3, 20), (100, 164), (37, 102), (0, 300), (299, 300))  # rows first … end - 1
 LARGE = linear.LARGE[0]
-TILES = (*linear.LARGE, linear.ONE, *(linear.Tile(16, *rest) for rest in ((32, 256, 4, 4), (64, 256, 4, 4), (128, 128, 4, 4), (16, 128, 2, 4))))
+TILES = (*linear.LARGE, linear.ONE, *(linear.Tile(16, *rest) for rest in ((32, 256, 4, 4), (64, 128, 4, 5), (128, 128, 4, 4), (16, 128, 2, 4))))
 WIDE = {  # two layers of a model of the 1B class
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
