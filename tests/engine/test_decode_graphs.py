@@ -71,12 +71,14 @@ def decode(executor: Executor, planner: Planner, some: list[Planned]) -> None:
 def wander(executor: Executor, params: tuple[SamplingParams, ...] = (GREEDY,), *, turns: int = 25) -> list[Planned]:
     """Any rows in any order, through every bucket, some of them moved to other rows in between."""
     running, planner, draw = sequences(8, 1, params), Planner(executor.info.kv_groups), random.Random(2)
-    planner._free[0].remove(0), planner._free[0].append(0)  # block 0 goes first: what is written there by mistake is read
+    free = planner._free[0]
+    free.append(free.pop(free.index(0)))  # block 0 goes first: what is written there by mistake is read
     prefill(executor, planner, running)
     for turn in range(turns):
         if turn % 3 == 2:
             one, other = draw.sample(running, 2)
-            planner.drop(one), planner.drop(other)
+            for each in (one, other):
+                planner.drop(each)
             one.row, other.row = other.row, one.row
             planner.add(one), planner.add(other)
         decode(executor, planner, draw.sample(running, draw.choice((1, 2, 3, 4, 5, 7, 8))))
@@ -93,11 +95,19 @@ def test_graphs_give_what_eager_steps_give(params: tuple[SamplingParams, ...]) -
     assert [each.output for each in found] == alone(found)
 
 
+def noted(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        calls.append(name)
+        return real(*args)
+
+    return call
+
+
 def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[str] = []
     for name in ("forward", "draw"):
         real = getattr(DecodeGraphs, name)
-        monkeypatch.setattr(DecodeGraphs, name, lambda self, *args, real=real, name=name: (replays.append(name), real(self, *args))[1])
+        monkeypatch.setattr(DecodeGraphs, name, noted(replays, name, real))
     with recorded_executor(graphed=True) as (executor, _, decoder):
         planner, (plain, warm, counted, third) = Planner(executor.info.kv_groups), sequences(4, 5, (GREEDY, SAMPLED, PENALISED, GREEDY))
         prefill(executor, planner, [plain, warm, counted])
@@ -211,7 +221,9 @@ def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_larg
 
 def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[hash_engine.Answers, set[int], list[Any]]:
     """Forty requests in random order through a cache that is too small for them; some leave. Returns answers, who left, the requests."""
-    draw, asked, gone, answers = random.Random(seed), [], set(), hash_engine.Answers()
+    draw, answers = random.Random(seed), hash_engine.Answers()
+    asked: list[Any] = []
+    gone: set[int] = set()
     with recorded_executor(graphed=graphed, num_blocks=20, max_model_len=48) as (executor, runner, _):
         real: Callable[..., Any] = runner.forward
         rng = random.Random(seed + 1)

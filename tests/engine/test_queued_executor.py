@@ -23,7 +23,7 @@ from support.recorded_graphs import info_of
 
 
 def plan_of(step_id: int) -> StepPlan:
-    nothing = array("i")
+    nothing: Any = array("i")
     return StepPlan(step_id, nothing, (), *[nothing] * 12)
 
 
@@ -172,7 +172,8 @@ def ship(ring: pinned.PinnedRing, queue: Queue, value: int, arrived: list[int]) 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slots: int) -> None:
-    ring, arrived = pinned.PinnedRing(3, slots), []
+    ring = pinned.PinnedRing(3, slots)
+    arrived: list[int] = []
     for value in range(1, 20):
         ship(ring, queue, value, arrived)
         assert len(queue.work) - queue.done <= slots
@@ -181,7 +182,8 @@ def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slo
 
 
 def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
-    ring, arrived = pinned.PinnedRing(3), []
+    ring = pinned.PinnedRing(3)
+    arrived: list[int] = []
     for value in range(4):
         ship(ring, queue, value, arrived)
     assert queue.done == 0, "three steps in flight and the next one's inputs fit"
@@ -189,7 +191,8 @@ def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
 
 def test_a_ring_that_does_not_wait_is_noticed(queue: Queue) -> None:
     """The negative control: events that never wait."""
-    ring, arrived = pinned.PinnedRing(3, 2), []
+    ring = pinned.PinnedRing(3, 2)
+    arrived: list[int] = []
     for event in ring._copied:
         event.synchronize = lambda: None  # type: ignore[method-assign]
     for value in range(1, 7):

@@ -38,7 +38,8 @@ def transformers_scores(model: Any, prompt: list[int]) -> tuple[list[float], lis
 @pytest.mark.parametrize("budget", [2048, 8192, 16384])
 def test_a_long_prompt_scores_as_with_transformers(budget: int, tmp_path: Path) -> None:
     """16,000 positions in chunks, every one of them scored, then decoded on; other requests decode meanwhile."""
-    folder, fields = tmp_path / "model", {"max_position_embeddings": POSITIONS, "num_hidden_layers": 2}
+    folder = tmp_path / "model"
+    fields: dict[str, Any] = {"max_position_embeddings": POSITIONS, "num_hidden_layers": 2}
     tiny.save("llama", folder, **fields)
     prompt, short = prompt_of(LENGTH), [prompt_of(30, seed) for seed in range(2, 8)]
     sizes = {"max_model_len": POSITIONS, "num_blocks": 300, "max_num_batched_tokens": budget, "block_size": 128}
