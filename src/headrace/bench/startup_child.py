@@ -79,20 +79,23 @@ class _Marks:
 
 def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
     marks = _Marks(begin)
-    import headrace.cli  # noqa: F401
+    from headrace.compiler import begin_compiler
+    from headrace.config import EngineConfig, ServerConfig
+    from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
 
     marks.done("import headrace")
+    parser = CommandParser(prog="headrace serve")
+    add_model_argument(parser)
+    add_config_flags(parser, EngineConfig, ServerConfig)
+    config = engine_config(parser.parse_args(list(flags)))
+    from headrace.engine.llm import LLM
+
+    marks.done("import the engine")
+    if config.device.device != "cpu":
+        begin_compiler()  # as the engine would, before it imports torch
     import torch  # noqa: F401
 
     marks.done("import torch")
-    from headrace.commands import serve
-    from headrace.engine.llm import LLM
-    from headrace.flags import CommandParser, engine_config
-
-    parser = CommandParser(prog="headrace serve")
-    serve.add_arguments(parser)
-    config = engine_config(parser.parse_args(list(flags)))
-    marks.done("import the engine")
     llm = LLM.from_config(config)
     marks.done("load the model")
     opened = time.time() - begin

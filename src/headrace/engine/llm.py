@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from headrace.clock import RealClock
+from headrace.compiler import begin_compiler
 from headrace.config import Decision, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
@@ -90,8 +91,10 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
-    limit_spinning()  # these two before torch is imported
+    limit_spinning()  # these before torch is imported
     prefer_huge_pages()
+    if config.device.device != "cpu":
+        begin_compiler()
     from headrace.worker.meter import create_recorder
     from headrace.worker.settings import resolve_device
     from headrace.worker.worker import create_executor

@@ -3,6 +3,8 @@
 What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are (the registry).
 
 Compiling is mostly machine code (LLVM, ptxas, the C compiler for launchers), which runs outside Python's lock; weights load meanwhile.
+What is Python takes turns: the longest rehearsals go first, so that their machine code is under way while others take theirs, and there
+are fewer threads than cores, so that not all take turns at once.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.candidate import Sizes
 
 _log = logging.getLogger(__name__)
-MAX_THREADS = 16
+MAX_THREADS = 8
+# Operations whose kernels take longest to compile (measured on an H200's host), longest first.
+_LONGEST = ("paged_attention", "pick_tokens", "moe", "linear")
 
 Prepared = TypeVar("Prepared")
 
@@ -44,7 +48,7 @@ class CompileAhead(Generic[Prepared]):
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
         """``prepare`` runs before the first of these rehearsals, alone."""
         prepared = self._pool.submit(self._prepare, prepare)
-        for each in kernels.rehearsals(sizes, since=self._sites):
+        for each in sorted(kernels.rehearsals(sizes, since=self._sites), key=_turn):
             if each.name not in self._running:
                 self._running[each.name] = self._pool.submit(self._rehearse, each, prepared)
         self._sites = len(kernels.choices)
@@ -79,3 +83,8 @@ class CompileAhead(Generic[Prepared]):
                 raise
             _log.exception("the rehearsal of %s failed; its first real call builds its kernel", rehearsal.name)
         return time.perf_counter() - begin
+
+
+def _turn(rehearsal: Rehearsal) -> int:
+    op = rehearsal.name.split()[0]
+    return _LONGEST.index(op) if op in _LONGEST else len(_LONGEST)

@@ -75,10 +75,15 @@ def prepare_compiler() -> None:
 
 
 def prepare_kernels(device: torch.device) -> None:
-    """Once this is done kernels can be compiled in several threads at the same time: each has its table of what is compiled."""
+    """Once this is done kernels can be compiled in several threads at the same time: each has its identity and its table of variants.
+
+    Triton finds a kernel's identity with the constants of the functions it calls, as far as theirs has been found before: in another
+    order it is another one, and what an earlier start compiled would not be recognised. So it is always found in the same order.
+    """
     with torch.cuda.device(device):
         index = driver.active.get_current_device()
         for kernel in _kernels():
+            assert kernel.cache_key
             kernel.device_caches[index]  # made at first use, and twice if two threads are first
 
 
