@@ -61,8 +61,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     def ask() -> DriverFacts | None:
         return replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used),)) if card.driver else None
 
-    def zeros(*_: object, **__: object) -> None:  # the first tensor makes the context
-        card.take(512 * MIB)
+    def zeros(*shape: int, **_: object) -> Tensor:
+        if len(shape) == 1:  # the first tensor makes the context
+            card.take(512 * MIB)
+        return torch.ones(shape)
 
     played: dict[str, Callable[..., Any]] = {
         "synchronize": lambda *_: None,
@@ -79,7 +81,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     for name, function in played.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(device_memory, "ask_driver", ask)
-    monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, uint8=torch.uint8))
+    monkeypatch.setattr(device_memory, "torch", SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, mm=torch.mm, uint8=torch.uint8))
     return card
 
 

@@ -78,7 +78,7 @@ def test_the_share_asked_for_is_the_share_in_use() -> None:
 def test_a_step_that_runs_out_ends_its_requests_alone_and_the_next_are_answered(llm: LLM) -> None:
     wanted = llm.generate({"prompt_token_ids": [5, 6, 7]}, params(), use_tqdm=False)[0].outputs[0].token_ids
     torch.cuda.empty_cache()  # what was set aside for steps
-    hog = _fill(free=8 * 2**20)
+    hog = _fill()
     prompts = {"prompt_token_ids": list(range(1, 2001))}
     failed = llm.generate(prompts, params(prompt_logprobs=20), use_tqdm=False)[0].outputs[0]
     assert failed.finish_reason == "error"
@@ -88,12 +88,12 @@ def test_a_step_that_runs_out_ends_its_requests_alone_and_the_next_are_answered(
     assert set(ask(llm, 64, 2000, 3, *MIXED)) == {"length"}
 
 
-def _fill(free: int) -> list[torch.Tensor]:
-    """Takes the card's memory but for about ``free`` bytes."""
+def _fill() -> list[torch.Tensor]:
+    """Takes the card's memory but for less than 32 MiB, which a scored prompt of 2000 tokens needs several times."""
     hog: list[torch.Tensor] = []
     size = 2**36
-    while size >= 2**21:
-        while device_use(CARD).free - size > free:
+    while size >= 2**25:
+        while device_use(CARD).free > size:
             hog.append(torch.empty(size, dtype=torch.uint8, device=CARD))
         size //= 2
     return hog

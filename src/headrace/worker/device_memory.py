@@ -73,6 +73,9 @@ class DeviceMeter:
         self.context = max(0, self._first.used - self.others - (self._first.held - held))
         self.graphs = 0  # their pool, and what the driver keeps of them
         self._graphs_outside = 0
+        # cuBLAS keeps its scratch for good. Taken now, it is a segment of its own, and not a piece of one that could else be given back.
+        one = torch.zeros(16, 16, device=device)
+        torch.mm(one, one)
 
     def code(self) -> int:
         """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after the context."""
