@@ -23,14 +23,16 @@ VARIANTS = {  # variants of the decode kernel and of the prefill kernel that any
     "attention, variants with windows": (2, 2),
     "attention, variants to the bit": (0, 1),
 }
-CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "linear, few", "linear, many", "moe, many")
+CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "linear, few", "linear, many")
+PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
+EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
 
 
-def offline(*cases: str) -> dict[str, dict[str, int]]:
+def offline(*cases: str, script: Path = SCRIPT) -> dict[str, dict[str, int]]:
     """What the cases found, in a process of their own: here, kernels may already be interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, str(SCRIPT), *cases], capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run([sys.executable, str(script), *cases], capture_output=True, text=True, env=environment, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout)
     return found
@@ -39,7 +41,7 @@ def offline(*cases: str) -> dict[str, dict[str, int]]:
 @cache
 def kernels() -> dict[str, dict[str, int]]:
     """Figures of every kernel, compiled."""
-    return offline(*CASES)
+    return offline(*CASES, *EXPERTS)
 
 
 @pytest.mark.timeout(120)
@@ -52,8 +54,17 @@ def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
 
 
 @pytest.mark.timeout(120)
+def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() -> None:
+    found = offline(script=SCRIPT.with_name("triton_variants.py"))
+    assert {name: row["new"] for name, row in found.items()} == dict.fromkeys(found, 0)
+    many = {name: row["variants"] for name, row in found.items() if row["variants"] > 1}
+    # by the pairs an expert has; greedy, random, filtered
+    assert many == {"experts: _expand_kernel": 3, "experts: _contract_kernel": 3, "picks: _pick_kernel": 3}
+
+
+@pytest.mark.timeout(120)
 def test_nothing_spills() -> None:
-    assert len(kernels()) == 6 + 4 + 4 + 2 + 2 + 5
+    assert len(kernels()) == 4 + 4 + 4 + 2 + 2 + (2 + 3 * 4)
     for name, figures in kernels().items():
         assert figures["LDL"] + figures["STL"] <= 4 and figures["local"] == 0, name  # a word or two is no spilled tile
         assert figures["shared"] <= 232448, name
@@ -67,13 +78,12 @@ def test_nothing_spills() -> None:
         ("attention bfloat16 128: _prefill_kernel", "LDGSTS"),  # asynchronous copies
         ("attention bfloat16 128 bulk: _prefill_kernel", "HGMMA"),
         ("attention bfloat16 128 bulk: _prefill_kernel", "UTMALDG"),  # the copy engine
-        ("attention bfloat16 128 bulk: _decode_kernel", "UTMALDG"),
+        ("attention bfloat16 128 bulk: _decode_kernel", "LDGSTS"),
         ("attention bfloat16 128: _decode_kernel", "HMMA"),
         ("linear, few: _linear_kernel", "HMMA"),
         ("linear, few: _linear_kernel", "UTMALDG"),
         ("linear, many: _linear_kernel", "HGMMA"),
-        ("moe, many: _expand_kernel", "HGMMA"),
-        ("moe, many: _contract_kernel", "HGMMA"),
+        *((f"{case}: {kernel}", what) for case in EXPERTS[1:] for kernel in PRODUCTS for what in ("HGMMA", "UTMALDG")),
     ],
 )
 def test_instructions_are_those_meant(name: str, instruction: str) -> None:

@@ -24,7 +24,7 @@ from headrace.kernels.candidate import Site
 from headrace.kernels.triton import decode, prefill
 from headrace.layers.inputs import AttentionInputs
 
-_MOST_PROGRAMS = 4  # of the decode kernel, a processor
+_MOST_PROGRAMS = 3  # of the decode kernel, a processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> T
         return Tiles(_rows(group), 16, 4, 2)
     if head_dim > 128:
         return Tiles(128, 32, 8, 2)
-    return Tiles(128, min(bulk, 128), 8, 5) if bulk >= 64 else Tiles(128, 64, 8, 3)
+    if bulk >= 64:
+        return Tiles(128, 64, 4, 5) if head_dim <= 64 else Tiles(128, min(bulk, 128), 8, 5)
+    return Tiles(128, 64, 8, 3)
 
 
 def invariant_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
@@ -62,7 +64,9 @@ def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int)
         return Tiles(rows, 16, 4, 2, 2)
     if head_dim > 128 or rows > 16:
         return Tiles(rows, 32, 4, 3, 3)
-    return Tiles(rows, 64, 4, 3, 2 if head_dim > 64 else 4)
+    if block_size % 128:
+        return Tiles(rows, 64, 4, 5, 2)
+    return Tiles(rows, 128, 4, 5 if head_dim <= 64 else 3, 2)
 
 
 def _rows(group: int) -> int:
@@ -118,7 +122,7 @@ class PagedAttention:
         if few:
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size)
             programs = small.programs * self.processors
-            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, programs, small, False, self._scratch)
+            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, programs, small, self._scratch)
         return out
 
     def rehearse(

@@ -25,13 +25,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.prefill import MAX_WINDOW, cache_arguments, load_tile, padded, weigh
+from headrace.kernels.triton.prefill import MAX_WINDOW, load_tile, padded, weigh
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
-MIN_SPAN = 4
+MIN_SPAN = 8
 
 
 @triton.jit
@@ -63,46 +63,50 @@ def _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW: 
 
 
 @triton.jit
+def _passed(units, ahead, unit):
+    """How many of these sequences, with ``ahead`` tiles before them, end before tile ``unit`` of the line, and their tiles."""
+    passed = (units > 0) & (ahead + tl.cumsum(units, 0) <= unit)
+    return tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, units, 0), 0)
+
+
+@triton.jit
 def _merge(
-    sequence, head, first_unit, whole, span, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, query_start_ptr, out_token, out_head,
+    sequence, head, first, last, out_ptr, part_ptr, part_peak_ptr, query_start_ptr, out_token, out_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Takes a ticket for one pair of sequence and KV head; with the last one adds up its parts, each weighted by its share of the mass."""
-    first, last = first_unit // span, (first_unit + whole - 1) // span
-    if tl.atomic_add(ticket_ptr + first, 1, sem="acq_rel") == last - first:
-        tl.store(ticket_ptr + first, 0)  # as the next launch wants it
-        start = tl.load(query_start_ptr + sequence)
-        queries = tl.load(query_start_ptr + sequence + 1) - start
-        member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-        inside = (member < GROUP)[:, None] & (element < DIM)[None, :]
-        for query in range(queries):
-            total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-            peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-            mass = tl.zeros((BLOCK_G,), tl.float32)
-            for begin in range(first, last + 1, BLOCK_P):
-                program = begin + tl.arange(0, BLOCK_P)
-                at = (program * 2 + (program == first).to(tl.int32))[:, None] * BLOCK_M + query * GROUP + member[None, :]
-                there = (program <= last)[:, None] & (member < GROUP)[None, :]
-                peaks = tl.load(part_peak_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-                place = part_ptr + at.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :]
-                parts = tl.load(place, mask=there[:, :, None] & (element < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(peak, tl.max(peaks, 0))
+    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass."""
+    start = tl.load(query_start_ptr + sequence)
+    queries = tl.load(query_start_ptr + sequence + 1) - start
+    member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (member < GROUP)[:, None] & (element < DIM)[None, :]
+    for query in range(queries):
+        total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_G,), tl.float32)
+        for some in range(first, last + 1, BLOCK_P):
+            for each in tl.static_range(BLOCK_P):  # their loads stand together; a thread sums up what it loaded
+                program = some + each
+                at = (program * 2 + (program == first).to(tl.int32)) * BLOCK_M + query * GROUP + member
+                here = tl.load(part_peak_ptr + at, mask=(member < GROUP) & (program <= last), other=float("-inf"), cache_modifier=".cg")
+                place = part_ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
+                part = tl.load(place, mask=inside & (program <= last), other=0.0, cache_modifier=".cg")
+                higher = tl.maximum(peak, here)
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
-                weights, keep = tl.exp2(peaks - shift[None, :]), tl.exp2(peak - shift)
-                total = total * keep[:, None] + tl.sum(parts * weights[:, :, None], 0)
-                mass = mass * keep + tl.sum(weights, 0)
+                weight, keep = tl.exp2(here - shift), tl.exp2(peak - shift)
+                total = total * keep[:, None] + part * weight[:, None]
+                mass = mass * keep + weight
                 peak = higher
-            out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-            at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
-            tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
+        tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "sequences", "few", "window", "table_row"])
 def _decode_kernel(
-    q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
+    q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
     sequences, few, window,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
-    BULK: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, MIN_SPAN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -111,22 +115,23 @@ def _decode_kernel(
     query = lane // GROUP
     if PDL:
         gdc_wait()
-    line, longest = sequences * 0, sequences * 0
-    for chunk in range(0, sequences, BLOCK_S):
+    head_units = _units(0, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
+    line, longest = tl.sum(head_units, 0), tl.max(head_units, 0)
+    for chunk in range(BLOCK_S, sequences, BLOCK_S):
         units = _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
         line += tl.sum(units, 0)
         longest = tl.maximum(longest, tl.max(units, 0))
-    span = tl.maximum(tl.cdiv(line * KV_HEADS, tl.num_programs(0)), tl.minimum(longest, MIN_SPAN))
+    least = tl.maximum(tl.minimum(longest, 2), tl.minimum(tl.cdiv(longest, 16), MIN_SPAN))  # more parts cost more than they gain
+    span = tl.maximum(tl.cdiv(line * KV_HEADS, tl.num_programs(0)), least)
     begin = program * span
     end = tl.minimum(begin + span, line * KV_HEADS)
     if begin < end:
-        sequence, before, ahead = sequences * 0, sequences * 0, sequences * 0
-        for chunk in range(0, sequences, BLOCK_S):
+        sequence, before = _passed(head_units, 0, begin // KV_HEADS)
+        ahead = tl.sum(head_units, 0)
+        for chunk in range(BLOCK_S, sequences, BLOCK_S):
             units = _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
-            passed = (units > 0) & (ahead + tl.cumsum(units, 0) <= begin // KV_HEADS)
-            sequence += tl.sum(passed.to(tl.int32), 0)
-            before += tl.sum(tl.where(passed, units, 0), 0)
-            ahead += tl.sum(units, 0)
+            count, tiles = _passed(units, ahead, begin // KV_HEADS)
+            sequence, before, ahead = sequence + count, before + tiles, ahead + tl.sum(units, 0)
         first_queries = tl.load(query_start_ptr + sequence + 1) - tl.load(query_start_ptr + sequence)
         first_context, first_queries = _own(tl.load(context_ptr + sequence), first_queries, few)
         first_whole = _tiles(first_context, first_queries, window, WINDOW, BLOCK_N)
@@ -151,10 +156,8 @@ def _decode_kernel(
             head = kv_head * GROUP + lane % GROUP
             k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
             q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
-            k = load_tile(k_ptr, k_map, table, tile, key, there, context, k_block, k_head_at, k_row, BULK, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
-            v = load_tile(v_ptr, v_map, table, tile, key, there, context, v_block, v_head_at, v_row, BULK, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
-            if BULK:
-                v = tl.where(there[:, None], v, 0.0)  # what lies beyond a sequence may be NaN, and NaN · 0 would be too
+            k = load_tile(k_ptr, k_ptr, table, tile, key, there, context, k_block, k_head_at, k_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
+            v = load_tile(v_ptr, v_ptr, table, tile, key, there, context, v_block, v_head_at, v_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
             position = context - queries + query
             seen = there[None, :] & (key[None, :] <= position[:, None])
             if WINDOW:
@@ -182,19 +185,25 @@ def _decode_kernel(
             kv_head += ends.to(tl.int32)
             sequence += (kv_head == KV_HEADS).to(tl.int32)
             kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
-        tl.debug_barrier()  # parts of all threads before the ticket of one
-        if first_step > 0:
-            _merge(
-                first_sequence, first_head, begin - first_step, first_whole, span,
-                out_ptr, part_ptr, part_peak_ptr, ticket_ptr, query_start_ptr, out_token, out_head, GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
-            )  # fmt: skip
-        if (step > 0) & (end - step >= begin):
-            last_queries = tl.load(query_start_ptr + sequence + 1) - tl.load(query_start_ptr + sequence)
-            last_context, last_queries = _own(tl.load(context_ptr + sequence), last_queries, few)
-            _merge(
-                sequence, kv_head, end - step, _tiles(last_context, last_queries, window, WINDOW, BLOCK_N), span,
-                out_ptr, part_ptr, part_peak_ptr, ticket_ptr, query_start_ptr, out_token, out_head, GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
-            )  # fmt: skip
+        tl.debug_barrier()  # parts of all threads before the tickets of one
+        begun = (step > 0) & (end - step >= begin)
+        last_queries = tl.load(query_start_ptr + sequence + 1, mask=begun, other=0) - tl.load(query_start_ptr + sequence, mask=begun, other=0)
+        last_context, last_queries = _own(tl.load(context_ptr + sequence, mask=begun, other=0), last_queries, few)
+        which = tl.arange(0, 2)  # the pair continued, the pair begun
+        origin = tl.where(which == 0, begin - first_step, end - step)
+        whole = tl.where(which == 0, first_whole, _tiles(last_context, last_queries, window, WINDOW, BLOCK_N))
+        firsts, lasts = origin // span, (origin + whole - 1) // span
+        shared = ((which == 0) & (first_step > 0)) | ((which == 1) & begun)
+        arrived = tl.atomic_add(ticket_ptr + firsts, 1, mask=shared, sem="acq_rel")
+        complete = (shared & (arrived == lasts - firsts)).to(tl.int32)
+        tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
+        for pair in range(2):
+            if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
+                _merge(
+                    tl.where(pair == 0, first_sequence, sequence), tl.where(pair == 0, first_head, kv_head),
+                    tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0),
+                    out_ptr, part_ptr, part_peak_ptr, query_start_ptr, out_token, out_head, GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
+                )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 
@@ -226,19 +235,17 @@ def attend(
     few: int,
     programs: int,
     tiles: Tiles,
-    bulk: bool,
     scratch: Scratch,
 ) -> None:
     """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``."""
     heads, dim, kv_heads, sequences = q.shape[1], q.shape[2], k_cache.shape[1], inputs.context_len.shape[0]
-    keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
     block_g = triton.next_power_of_2(heads // kv_heads)
     _decode_kernel[(programs,)](
-        q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache, keys, values,
+        q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
         inputs.block_table, inputs.query_start, inputs.context_len, sequences, few, window or MAX_WINDOW,
-        *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
-        BULK=bulk, GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0), scale, soft_cap or 0.0,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
         BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=tiles.sequences,
-        BLOCK_G=block_g, BLOCK_P=max(1, 8192 // (block_g * padded(dim))), MIN_SPAN=MIN_SPAN,
+        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))), MIN_SPAN=MIN_SPAN,
         PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip

@@ -72,7 +72,10 @@ def load_tile(
     """
     element = tl.arange(0, BLOCK_D)
     if BULK:
-        block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(tl.int64)
+        if MASKED:
+            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
         return rows.load([(block * block_stride + head_at).to(tl.int32) + tile * BLOCK_N % BLOCK_SIZE, 0])
     if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
         first = tile * BLOCK_N
