@@ -228,10 +228,10 @@ def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[
         real: Callable[..., Any] = runner.forward
         rng = random.Random(seed + 1)
 
-        def forward(plan: Any) -> Any:
+        def forward(plan: Any, begun: Any = None) -> Any:
             if rng.random() < fault:
                 raise MemoryError("on purpose")
-            return real(plan)
+            return real(plan, begun)
 
         runner.forward = forward  # type: ignore[method-assign]
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
@@ -345,7 +345,7 @@ def test_a_planted_defect_is_found(defect: str, monkeypatch: pytest.MonkeyPatch)
     with recorded_executor(graphed=True) as (executor, _, _):
         try:
             found = wander(executor, (GREEDY, SAMPLED, GREEDY, WARM))
-        except StepFailed:
+        except (StepFailed, ValueError):  # found out before a token was wrong
             return
     monkeypatch.undo()
     assert [each.output for each in found] != alone(found)

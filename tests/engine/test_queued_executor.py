@@ -172,7 +172,7 @@ def ship(ring: pinned.PinnedRing, queue: Queue, value: int, arrived: list[int]) 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slots: int) -> None:
-    ring = pinned.PinnedRing(3, slots)
+    ring = pinned.PinnedRing((3,), slots)
     arrived: list[int] = []
     for value in range(1, 20):
         ship(ring, queue, value, arrived)
@@ -182,7 +182,7 @@ def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slo
 
 
 def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
-    ring = pinned.PinnedRing(3)
+    ring = pinned.PinnedRing((3,))
     arrived: list[int] = []
     for value in range(4):
         ship(ring, queue, value, arrived)
@@ -191,7 +191,7 @@ def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
 
 def test_a_ring_that_does_not_wait_is_noticed(queue: Queue) -> None:
     """The negative control: events that never wait."""
-    ring = pinned.PinnedRing(3, 2)
+    ring = pinned.PinnedRing((3,), 2)
     arrived: list[int] = []
     for event in ring._copied:
         event.synchronize = lambda: None  # type: ignore[method-assign]
@@ -202,7 +202,7 @@ def test_a_ring_that_does_not_wait_is_noticed(queue: Queue) -> None:
 
 
 def test_the_buffer_given_out_is_the_one_that_is_copied_from(queue: Queue) -> None:
-    ring = pinned.PinnedRing(4)
+    ring = pinned.PinnedRing((4,))
     for value in range(6):
         with ring.slot() as host:
             host[:] = np.arange(4) + value

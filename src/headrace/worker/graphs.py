@@ -10,6 +10,7 @@ What lives here: the buckets, their static inputs, capture and replay. What may 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,10 +69,10 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(rows.device)
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
         self._draw: dict[tuple[int, Draw], _Captured] = {}  # each writes (token, usable), [bucket, 2] int32
-        largest = self._buckets[-1]
-        self._staging = PinnedRing(3 * max(_ALIGNED, largest))
-        self._shipped = torch.zeros(3 * max(_ALIGNED, largest), dtype=torch.int32, device=rows.device)
-        self._every = torch.arange(largest + 1, dtype=torch.int32, device=rows.device)
+        width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
+        self._staging = PinnedRing((3, width))
+        self._shipped = torch.zeros((3, width), dtype=torch.int32, device=rows.device)
+        self._every = torch.arange(width + 1, dtype=torch.int32, device=rows.device)
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -95,14 +96,17 @@ class DecodeGraphs:
             self._drawn(bucket, hidden, how)
         self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
 
-    def forward(self, rows: Ints, contexts: Ints) -> Tensor | None:
+    def serves(self, count: int) -> bool:
+        """Whether there is a graph for a step of so many rows."""
+        return self._bucket(count) is not None
+
+    def forward(self, rows: Ints, contexts: Ints) -> Tensor:
         """Hidden states of a step in which ``rows`` compute one token each and then see ``contexts`` keys: [rows, hidden].
 
-        None: there is no graph for so many. The result is overwritten by the next replay; work queued on the stream before sees it.
+        The result is overwritten by the next replay; work queued on the stream before sees it. There must be a graph for so many.
         """
         bucket = self._bucket(len(rows))
-        if bucket is None:
-            return None
+        assert bucket is not None, f"no graph serves {len(rows)} rows"
         self._ship(bucket, rows, contexts)
         captured = self._forward[bucket]
         captured.graph.replay()
@@ -117,22 +121,21 @@ class DecodeGraphs:
         return captured.result[:count]
 
     def _bucket(self, count: int) -> int | None:
-        return next((size for size in self._buckets if size >= count and size in self._forward), None)
+        at = bisect_left(self._buckets, count)
+        return self._buckets[at] if at < len(self._buckets) and self._buckets[at] in self._forward else None
 
     def _ship(self, bucket: int, rows: Ints, contexts: Ints) -> None:
         """One copy: row, position and context of each row of the bucket; filled up with rows of no sequence."""
+        count = len(rows)
         with self._staging.slot() as host:
-            size = 3 * max(_ALIGNED, bucket)
-            table = host[:size].reshape(3, -1)
-            table[:, len(rows) :] = [[0], [-1], [0]]
-            table[_ROW, : len(rows)] = rows
-            table[_POSITION, : len(rows)] = contexts - 1
-            table[_CONTEXT, : len(rows)] = contexts
-            self._shipped[:size].copy_(self._staging.tensor[:size], non_blocking=True)
+            host[_ROW, :count], host[_ROW, count:bucket] = rows, 0
+            host[_POSITION, :count], host[_POSITION, count:bucket] = contexts - 1, -1
+            host[_CONTEXT, :count], host[_CONTEXT, count:bucket] = contexts, 0
+            self._shipped.copy_(self._staging.tensor, non_blocking=True)
 
     def _columns(self, bucket: int) -> Tensor:
         """[3, bucket]: what was shipped; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
-        return self._shipped[: 3 * max(_ALIGNED, bucket)].view(3, -1)[:, :bucket]
+        return self._shipped[:, :bucket]
 
     def _hidden(self, bucket: int) -> Tensor:
         columns, every = self._columns(bucket), self._every

@@ -104,30 +104,33 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Sampled:
         """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
         begun, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record()
         with torch.inference_mode():
-            step = _to_host(self.sample(self.forward(plan)))
+            step = _to_host(self.sample(self.forward(plan, begun)))
         arrived.record()
         return replace(step, begun=begun, arrived=arrived)
 
-    def forward(self, plan: StepPlan) -> Forwarded:
-        """Edits rows, copies blocks, computes every planned token."""
+    def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
+        """Edits rows, copies blocks, computes every planned token.
+
+        ``begun`` is recorded once the host has its part done: what the device waited for that is idle time, not this step's.
+        """
         started = self._clock.now()
         self._rows.apply(plan)
         self._copy_blocks(plan)
-        if not plan.rows:
+        packing = pack(plan, padded=self._padded) if plan.rows else None
+        inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
+        if begun is not None:
+            begun.record()
+        if packing is None:
             return Forwarded(plan, started)
-        packing = pack(plan, padded=self._padded)
-        hidden = self._replay(plan, packing)
-        if hidden is not None:
-            return Forwarded(plan, started, packing, hidden, graphed=True)
-        return Forwarded(plan, started, packing, self._decoder.forward(self._gather.inputs(plan, packing), self._kv_caches))
+        if inputs is not None:
+            return Forwarded(plan, started, packing, self._decoder.forward(inputs, self._kv_caches))
+        assert self.graphs is not None
+        return Forwarded(plan, started, packing, self.graphs.forward(np.asarray(plan.rows, dtype=np.int32), packing.context), graphed=True)
 
-    def _replay(self, plan: StepPlan, packing: Packing) -> Tensor | None:
-        """The step's hidden states by a graph, where every chunk is one token and there is a graph for so many."""
-        if self.graphs is None or len(packing.chunk) != len(plan.rows):
-            return None
-        return self.graphs.forward(np.asarray(plan.rows, dtype=np.int32), packing.context)
+    def _graphed(self, plan: StepPlan, packing: Packing) -> bool:
+        """Whether every chunk is one token and there is a graph for so many."""
+        return self.graphs is not None and len(packing.chunk) == len(plan.rows) and self.graphs.serves(len(plan.rows))
 
     def sample(self, step: Forwarded) -> Sampled:
         """Picks a token for every sampled row and scores the prompts that asked for it."""

@@ -19,8 +19,8 @@ _SLOTS = 4  # one more than steps can be in flight, so that nobody waits
 class PinnedRing:
     """int32 buffers on the host, used in turn. A buffer is given out again only once the copies queued from it have run."""
 
-    def __init__(self, size: int, slots: int = _SLOTS) -> None:
-        self._tensors = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(slots)]
+    def __init__(self, shape: tuple[int, ...], slots: int = _SLOTS) -> None:
+        self._tensors = [torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(slots)]
         self._views: list[Ints] = [tensor.numpy() for tensor in self._tensors]
         self._copied: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(slots)]
         self._at = 0
