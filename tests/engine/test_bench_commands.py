@@ -59,7 +59,7 @@ def test_the_table_runs_each_model_in_its_own_process(model: str, tmp_path: Path
     assert made["rows"][0]["host_ms"] > 0 and made["limits"]["read_bandwidth"] > 0 and made["kernels"]
     text = capsys.readouterr().out
     assert "not comparable with vLLM" in text and "decode-1, decode-32" in text and "strict kernels" in text
-    assert page.read_text().count("| missing |") == 8
+    assert page.read_text().count("| missing |") == 9
 
     merged = tmp_path / "merged.md"
     assert cli.main(["bench", "table", "--merge", str(tmp_path / "out.json"), str(tmp_path / "out.json"), "--markdown", str(merged)]) == 0

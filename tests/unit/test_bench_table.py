@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.bench import table_start
 from headrace.bench.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured, TableBench
@@ -118,14 +119,14 @@ def test_an_answer_that_ended_early_is_no_measurement() -> None:
 
 
 def test_rows_are_chosen_by_name_or_kind() -> None:
-    assert [row.name for row in select_rows(["start", "prefill"])] == ["prefill-1x2048", "prefill-1x8192", "prefill-16x2048", "start"]
+    assert [row.name for row in select_rows(["start", "prefill"])] == ["prefill-1x2048", "prefill-1x8192", "prefill-16x2048", "start", "start-warm"]
     assert select_rows([]) == ROWS
     with pytest.raises(ConfigError, match="no row 'decode-2'; choose of decode, prefill, decode-1, "):
         select_rows(["decode-2"])
 
 
 def test_scaling_keeps_every_row_possible() -> None:
-    for row in ROWS[:-1]:
+    for row in (row for row in ROWS if row.group != "start"):
         small = scaled(row, 0.001)
         assert small.count >= 1 and small.prompt[0] >= 1 and (small.output == (1, 1)) == (row.output == (1, 1))
     assert scaled(ROWS[0], 1.0) is ROWS[0]
@@ -189,6 +190,18 @@ def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
     assert "were not measured" in refusals(model_of(peer, "Llama-3.2-1B", limits={}), peer)[0]
     partly = {name: value for name, value in peer.limits.items() if name != "gemm_rate"}
     assert len(differences(partly, peer.limits)) == 1
+
+
+def test_both_starts_come_from_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_start, "start_seconds", lambda flags: {"empty caches: ready": 9.0})
+    cold, warm = table_start.measure_starts(select_rows(["start"]), ["model"])
+    assert (cold.values, cold.problem) == ((9.0,), None) and not warm.values and "never became steady" in str(warm.problem)
+
+    def fails(flags: Sequence[str]) -> dict[str, float]:
+        raise BenchFailed("no such model")
+
+    monkeypatch.setattr(table_start, "start_seconds", fails)
+    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [])] == ["no such model"] * 2
 
 
 def test_measured_keeps_its_median() -> None:

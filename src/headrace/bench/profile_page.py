@@ -19,7 +19,7 @@ from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, s
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
 from headrace.bench.report import machine_facts, table, write_json
-from headrace.bench.table_start import ready_seconds, start_seconds
+from headrace.bench.table_start import READY, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
@@ -119,14 +119,15 @@ def _start_section(model: Mapping[str, Any]) -> Section:
 
 def _token_section(model: Mapping[str, Any]) -> Section:
     """How many tokens could have been made in the time a start takes: what it must be paid back with."""
-    start = ready_seconds(model["start"])
+    starts = [model["start"].get(name) for name in READY.values()]
     rows = []
     for row in model["timed"]:
         middle, batch = median(row["values"]), row["requests"]
         decode = row["row"].startswith("decode")
-        paid = f"{start / (middle / 1e3) * batch:,.0f}" if decode and start else ""
-        rows.append([row["row"], f"{middle:.3f}", f"{min(row['values']):.3f}–{max(row['values']):.3f}", paid])
-    return "Start against token time", ["", "ms a step (prefill: to the first token)", "spread", "tokens in the time of a start"], rows, ""
+        paid = [f"{start / (middle / 1e3) * batch:,.0f}" if decode and start else "" for start in starts]
+        rows.append([row["row"], f"{middle:.3f}", f"{min(row['values']):.3f}–{max(row['values']):.3f}", *paid])
+    columns = ["", "ms a step (prefill: to the first token)", "spread", "tokens in the time of a start, caches empty", "caches filled"]
+    return "Start against token time", columns, rows, ""
 
 
 def _counter_section(model: Mapping[str, Any]) -> Section:

@@ -20,7 +20,7 @@ from headrace.bench.table_measure import Measured
 from headrace.bench.table_peers import load_peer
 from headrace.bench.table_rows import Row, select_rows
 from headrace.bench.table_show import markdown, terminal
-from headrace.bench.table_start import measure_start
+from headrace.bench.table_start import measure_starts
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
@@ -62,7 +62,7 @@ def measure_model(name: str, config: EngineConfig, flags: Sequence[str], rows: S
     """Every row of one model: the start first, from outside, the others by a child process. ``flags`` are those ``config`` was made from."""
     say(f"{name}: {' '.join(row.name for row in rows)}")
     config = config_for(name, config)
-    starts = [measure_start(row, flags_of(config, flags)) for row in rows if row.group == "start"]
+    starts = measure_starts([row for row in rows if row.group == "start"], flags_of(config, flags))
     others = [row for row in rows if row.group != "start"]
     result: dict[str, Any] = _rows_of(config, others, scale, repeats) if others else {"facts": machine_facts(), "rows": []}
     result["rows"] += [asdict(measured) for measured in starts]

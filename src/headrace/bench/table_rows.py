@@ -4,7 +4,8 @@
     prefill-NxL     ms until every prompt has its first token (one token out)
     mixed           s until the last of many requests of different lengths has ended, all given at once
     shared-prefix   s until the last of many requests that begin with the same ids has ended, all given at once
-    start           s from the command until the engine is ready (bench startup)
+    start           s from the command until the engine is ready, the caches of compiled kernels empty (bench startup)
+    start-warm      the same with what the start before it left in these caches
 
 Lengths that differ are evenly spaced over their range and shuffled, always in the same order: every repeat does the same work.
 Ids are random and new in every repeat, so that none is answered from the last one's cache.
@@ -58,7 +59,8 @@ ROWS = (
     _prefill(16, 2048),
     Row("mixed", "requests", "512 mixed requests, 128–2,048 in, 16–256 out (s)", 512, (128, 2048), (16, 256)),
     Row("shared-prefix", "requests", "256 requests sharing a 2,048-id prefix, +64 ids, 64 out (s)", 256, (64, 64), (64, 64), 2048),
-    Row("start", "start", "start: command to ready (s)"),
+    Row("start", "start", "start: command to ready, caches empty (s)"),
+    Row("start-warm", "start", "start again, caches filled (s)"),
 )
 
 

@@ -1,6 +1,6 @@
 """The start of a model: ``bench startup`` as a child process, its figures taken over.
 
-What lives here: that call, and the table's start row. What may not: what a start is made of (startup.py).
+What lives here: that call, and the table's start rows. What may not: what a start is made of (startup.py).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured
 from headrace.bench.table_rows import Row
 
-FIGURES = ("empty caches: ready", "serve: ready")  # the first one there is: a start that stays unsteady has no time of the first kind
+READY = {"start": "empty caches: ready", "start-warm": "in one process: ready"}  # absent where steps never became steady
 
 
 def start_seconds(flags: Sequence[str], repeats: int = 1) -> dict[str, float]:
@@ -31,17 +31,18 @@ def start_seconds(flags: Sequence[str], repeats: int = 1) -> dict[str, float]:
     return seconds
 
 
-def ready_seconds(seconds: Mapping[str, float]) -> float | None:
-    """From the command to ready, of what there is; None: no step was steady."""
-    return next((seconds[name] for name in FIGURES if name in seconds), None)
-
-
-def measure_start(row: Row, flags: Sequence[str]) -> Measured:
-    """Seconds from the command to ready."""
+def measure_starts(rows: Sequence[Row], flags: Sequence[str]) -> list[Measured]:
+    """Seconds from the command to ready, of one start with empty caches and of the one after it."""
+    if not rows:
+        return []
     try:
-        ready = ready_seconds(start_seconds(flags))
+        seconds = start_seconds(flags)
     except BenchFailed as error:
-        return Measured(row.name, row.unit, problem=error.message)
+        return [Measured(row.name, row.unit, problem=error.message) for row in rows]
+    return [_measured(row, seconds.get(READY[row.name])) for row in rows]
+
+
+def _measured(row: Row, ready: float | None) -> Measured:
     if ready is None:
-        return Measured(row.name, row.unit, problem="bench startup found no moment from which steps stay steady")
+        return Measured(row.name, row.unit, problem="it started, but its steps never became steady; see headrace bench startup")
     return Measured(row.name, row.unit, (ready,))
