@@ -16,6 +16,7 @@ import torch
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.request import SamplingParams
+from headrace.worker import model_runner
 from support import tiny
 from support.card import exhaust, require_card
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take, worker_for
@@ -136,6 +137,8 @@ def test_a_decode_step_writes_its_own_slots_and_tokens_alone(card: Executor, cou
     for _ in range(3):
         decode(card, planner, some)
     places = [(each.row, len(each.ids)) for each in some]
+    for cache in runner._kv_caches:  # what was written by mistake before would be written again, and not be seen
+        cache.uniform_(-1.0, 1.0)
     before, tokens = [cache.clone() for cache in runner._kv_caches], runner._rows.token_ids.clone()
     written = [{(each.row, len(each.ids) - 1) for each in some} for _ in before]
     decode(card, planner, some)
@@ -171,6 +174,48 @@ def test_steps_queued_behind_a_late_device(folder: Path, cpu: Executor, asked: t
             planner.add(some[0])
     executor.close()
     check_alone(cpu, running)
+
+
+@pytest.mark.parametrize("asked", [(GREEDY,), PARAMS], ids=["greedy", "mixed"])
+def test_results_are_read_when_they_have_come(
+    card: Executor, cpu: Executor, asked: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is late between a step's last kernel and the copies to the host."""
+    planner, running = Planner(card.info.kv_groups), sequences(5, 11, asked)
+    prefill(card, planner, running)
+    real = model_runner._to_host
+
+    def late(step: Any) -> Any:
+        torch.cuda._sleep(LATE)
+        return real(step)
+
+    monkeypatch.setattr(model_runner, "_to_host", late)
+    for _ in range(6):
+        decode(card, planner, running)
+    check_alone(cpu, running)
+
+
+def test_short_chunks_are_no_decode_steps(card: Executor, cpu: Executor) -> None:
+    """Prompts one, two and three tokens at a time beside rows that decode; nothing is sampled before a prompt's end."""
+    draw, planner = random.Random(12), Planner(card.info.kv_groups)
+    decoding, started = sequences(4, 12, (GREEDY,)), sequences(10, 13, (GREEDY, PARAMS[2]), longest=25)[4:]
+    prefill(card, planner, decoding)
+    done = dict.fromkeys(range(4, 10), 0)
+    for each in started:
+        planner.add(each)
+    while any(done[each.row] < len(each.prompt) for each in started):
+        going = [each for each in started if done[each.row] < len(each.prompt)]
+        chunks = [
+            (each, done[each.row], min(draw.randint(1, 3), len(each.prompt) - done[each.row])) for each in draw.sample(going, min(2, len(going)))
+        ]
+        beside = draw.sample(decoding, draw.randint(0, 2))
+        work = [*chunks, *((each, len(each.ids) - 1, 1) for each in beside)]
+        sampled = [(index, each) for index, (each, start, count) in enumerate(work) if start + count == len(each.ids)]
+        take(run(card, planner.plan(work, sampled)), [each for _, each in sampled])
+        done.update({each.row: start + count for each, start, count in chunks})
+    for _ in range(5):
+        decode(card, planner, [*decoding, *started])
+    check_alone(cpu, [*decoding, *started])
 
 
 def test_forks_copy_their_blocks_before_the_graph_reads_them(card: Executor, cpu: Executor) -> None:

@@ -1,0 +1,49 @@
+"""bfloat16 on the card is about as near to float32 as bfloat16 on the CPU: scores of the same texts, by models of many shapes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM
+from support import tiny
+from support.card import STRICT, params, require_card
+
+require_card()
+
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {"device": "cpu", "strict_kernels": False},
+    {"device": "cpu", "strict_kernels": False, "dtype": "bfloat16"},
+    {"dtype": "bfloat16"},
+)
+FAMILIES = ("llama", "gemma2", "phi3", "gpt2", "starcoder", "qwen3-moe")
+LENGTHS = (1, 5, 12, 13, 40, 64, 90, 110)
+
+
+def scores(model: str | None, prompts: list[list[int]], **keywords: Any) -> list[float]:
+    """The log-probability of every token after the first of each prompt."""
+    with LLM(model, **{**STRICT, "max_model_len": 120, "num_blocks": 64, **keywords}) as llm:
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(max_tokens=6, prompt_logprobs=0), use_tqdm=False)
+    assert all(len(each.outputs[0].token_ids) == 6 for each in found)
+    return [next(iter(entry.values())).logprob for each in found for entry in (each.prompt_logprobs or ())[1:] if entry]
+
+
+def check(model: str | None, vocab_size: int) -> None:
+    draw = random.Random(4)
+    prompts = [draw.choices(range(vocab_size), k=length) for length in LENGTHS]
+    exact, on_cpu, on_card = (scores(model, prompts, **keywords) for keywords in PRECISIONS)
+    assert len(exact) == sum(LENGTHS) - len(LENGTHS)
+    near, nearer = (sum(abs(a - b) for a, b in zip(exact, other, strict=True)) / len(exact) for other in (on_card, on_cpu))
+    assert near <= 1.5 * nearer + 2e-3, (near, nearer)
+
+
+def test_the_demo_model() -> None:
+    check(None, 8000)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(name: str, tmp_path: Path) -> None:
+    check(str(tiny.save(name, tmp_path, seed=3)), 256)
