@@ -184,11 +184,11 @@ def fail_steps(llm: LLM, percent: int, rng: random.Random) -> None:
         setattr(runner, part, _failing(getattr(runner, part), percent / 3, rng))
 
 
-def _failing(work: Callable[[Any], Any], percent: float, rng: random.Random) -> Callable[[Any], Any]:
-    def work_or_fail(step: Any) -> Any:
+def _failing(work: Callable[..., Any], percent: float, rng: random.Random) -> Callable[..., Any]:
+    def work_or_fail(*step: Any) -> Any:
         if rng.random() * 100 < percent:
             raise MemoryError("on purpose")
-        return work(step)
+        return work(*step)
 
     return work_or_fail
 

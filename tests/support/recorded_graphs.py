@@ -203,7 +203,7 @@ def failing(executor: Executor, runner: Any, plan: StepPlan, error: Exception) -
     """Submits ``plan`` so that it fails on the way; returns its ticket."""
     real = runner.forward
 
-    def fail(_: StepPlan) -> Any:
+    def fail(*_: Any) -> Any:
         raise error
 
     runner.forward = fail
