@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.candidate import Site
 from headrace.kernels.triton.activation import KINDS, act
-from headrace.kernels.triton.moe_few import MOST_EXPERTS, moe_few
+from headrace.kernels.triton.moe_few import moe_few
 from headrace.kernels.triton.moe_routing import _route_kernel
 from headrace.spec import Activation
 
@@ -43,11 +43,20 @@ def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, B
     return tl.load(at, mask=there[:, None] & (step < WIDTH)[None, :], other=0.0)
 
 
+@triton.jit
+def _added(total, weight, x, LEFT: tl.constexpr):
+    """total + the product of weight [N, K] and x [M, K]: [N, M] with the weight LEFT, else [M, N]."""
+    if LEFT:
+        return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["room"])
 def _expand_kernel(
     x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -59,17 +68,18 @@ def _expand_kernel(
         place = first + tl.arange(0, BLOCK_M)
         pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0)
         x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
-        gate, up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        gate = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
+        up = gate
         for k in range(0, HIDDEN, BLOCK_K):
             x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
-            left = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            gate = tl.dot(left, tl.trans(x), gate, input_precision="ieee")
-            left = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            up = tl.dot(left, tl.trans(x), up, input_precision="ieee")
+            weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+            gate = _added(gate, weight, x, LEFT)
+            weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+            up = _added(up, weight, x, LEFT)
         kind = inner_ptr.dtype.element_ty
         y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
         at = inner_ptr + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-        tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
+        tl.store(at, tl.trans(y) if LEFT else y, mask=(place < count)[:, None] & (column < INNER)[None, :])
     if PDL:
         gdc_launch_dependents()
 
@@ -77,7 +87,7 @@ def _expand_kernel(
 @triton.jit(do_not_specialize=["room"])
 def _contract_kernel(
     inner_ptr, weight_ptr, weight_map, out_ptr, counts_ptr, listed_ptr, room, HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -89,13 +99,14 @@ def _contract_kernel(
         place = first + tl.arange(0, BLOCK_M)
         pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0).to(tl.int64)
         x_at = inner_ptr + pair[:, None] * INNER + step[None, :]
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, INNER, BLOCK_K):
             x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
-            left = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
-            total = tl.dot(left, tl.trans(x), total, input_precision="ieee")
+            weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
+            total = _added(total, weight, x, LEFT)
         at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
-        tl.store(at, tl.trans(total.to(out_ptr.dtype.element_ty)), mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
+        y = total.to(out_ptr.dtype.element_ty)
+        tl.store(at, tl.trans(y) if LEFT else y, mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
     if PDL:
         gdc_launch_dependents()
 
@@ -137,12 +148,14 @@ def tiles_for(dtype: torch.dtype, pairs: int, num_experts: int, *, invariant: bo
     """By the mean number of pairs an expert has; one choice for all where bits must not depend on it."""
     if dtype is torch.float32:
         return Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
-    mean = 24 if invariant else pairs / num_experts
+    mean = 32.0 if invariant else pairs / num_experts
     if mean <= 8:
         return Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3))
-    if mean <= 64:
+    if mean <= 24:
+        return Tiles(Tile(32, 64, 64, 4, 5), Tile(32, 64, 128, 4, 3))
+    if mean <= 48:
         return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
-    return Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))
+    return Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +171,12 @@ class Moe:
     batch_invariant: bool
     bulk: bool = False
 
-    def __call__(
-        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation
-    ) -> Tensor:
+    def __call__(self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
         x, router_logits = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (x, router_logits))
         gate_up, down = gate_up.contiguous(), down.contiguous()
         if x.shape[0] == 0:
             return torch.empty_like(x)
-        if x.shape[0] <= _FEW and down.shape[0] <= MOST_EXPERTS and not self.batch_invariant:
+        if x.shape[0] <= _FEW and not self.batch_invariant:
             return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind)
         tiles = tiles_for(x.dtype, x.shape[0] * top_k, down.shape[0], invariant=self.batch_invariant)
         return moe_grouped(x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk)
@@ -190,9 +201,7 @@ def moe_grouped(
         expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product
     )
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4
-    )
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](contracted, weights, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=False, num_warps=4)
     return out
 
 
@@ -201,7 +210,7 @@ def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any
     rows = weight.view(-1, weight.shape[2])
     bulk = bulk and weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
     map_ = TensorDescriptor.from_tensor(rows, [tile.columns, tile.depth]) if bulk else weight
-    sizes = {"BULK": bulk, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    sizes = {"BULK": bulk, "LEFT": tile.rows < 64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     return map_, {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
 
 

@@ -19,33 +19,32 @@ from headrace.kernels.triton.activation import KINDS, act
 from headrace.kernels.triton.moe_routing import order_of, share_of
 from headrace.spec import Activation
 
-MOST_EXPERTS = 256  # all are compared with all
-
 
 @triton.jit
 def _expand_few_kernel(
     x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, x_row, logits_row, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
     if PDL:
         gdc_wait()
     order = order_of(logits_ptr + token * logits_row, EXPERTS, BLOCK_E)
-    rank = tl.sum((order[None, :] > order[:, None]).to(tl.int32), 1)
-    own = tl.max(tl.where(rank == choice, order, -1), 0)
+    own, total = tl.max(order, 0) * 0, 0.0
+    for place in tl.static_range(TOP_K):
+        best = tl.max(order, 0)
+        own, total = tl.where(place == choice, best, own), total + share_of(best, BLOCK_E)
+        order = tl.where(order == best, -1, order)
     expert = (BLOCK_E - 1 - own % BLOCK_E).to(tl.int32)
     if tl.program_id(0) == 0:
         weight = share_of(own, BLOCK_E)
-        if RENORMALIZE:
-            weight = weight / tl.sum(tl.where(rank < TOP_K, share_of(order, BLOCK_E), 0.0), 0)
-        tl.store(weights_ptr + pair, weight)
+        tl.store(weights_ptr + pair, weight / total if RENORMALIZE else weight)
         tl.store(experts_ptr + pair, expert)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     gate_at = weight_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN) + column[:, None] * HIDDEN + step[None, :]
     gate, up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for k in tl.static_range(0, HIDDEN, BLOCK_K):
+    for k in tl.range(0, HIDDEN, BLOCK_K, num_stages=STAGES):
         there = (column < INNER)[:, None] & (k + step < HIDDEN)[None, :]
         x = tl.load(x_ptr + token * x_row + k + step, mask=k + step < HIDDEN, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gate_at + k, mask=there, other=0.0).to(tl.float32) * x
@@ -89,13 +88,13 @@ def moe_few(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top
     expanded = torch.empty((pairs, inner), dtype=x.dtype, device=device)
     weights = torch.empty(pairs, dtype=torch.float32, device=device)
     experts = torch.empty(pairs, dtype=torch.int32, device=device)
-    _expand_few_kernel[(triton.cdiv(inner, 16), pairs)](
+    _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](
         x, router_logits, gate_up, expanded, weights, experts, x.stride(0), router_logits.stride(0),
         EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner,
-        KIND=KINDS[kind], BLOCK_N=16, BLOCK_K=min(256, triton.next_power_of_2(hidden)), PDL=False, num_warps=4,
+        KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)), STAGES=4, PDL=False, num_warps=1,
     )  # fmt: skip
-    _contract_few_kernel[(triton.cdiv(hidden, 8), tokens)](
+    _contract_few_kernel[(triton.cdiv(hidden, 2), tokens)](
         expanded, down, out, weights, experts, TOP_K=top_k, HIDDEN=hidden, INNER=inner,
-        BLOCK_N=8, BLOCK_K=min(256, triton.next_power_of_2(inner)), PDL=False, num_warps=4,
+        BLOCK_N=2, BLOCK_K=min(256, triton.next_power_of_2(inner)), PDL=False, num_warps=1,
     )  # fmt: skip
     return out

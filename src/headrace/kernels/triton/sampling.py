@@ -74,7 +74,7 @@ def _score(row_ptr, token, vocab, peak, heat, HAS_SCALE: tl.constexpr):
     return scaled(x, peak, heat) if HAS_SCALE else x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span"])
 def _pick_kernel(
     logits_ptr, peak_ptr, heat_ptr, threshold_ptr, seeds_ptr, positions_ptr, best_ptr, token_ptr, row_stride, vocab, span,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +120,7 @@ def _pick_kernel(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
@@ -160,9 +160,9 @@ def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab
 
 
 def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] float32 → [rows] float32, [rows] int64.
+    """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] → [rows] float32, [rows] int64.
 
-    A NaN anywhere in a row makes its peak NaN and its token 0.
+    Logits may be float32, bfloat16 or float16: as the head gives them, no copy is made. A NaN anywhere in a row makes its peak NaN and its token 0.
     """
     return _launch(logits, None, None, None, None)
 
@@ -220,6 +220,7 @@ def _launch(
         return peaks, tokens
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     blocks = triton.cdiv(vocab, _BLOCK)
+    most = triton.next_power_of_2(min(blocks, _PROGRAMS))  # parts, for any number of rows: one kernel for all
     span = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS // rows))) * _BLOCK
     parts = triton.cdiv(vocab, span)
     best = torch.empty((rows, parts), dtype=torch.float32, device=device)
@@ -232,5 +233,5 @@ def _launch(
         best, best_tokens, logits.stride(0), vocab, span,
         HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
     )  # fmt: skip
-    _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=triton.next_power_of_2(parts), PDL=False, num_warps=1)
+    _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=False, num_warps=1)
     return peaks, tokens

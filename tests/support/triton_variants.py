@@ -1,0 +1,103 @@
+"""Which variants of the Triton kernels random batches of a model need, on a machine without a GPU. Run as a program, in a process of its own.
+
+What lives here: batches, and the launches they make, told apart as the compiler would. What may not: compiling (triton_offline.py), judgement.
+
+``python triton_variants.py`` prints a JSON object: for each kernel how many variants, and how many of those no rehearsal has made.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+from headrace.kernels.candidate import Site, Sizes
+from headrace.kernels.triton import moe, moe_few, rehearsals, sampling, thresholds
+from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+from support.triton_offline import CompileOnly, Keys
+
+EXPERTS = MoESpec(num_experts=8, top_k=2, intermediate_size=64, renormalize=True)
+SPEC = DecoderSpec("tests", 3000, 128, 4, 2, 64, 256, (LayerSpec(moe=EXPERTS),), 4096, None)
+SIZES = Sizes(SPEC, torch.bfloat16, 16, 4096, 256, 4096)
+BATCHES = 60
+
+
+@contextmanager
+def launches(kernels: dict[str, Any]) -> Iterator[dict[str, Keys]]:
+    """What is launched meanwhile of the kernels by name, each in its module."""
+    keys = {name: Keys(getattr(module, name)) for name, module in kernels.items()}
+    for name, module in kernels.items():
+        setattr(module, name, keys[name])
+    try:
+        yield keys
+    finally:
+        for name, module in kernels.items():
+            setattr(module, name, keys[name].kernel)
+
+
+def count(kernels: dict[str, Any], rehearse: Callable[[], None], batch: Callable[[random.Random], None]) -> dict[str, dict[str, int]]:
+    with launches(kernels) as keys:
+        rehearse()
+        rehearsed = {name: set(each.seen) for name, each in keys.items()}
+        for seed in range(BATCHES):
+            batch(random.Random(seed))
+    return {name: {"variants": len(each.seen), "new": len(each.seen - rehearsed[name])} for name, each in keys.items()}
+
+
+def rehearse(op: str, run: Callable[..., Any], calls: Callable[..., Any], dtype: torch.dtype) -> None:
+    for _, call in calls(Site(op, torch.device("cpu"), {"dtype": dtype}, False), run, SIZES):
+        call()
+
+
+def experts(*, batch_invariant: bool) -> dict[str, dict[str, int]]:
+    run = moe.Moe(batch_invariant, True)
+    gate_up, down = torch.empty(8, 128, 128, dtype=torch.bfloat16), torch.empty(8, 128, 64, dtype=torch.bfloat16)
+
+    def batch(draw: random.Random) -> None:
+        tokens = draw.choice((1, 2, 3, draw.randint(1, 16), draw.randint(1, 300), draw.randint(1, 4096)))
+        x, router = torch.empty(tokens, 128, dtype=torch.bfloat16), torch.empty(tokens, 8, dtype=torch.bfloat16)
+        run(x, router, gate_up, down, EXPERTS.top_k, EXPERTS.renormalize, Activation.SILU)
+
+    kernels = {name: moe for name in ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")}
+    few = {name: moe_few for name in ("_expand_few_kernel", "_contract_few_kernel")}
+    return count(kernels | few, partial(rehearse, "moe", run, rehearsals.experts, torch.bfloat16), batch)
+
+
+def picks() -> dict[str, dict[str, int]]:
+    """Rows of logits, in float32; the best of them also as the head gives them."""
+    ops: dict[str, Callable[..., Any]] = {
+        "greedy_tokens": sampling.greedy_tokens,
+        "pick_tokens": sampling.pick_tokens,
+        "score_tokens": sampling.score_tokens,
+    }
+
+    def rehearse_all() -> None:
+        for op, run in ops.items():
+            rehearse(op, run, rehearsals.picks, torch.float32)
+
+    def batch(draw: random.Random) -> None:
+        rows = draw.choice((1, 2, draw.randint(1, 16), draw.randint(1, 256)))
+        logits, row, whole = torch.zeros(rows, 3000), torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+        sampling.greedy_tokens(logits)
+        sampling.pick_tokens(logits, row, row, draw.choice((None, (whole, row, row))), whole, whole)
+        sampling.score_tokens(logits, whole, 0)
+
+    kernels = {"_pick_kernel": sampling, "_best_kernel": sampling, "_score_kernel": sampling, "_threshold_kernel": thresholds}
+    return count(kernels, rehearse_all, batch)
+
+
+def main() -> None:
+    driver.set_active(CompileOnly())
+    found = {"experts": experts(batch_invariant=False), "experts to the bit": experts(batch_invariant=True), "picks": picks()}
+    json.dump({f"{case}: {kernel}": row for case, rows in found.items() for kernel, row in rows.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
