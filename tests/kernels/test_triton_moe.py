@@ -7,7 +7,7 @@ import torch
 
 import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
-from headrace.kernels.triton.moe import Moe
+from headrace.kernels.triton.moe import Moe, tiles_for
 from headrace.spec import Activation
 from support.kernel_cases import TOLERANCE
 
@@ -27,6 +27,16 @@ def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, top_k: int, renorm
     got, want = Moe(False, bulk)(*arguments), reference.moe(*arguments)
     assert got.dtype == dtype
     assert float((got.float() - want.float()).abs().max()) <= 2 * TOLERANCE[dtype] * float(want.float().abs().max().clamp(min=1.0))
+
+
+@pytest.mark.parametrize("tokens", [40, 70, 100])
+def test_every_tile_equals_the_twin(tokens: int) -> None:
+    arguments = (*inputs(tokens, torch.bfloat16, experts=4), 2, True, Activation.SILU)
+    arguments[1][:, 0] += 3.0  # an expert that all take: its list is longer than the mean
+    tiles = {tiles_for(torch.bfloat16, count * 2, 4, invariant=False) for count in (16, 40, 70, 100)}
+    assert len(tiles) == 4
+    got, want = Moe(False, True)(*arguments).float(), reference.moe(*arguments).float()
+    assert float((got - want).abs().max()) <= 2 * TOLERANCE[torch.bfloat16] * float(want.abs().max())
 
 
 def test_equal_experts_are_taken_in_order_and_unchosen_ones_are_not_read() -> None:
