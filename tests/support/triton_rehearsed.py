@@ -2,7 +2,8 @@
 
 What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the test).
 
-``python triton_rehearsed.py CONFIG`` (the JSON of a model's config) prints {"rehearsed": [...], "used": [...], "chosen later": [...]}:
+``python triton_rehearsed.py CONFIG [invariant]`` (the JSON of a model's config; with --batch-invariant) prints
+{"rehearsed": [...], "used": [...], "chosen later": [...]}:
 kernel, constants, types and divisibility of each, and operations that no call site was known of when kernels were built.
 """
 
@@ -79,29 +80,29 @@ def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
             rehearse(runner, largest_step(limits))
 
 
-def main(config: dict[str, Any]) -> None:
+def main(config: dict[str, Any], *, invariant: bool) -> None:
     torch.set_num_threads(1)
     driver.set_active(CompileOnly())
     seen: set[str] = set()
     only_identified(seen)
     as_on_a_card()
     spec = spec_from_config(config)
-    kernels = Kernels(CPU, strict=True)
+    kernels = Kernels(CPU, strict=True, batch_invariant=invariant)
+    sizes = Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)
     with torch.inference_mode():
         decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)
         for op, dtype in STEP_SITES:
             kernels.choose(op, dtype=dtype)
-        for each in kernels.rehearsals(Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)):
-            each.call()
-        rehearsed = set(seen)
-        seen.clear()
         fill_dummy(decoder, 0)
         decoder.finish_loading()
-        sites = len(kernels.choices)
+        for each in kernels.rehearsals(sizes):
+            each.call()
+        rehearsed, sites = set(seen), len(kernels.choices)
+        seen.clear()
         take_steps(*create_runner(kernels, spec, decoder))
     later = [choice.op for choice in kernels.choices[sites:]]
     json.dump({"rehearsed": sorted(rehearsed), "used": sorted(seen), "chosen later": later}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), invariant="invariant" in sys.argv[2:])

@@ -111,7 +111,7 @@ def linears(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
 
 def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    """Every way to sample, for one row up to as many as there can be: one after another, as they share most of what is compiled."""
+    """Every way to sample, for one row up to as many as there can be: one after another where they share what is compiled."""
     vocab = sizes.spec.vocab_size
     counts = dict.fromkeys(min(count, sizes.max_num_seqs) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
@@ -125,12 +125,14 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         filters = (whole + 50, peak + 0.9, peak) if kind == "filtered" else None
         return run(logits, peak, peak + 1.0, filters, whole, whole)
 
-    def pick_all(kind: str) -> None:
-        for rows in counts:
-            pick(rows, kind)
+    def pick_all(kinds: tuple[str, ...]) -> None:
+        for kind in kinds:
+            for rows in counts:
+                pick(rows, kind)
 
-    for kind in {"greedy_tokens": ("greedy",), "pick_tokens": ("random", "filtered"), "score_tokens": ("chosen", "best")}[site.op]:
-        yield kind, partial(pick_all, kind)
+    together = {"greedy_tokens": [("greedy",)], "pick_tokens": [("random",), ("filtered",)], "score_tokens": [("chosen", "best")]}
+    for kinds in together[site.op]:
+        yield ", ".join(kinds), partial(pick_all, kinds)
 
 
 def gathers(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
