@@ -130,7 +130,11 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
             for rows in counts:
                 pick(rows, kind)
 
-    together = {"greedy_tokens": [("greedy",)], "pick_tokens": [("random",), ("filtered",)], "score_tokens": [("chosen", "best")]}
+    together: dict[str, list[tuple[str, ...]]] = {
+        "greedy_tokens": [("greedy",)],
+        "pick_tokens": [("random",), ("filtered",)],
+        "score_tokens": [("chosen", "best")],
+    }
     for kinds in together[site.op]:
         yield ", ".join(kinds), partial(pick_all, kinds)
 
