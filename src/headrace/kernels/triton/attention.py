@@ -36,8 +36,8 @@ class Tiles:
     warps: int
     stages: int
     programs: int = 1  # of the decode kernel, a processor
-    registers: int | None = None  # a thread, at most; None: as the compiler likes
-    sequences: int = 256  # looked at in one go, to find out what to do
+    sequences: int = 256  # looked at in one go by the decode kernel
+    uniform: bool = False  # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> Tiles:
@@ -47,7 +47,7 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> T
     if head_dim > 128:
         return Tiles(128, 32, 8, 2)
     if bulk >= 64:
-        return Tiles(128, 64, 4, 5) if head_dim <= 64 else Tiles(128, min(bulk, 128), 8, 5)
+        return Tiles(128, 64, 4, 5, uniform=True) if head_dim <= 64 else Tiles(128, min(bulk, 128), 8, 5)
     return Tiles(128, 64, 8, 3)
 
 
@@ -55,7 +55,7 @@ def invariant_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) ->
     """For any query length: as few rows as wgmma takes, since a sequence that decodes fills no more than a group of them."""
     if dtype is torch.float32 or head_dim > 128:
         return prefill_tiles(dtype, head_dim, group, bulk)
-    return Tiles(64, 64, 4, 4 if bulk >= 64 else 3)
+    return Tiles(64, 64, 4, 4 if bulk >= 64 else 3, uniform=True)
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> Tiles:

@@ -31,7 +31,7 @@ from headrace.layers.inputs import AttentionInputs
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
-MIN_SPAN = 8
+MIN_SPAN = 4
 
 
 @triton.jit
@@ -247,5 +247,5 @@ def attend(
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
         BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=tiles.sequences,
         BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))), MIN_SPAN=MIN_SPAN,
-        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

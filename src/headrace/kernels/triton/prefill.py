@@ -1,13 +1,12 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Attention of sequences with many queries: one program for a run of queries and one KV head.
 
-What lives here: the kernel, and what decode.py shares: finding a sequence in a line of units, loading a tile of keys, the online softmax.
+What lives here: the kernel, and what decode.py shares: loading a tile of keys, a step of the online softmax.
 What may not: choosing tiles or kernels (attention.py).
 
-    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Each sequence has as many runs as it needs, one of few
-    runs of queries     | 2      1      0        |               | 1     0    queries none; which sequence a run belongs to is found
-    programs            | 0      1      2        |               | 3     4    on the device, by a running sum. The last queries of a
-                                                                             sequence see most keys: they go first.
+    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Which sequence a run of queries belongs to is found on the
+    run of queries      | 0      1      2        | 3             | 4     5    device. The last queries of a sequence see most keys, so
+    program             | 5      4      3        | 2             | 1     0    the last run goes first; one of few queries ends at once.
 
 Rows of a tile are (query, head of the group) pairs, so that all query heads of a KV head share each tile of keys. Tiles of keys lie at
 absolute multiples of BLOCK_N, whatever the chunk; a tile in which a row sees nothing leaves that row's sums untouched, to the bit.
@@ -33,25 +32,14 @@ MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vai
 
 
 @triton.jit
-def _runs(context, queries, few, size: tl.constexpr):
-    """Runs of ``size`` queries of a sequence; of one for the other kernel none."""
-    return tl.where(queries > few, tl.cdiv(queries, size), 0)
-
-
-@triton.jit
-def _locate(unit, query_start_ptr, sequences, few, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The sequence that holds run number ``unit`` of all, and how many runs lie before it; ``sequences`` if there are fewer runs."""
-    sequence, before, ahead = sequences * 0, sequences * 0, sequences * 0
-    for chunk in range(0, sequences, BLOCK_S):
-        every = chunk + tl.arange(0, BLOCK_S)
-        starts = tl.load(query_start_ptr + every, mask=every < sequences, other=0)
-        counts = tl.load(query_start_ptr + 1 + every, mask=every < sequences, other=0) - starts
-        units = _runs(0, counts, few, QUERIES)
-        passed = (ahead + tl.cumsum(units, 0) <= unit) & (every < sequences)
-        sequence += tl.sum(passed.to(tl.int32), 0)
-        before += tl.sum(tl.where(passed, units, 0), 0)
-        ahead += tl.sum(units, 0)
-    return sequence, before
+def _sequence_of(run, query_start_ptr, sequences, QUERIES: tl.constexpr):
+    """Sequence s owns the runs start[s] // QUERIES + s …: enough for any lengths, and found by halving, without a sum over those before."""
+    low, high = sequences * 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begun = tl.load(query_start_ptr + middle) // QUERIES + middle <= run
+        low, high = tl.where(begun, middle, low), tl.where(begun, high, middle)
+    return low
 
 
 @triton.jit
@@ -151,24 +139,28 @@ def _prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
     tokens, sequences, few, window,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
-    BULK: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    lane = tl.arange(0, BLOCK_M)
-    element = tl.arange(0, BLOCK_D)
+    kv_head = tl.program_id(0)
+    run = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries see most: they go first
     if PDL:
         gdc_wait()
-    unit = tl.program_id(0)
-    sequence, before = _locate(unit // KV_HEADS, query_start_ptr, sequences, few, QUERIES, BLOCK_S)
-    if sequence < sequences:
+    sequence = _sequence_of(run, query_start_ptr, sequences, QUERIES)
+    if UNIFORM:
         start = tl.load(query_start_ptr + sequence)
         queries = tl.load(query_start_ptr + sequence + 1) - start
-        context = tl.load(context_ptr + sequence)
-        kv_head = unit % KV_HEADS
-        first = (_runs(context, queries, few, QUERIES) - 1 - (unit // KV_HEADS - before)) * QUERIES
-        head = kv_head * GROUP + lane % GROUP
+    else:
+        bounds = tl.load(query_start_ptr + sequence + tl.arange(0, 2))  # by several threads, which the compiler then takes to diverge
+        start = tl.min(bounds, 0)
+        queries = tl.max(bounds, 0) - start
+    context = tl.load(context_ptr + sequence)
+    first = (run - start // QUERIES - sequence) * QUERIES
+    lane = tl.arange(0, BLOCK_M)
+    element = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + lane % GROUP
+    if (first < queries) & (queries > few):
         query = first + lane // GROUP
         live = (query < queries) & (lane < QUERIES * GROUP)
         token = (start + query).to(tl.int64)
@@ -200,11 +192,11 @@ def _prefill_kernel(
         )  # fmt: skip
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out_ptr + (token * out_token + head * out_head)[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-    # Tokens of no sequence: zeros.
-    for token in range(tl.load(query_start_ptr + sequences) + tl.program_id(0), tokens, tl.num_programs(0)):
-        for head in range(KV_HEADS * GROUP):
-            at = (element * 0 + token).to(tl.int64) * out_token + head * out_head + element
-            tl.store(out_ptr + at, tl.zeros((BLOCK_D,), out_ptr.dtype.element_ty), mask=element < DIM)
+    if run == tl.num_programs(1) - 1:  # tokens of no sequence
+        for token in range(tl.load(query_start_ptr + sequences), tokens):
+            at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
+            mask = (lane < GROUP)[:, None] & (element < DIM)[None, :]
+            tl.store(out_ptr + at, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=mask)
     if PDL:
         gdc_launch_dependents()
 
@@ -254,13 +246,13 @@ def attend(
     """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention."""
     (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
     group = heads // kv_heads
-    runs = tokens // (tiles.rows // group) + min(sequences, tokens // (few + 1))  # enough for any lengths
+    runs = tokens // (tiles.rows // group) + sequences
     keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
-    _prefill_kernel[(max(1, runs * kv_heads),)](
+    _prefill_kernel[(kv_heads, runs)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
         tokens, sequences, few, window or MAX_WINDOW,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
-        BULK=bulk, GROUP=group, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
-        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=tiles.sequences,
-        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+        BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
+        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, UNIFORM=tiles.uniform,
+        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
