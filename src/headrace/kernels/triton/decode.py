@@ -31,7 +31,7 @@ from headrace.layers.inputs import AttentionInputs
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
-MIN_SPAN = 4
+MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
 
 
 @triton.jit
