@@ -60,7 +60,18 @@ def find_ncu() -> str | None:
 
 def ncu_command(ncu: str, log: Path) -> list[str]:
     """What stands before the program. Clocks and caches are left as the engine meets them; the program says which kernels count."""
-    options = ["--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    options = [
+        "--target-processes",
+        "application-only",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        "--metrics",
+        ",".join(METRICS),
+    ]
     return [ncu, *options, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, say, write_text
 from headrace.bench.report import machine_facts, write_json
 from headrace.bench.table_measure import Measured
-from headrace.bench.table_peers import load_peer
+from headrace.bench.table_peers import Peer, load_peer
 from headrace.bench.table_rows import Row, select_rows
 from headrace.bench.table_show import markdown, terminal
 from headrace.bench.table_start import measure_starts
@@ -42,15 +42,22 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     rows, earlier = select_rows(args.rows), [model for path in args.merge for model in read_models(path)]
     _check(args)
     chosen = [] if args.merge and not args.model else args.model or known_shapes()
-    measured = [measure_model(name, config, args.flags, rows, scale=args.scale, repeats=args.repeats) for name in chosen]
-    models, peer = [*earlier, *measured], load_peer()
-    print("\n\n".join(terminal(model, peer) for model in models))
-    payload = {"facts": machine_facts("measured for each model"), "peer": asdict(peer), "models": models}
+    models, peer, failed = list(earlier), load_peer(), False
+    print("\n\n".join(terminal(model, peer) for model in models), end="\n\n" if models else "")
+    _write(args, models, peer)
+    for name in chosen:
+        models.append(measure_model(name, config, args.flags, rows, scale=args.scale, repeats=args.repeats))
+        failed = failed or any(row["problem"] for row in models[-1]["rows"])
+        print(terminal(models[-1], peer), flush=True)
+        _write(args, models, peer)  # after each, so that what was measured is kept whatever happens later
+    return int(failed)
+
+
+def _write(args: argparse.Namespace, models: Sequence[Mapping[str, Any]], peer: Peer) -> None:
     if args.output_json:
-        write_json(args.output_json, payload)
+        write_json(args.output_json, {"facts": machine_facts("measured for each model"), "peer": asdict(peer), "models": models})
     if args.markdown:
         write_text(args.markdown, "\n".join(markdown(model, peer) for model in models))
-    return int(any(row["problem"] for model in measured for row in model["rows"]))
 
 
 def _check(args: argparse.Namespace) -> None:
