@@ -33,12 +33,14 @@ def test_noise_is_the_twins() -> None:
     assert got.argmax() == 0  # the smallest word is the largest noise
 
 
-def test_greedy_takes_the_first_of_the_best_and_shows_nan() -> None:
-    logits = logits_of(4, 3000)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_first_of_the_best_and_shows_nan(dtype: torch.dtype) -> None:
+    logits = logits_of(4, 3000).to(dtype)
     logits[1, [7, 2900]] = 99.0
     logits[2, 1500] = float("nan")
     peak, tokens = sampling.greedy_tokens(logits)
-    want_peak, want = twin.greedy_tokens(logits)
+    want_peak, want = twin.greedy_tokens(logits.float())
+    assert peak.dtype == torch.float32
     torch.testing.assert_close(peak, want_peak, equal_nan=True, rtol=0, atol=0)
     assert tokens[1] == 7 and peak[2].isnan()
     assert torch.equal(tokens[[0, 3]], want[[0, 3]])
@@ -66,8 +68,9 @@ FILTERS = {
 
 
 @pytest.mark.parametrize(("name", "spread"), [*((name, 6.0) for name in FILTERS), ("top-p", 0.05), ("many", 0.05)])
-def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "_CANDIDATES", 64)  # so that some rows have too many
+@pytest.mark.parametrize("depth", [1, 32])
+def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "_DEPTH", depth)  # 1: most rows have too many
     logits = logits_of(3, 600, spread)
     logits[1, 5:25] = logits[1].amax()  # ties at the top
     logits[2, 100:450] = float("-inf")
@@ -82,6 +85,20 @@ def test_thresholds_keep_what_the_twins_keep(name: str, spread: float, monkeypat
     assert int(different.sum(-1).max()) <= (2 if 0 < top_p < 1 else 0)
     if name == "all":
         assert torch.equal(thresholds.keep_thresholds(scores, *filters), got)
+
+
+def test_odd_rows_keep_what_the_twins_keep() -> None:
+    """Fewer tokens than top-k asks for; equal scores; one far ahead; a long tail that a sample sees nothing of."""
+    logits = torch.full((5, 900), float("-inf"))
+    logits[0, [3, 500, 899]] = torch.tensor([1.0, 2.0, 0.5])
+    logits[1] = 4.0
+    logits[2], logits[2, 77] = logits_of(1, 900)[0] - 500.0, 0.0
+    logits[3] = -torch.arange(900.0) / 8
+    logits[4], logits[4, :600] = -30.0, -2.0
+    filters = (torch.tensor([50, 7, 100, 0, 650]), torch.tensor([1.0, 0.5, 0.999, 0.99, 0.9]), torch.zeros(5))
+    scores = logits - logits.amax(-1, keepdim=True)
+    got, want = thresholds.keep_thresholds(scores, *filters), twin.keep_thresholds(scores, *filters)
+    assert torch.equal(scores >= got[:, None], scores >= want[:, None])
 
 
 def test_picks_from_logits_are_the_twins() -> None:

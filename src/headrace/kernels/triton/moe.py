@@ -43,19 +43,10 @@ def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, B
     return tl.load(at, mask=there[:, None] & (step < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit
-def _added(total, weight, x, LEFT: tl.constexpr):
-    """total + the product of weight [N, K] and x [M, K]: [N, M] with the weight LEFT, else [M, N]."""
-    if LEFT:
-        return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["room"])
 def _expand_kernel(
     x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
@@ -68,18 +59,17 @@ def _expand_kernel(
         place = first + tl.arange(0, BLOCK_M)
         pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0)
         x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
-        gate = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
-        up = gate
+        gate, up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, HIDDEN, BLOCK_K):
             x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
             weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            gate = _added(gate, weight, x, LEFT)
+            gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
             weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            up = _added(up, weight, x, LEFT)
+            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
         kind = inner_ptr.dtype.element_ty
         y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
         at = inner_ptr + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-        tl.store(at, tl.trans(y) if LEFT else y, mask=(place < count)[:, None] & (column < INNER)[None, :])
+        tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
     if PDL:
         gdc_launch_dependents()
 
@@ -87,7 +77,7 @@ def _expand_kernel(
 @triton.jit(do_not_specialize=["room"])
 def _contract_kernel(
     inner_ptr, weight_ptr, weight_map, out_ptr, counts_ptr, listed_ptr, room, HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr,
-    LEFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
     column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -99,14 +89,14 @@ def _contract_kernel(
         place = first + tl.arange(0, BLOCK_M)
         pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0).to(tl.int64)
         x_at = inner_ptr + pair[:, None] * INNER + step[None, :]
-        total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for k in range(0, INNER, BLOCK_K):
             x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
             weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
-            total = _added(total, weight, x, LEFT)
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
         at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
         y = total.to(out_ptr.dtype.element_ty)
-        tl.store(at, tl.trans(y) if LEFT else y, mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
+        tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
     if PDL:
         gdc_launch_dependents()
 
@@ -185,6 +175,7 @@ class Moe:
 def moe_grouped(
     x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, tiles: Tiles, bulk: bool
 ) -> Tensor:
+    """As ``Moe``, with these tiles."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     expanded = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=device)
@@ -210,7 +201,7 @@ def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any
     rows = weight.view(-1, weight.shape[2])
     bulk = bulk and weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
     map_ = TensorDescriptor.from_tensor(rows, [tile.columns, tile.depth]) if bulk else weight
-    sizes = {"BULK": bulk, "LEFT": tile.rows < 64, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    sizes = {"BULK": bulk, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     return map_, {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
 
 

@@ -6,10 +6,11 @@ What lives here: the search. What may not: noise, picking (sampling.py).
 Scores are 0 or less, so the bits of −score order them: bit 0 … 2³¹ counted from the best. A search over those bits ends at the exact score of
 the last token kept. Probability mass is summed in integers (2⁻⁴⁰), so that no order of summation shows, here or in another batch.
 
-1. One pass: the best score of each of COLUMNS strided columns, and the row's mass. The k-th of these, or as many as hold the mass p,
-   bound the answer: what they reach, the row reaches too.
-2. One pass gathers the scores within that bound.
-3. The answer is searched among them, bit by bit; where they are too many, in the row itself.
+1. A strided sample of the row says near which limits the answer may lie: what is asked for, less and more by the sample's own error, and
+   a few thousand tokens, for where so few hold everything that a sample hardly meets them.
+2. One pass: what each limit reaches in truth. The answer lies in ``first`` … ``high``, where the sample tells how many tokens there are;
+   while they are too many, further passes try limits that cut them into four.
+3. One pass gathers them, each column's in a stack of its own; among them the answer is searched.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_CANDIDATES = 8192  # room for them, a row
-_COLUMNS = 2048
+_DEPTH = 32  # scores a column's stack takes
+_COLUMNS = 1024
+_STAGES = tl.constexpr(3)  # loads of a pass on their way
 _WORST = tl.constexpr(0x7F800000)  # the bits of infinity: −score of a token that was ruled out
 _UNIT = tl.constexpr(1099511627776.0)  # 2⁴⁰
 
@@ -46,21 +48,92 @@ def _mass(bits):
 
 @triton.jit
 def _read(source_ptr, at, count, peak, heat, HAS_SCALE: tl.constexpr):
-    """Bits of the scores at ``at``; beyond ``count`` the worst."""
+    """Bits of the scores at ``at``; beyond ``count`` worse than the worst."""
     x = tl.load(source_ptr + at, mask=at < count, other=float("-inf")).to(tl.float32)
     if HAS_SCALE:
         x = scaled(x, peak, heat)
-    return tl.where(at < count, _bits(x), _WORST)
+    return tl.where(at < count, _bits(x), _WORST + 1)
 
 
 @triton.jit
-def _reached(source_ptr, count, peak, heat, a, b, c, BY_MASS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the scores are at least as good as the limits a ≤ b ≤ c, or their mass. int64 each."""
-    lane = tl.arange(0, BLOCK)
-    to_a, to_b, to_c = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
-    for begin in range(0, count, BLOCK):
+def _limits(x, amount, ranks, targets, best, worst):
+    """Limits in best … worst (float32) at which a sample's ``amount`` reaches each of four targets; the last target counts ``ranks``."""
+    low, high = targets * 0.0 + best, targets * 0.0 + worst
+    counted = (tl.arange(0, 4) == 3)[:, None]
+    for _ in range(12):
+        middle = 0.5 * (low + high)
+        each = tl.where(counted, ranks[None, :], amount[None, :])
+        reached = tl.sum(tl.where(x[None, :] <= middle[:, None], each, 0.0), 1) >= targets
+        low, high = tl.where(reached, low, middle), tl.where(reached, middle, high)
+    limits = high.to(tl.int32, bitcast=True)
+    return _one(limits, 0), _one(limits, 1), _one(limits, 2), _one(limits, 3)
+
+
+@triton.jit
+def _one(values, index: tl.constexpr):
+    """One of four."""
+    return tl.sum(tl.where(tl.arange(0, 4) == index, values, 0), 0)
+
+
+@triton.jit
+def _guessed(sample, share, high, few, by_mass):
+    """Limits that reach ``share`` of a sample (of its mass up to ``high``, or its number) less four times its error, as is, more; ``few`` scores."""
+    x = tl.where(sample <= high, sample, 0).to(tl.float32, bitcast=True)
+    ranks = tl.where(sample <= high, 1.0, 0.0)
+    amount = tl.where(by_mass, tl.exp(-x) * ranks, ranks)
+    total = tl.maximum(tl.sum(amount, 0), 1e-30)
+    error = tl.sqrt(share * tl.maximum(1.0 - share, 0.0) * tl.sum(amount * amount, 0)) / total
+    lane = tl.arange(0, 4)
+    targets = tl.where(lane == 3, few, (share + error * (lane - 1).to(tl.float32) * 4.0) * total)
+    a, b, c, d = _limits(x, amount, ranks, targets, 0.0, tl.max(x, 0))
+    return tl.minimum(a, high), tl.minimum(b, high), tl.minimum(c, high), tl.minimum(d, high)
+
+
+@triton.jit
+def _cuts(sample, first, high):
+    """Three limits from ``first`` to below ``high`` that cut the sample's scores there into four."""
+    inside = (sample >= first) & (sample <= high)
+    x = tl.where(inside, sample, 0).to(tl.float32, bitcast=True)
+    ranks = tl.where(inside, 1.0, 0.0)
+    targets = (tl.arange(0, 4) + 1).to(tl.float32) * 0.25 * tl.sum(ranks, 0)
+    a, b, c, _ = _limits(x, ranks, ranks, targets, first.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
+    return tl.minimum(a, high - 1), tl.minimum(b, high - 1), tl.minimum(c, high - 1)
+
+
+@triton.jit
+def _amount(bits, by_mass):
+    """What a score counts for: its mass, or 1."""
+    amount = tl.full(bits.shape, 1, tl.int64)
+    if by_mass:
+        amount = _mass(bits)
+    return amount
+
+
+@triton.jit
+def _surveyed(source_ptr, count, peak, heat, a, b, c, d, e, by_mass, HAS_SCALE: tl.constexpr, COLUMNS: tl.constexpr):
+    """How many scores are at least as good as each limit, or their mass. int64 each."""
+    lane = tl.arange(0, COLUMNS)
+    to_a, to_b, to_c = tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64)
+    to_d, to_e = tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64)
+    for begin in tl.range(0, count, COLUMNS, num_stages=_STAGES):
         bits = _read(source_ptr, begin + lane, count, peak, heat, HAS_SCALE)
-        amount = tl.where(begin + lane < count, _mass(bits) if BY_MASS else tl.full((BLOCK,), 1, tl.int64), 0)
+        amount = _amount(bits, by_mass)
+        to_a += tl.where(bits <= a, amount, 0)
+        to_b += tl.where(bits <= b, amount, 0)
+        to_c += tl.where(bits <= c, amount, 0)
+        to_d += tl.where(bits <= d, amount, 0)
+        to_e += tl.where(bits <= e, amount, 0)
+    return tl.sum(to_a, 0), tl.sum(to_b, 0), tl.sum(to_c, 0), tl.sum(to_d, 0), tl.sum(to_e, 0)
+
+
+@triton.jit
+def _reached(source_ptr, count, peak, heat, a, b, c, by_mass, HAS_SCALE: tl.constexpr, COLUMNS: tl.constexpr):
+    """As ``_surveyed``, for three limits."""
+    lane = tl.arange(0, COLUMNS)
+    to_a, to_b, to_c = tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64)
+    for begin in tl.range(0, count, COLUMNS, num_stages=_STAGES):
+        bits = _read(source_ptr, begin + lane, count, peak, heat, HAS_SCALE)
+        amount = _amount(bits, by_mass)
         to_a += tl.where(bits <= a, amount, 0)
         to_b += tl.where(bits <= b, amount, 0)
         to_c += tl.where(bits <= c, amount, 0)
@@ -68,36 +141,86 @@ def _reached(source_ptr, count, peak, heat, a, b, c, BY_MASS: tl.constexpr, HAS_
 
 
 @triton.jit
-def _search(source_ptr, count, peak, heat, want, high, BY_MASS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """The best limit in 0 … high at which count or mass reach ``want``; ``high`` if none does."""
-    low = high * 0
-    while low < high:  # three limits a pass: a quarter of the range is left
-        step = (high - low) // 4
-        a, b, c = low + step, low + 2 * step, low + 3 * step
-        to_a, to_b, to_c = _reached(source_ptr, count, peak, heat, a, b, c, BY_MASS, HAS_SCALE, BLOCK)
-        low = tl.where(to_a >= want, low, tl.where(to_b >= want, a + 1, tl.where(to_c >= want, b + 1, c + 1)))
-        high = tl.where(to_a >= want, a, tl.where(to_b >= want, b, tl.where(to_c >= want, c, high)))
+def _reached_among(stacks_ptr, heights, deepest, a, b, c, by_mass, COLUMNS: tl.constexpr):
+    """As ``_reached``, among the scores gathered."""
+    lane = tl.arange(0, COLUMNS)
+    to_a, to_b, to_c = tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64)
+    for depth in range(0, deepest):
+        bits = tl.load(stacks_ptr + depth * COLUMNS + lane, mask=depth < heights, other=_WORST + 1)
+        amount = _amount(bits, by_mass)
+        to_a += tl.where(bits <= a, amount, 0)
+        to_b += tl.where(bits <= b, amount, 0)
+        to_c += tl.where(bits <= c, amount, 0)
+    return tl.sum(to_a, 0), tl.sum(to_b, 0), tl.sum(to_c, 0)
+
+
+@triton.jit
+def _quarters(first, high):
+    """Three limits that cut first … high into four."""
+    step = (high - first) // 4
+    return first + step, first + 2 * step, first + 3 * step
+
+
+@triton.jit
+def _tried(first, base, high, want, limit, reached):
+    """(first, base, high) once it is known what a limit reaches: the answer lies in first … high, what is better than ``first`` reaches ``base``."""
+    short = reached < want
+    base = tl.where(short & (limit >= first), reached, base)
+    first = tl.where(short, tl.maximum(first, limit + 1), first)
+    return first, base, tl.where(short, high, tl.minimum(high, limit))
+
+
+@triton.jit
+def _narrowed(first, base, high, want, a, b, c, to_a, to_b, to_c):
+    first, base, high = _tried(first, base, high, want, a, to_a)
+    first, base, high = _tried(first, base, high, want, b, to_b)
+    return _tried(first, base, high, want, c, to_c)
+
+
+@triton.jit
+def _gathered(source_ptr, stacks_ptr, count, peak, heat, first, high, HAS_SCALE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Puts the scores in first … high on their columns' stacks: how high each is. What is above DEPTH was not put."""
+    lane = tl.arange(0, COLUMNS)
+    heights = tl.zeros((COLUMNS,), tl.int32)
+    for begin in tl.range(0, count, COLUMNS, num_stages=_STAGES):
+        bits = _read(source_ptr, begin + lane, count, peak, heat, HAS_SCALE)
+        inside = (bits >= first) & (bits <= high)
+        tl.store(stacks_ptr + heights * COLUMNS + lane, bits, mask=inside & (heights < DEPTH))
+        heights += inside.to(tl.int32)
+    return heights
+
+
+@triton.jit
+def _search_among(stacks_ptr, heights, deepest, want, first, high, by_mass, COLUMNS: tl.constexpr):
+    """The best limit in first … high at which the scores gathered reach ``want``; ``high`` if none does."""
+    while first < high:
+        a, b, c = _quarters(first, high)
+        to_a, to_b, to_c = _reached_among(stacks_ptr, heights, deepest, a, b, c, by_mass, COLUMNS)
+        first, _, high = _narrowed(first, want, high, want, a, b, c, to_a, to_b, to_c)
     return high
 
 
 @triton.jit
-def _bound(columns, want, BY_MASS: tl.constexpr):
-    """As ``_search`` among the columns' best, in registers: what they reach, the row reaches too. The worst if they do not."""
-    low = tl.min(columns, 0) * 0
-    high = low + _WORST
-    while low < high:
-        middle = low + (high - low) // 2
-        inside = columns <= middle
-        reached = tl.sum(tl.where(inside, _mass(columns), 0), 0) if BY_MASS else tl.sum(inside.to(tl.int64), 0)
-        high = tl.where(reached >= want, middle, high)
-        low = tl.where(reached >= want, low, middle + 1)
+def _search(source_ptr, count, peak, heat, want, high, by_mass, HAS_SCALE: tl.constexpr, COLUMNS: tl.constexpr):
+    """As ``_search_among``, in the row itself."""
+    first = high * 0
+    while first < high:
+        a, b, c = _quarters(first, high)
+        to_a, to_b, to_c = _reached(source_ptr, count, peak, heat, a, b, c, by_mass, HAS_SCALE, COLUMNS)
+        first, _, high = _narrowed(first, want, high, want, a, b, c, to_a, to_b, to_c)
     return high
 
 
 @triton.jit
+def _part(top_p, mass):
+    """The mass that top-p asks for; at least one unit, so that the best token stays."""
+    return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["peak_ptr", "heat_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])  # one word a row is read
 def _threshold_kernel(
-    scores_ptr, peak_ptr, heat_ptr, top_k_ptr, top_p_ptr, min_p_ptr, candidates_ptr, counters_ptr, threshold_ptr, row_stride, vocab,
-    HAS_SCALE: tl.constexpr, CANDIDATES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    scores_ptr, peak_ptr, heat_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stacks_ptr, threshold_ptr, row_stride, vocab,
+    HAS_SCALE: tl.constexpr, SAMPLE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -109,56 +232,49 @@ def _threshold_kernel(
     by_rank, by_mass = (top_k > 0) & (top_k < vocab), top_p < 1.0
     worst = _bits(tl.log(min_p)) if min_p > 0.0 else _WORST  # min-p's own bound
     limit = worst
-    if by_rank | by_mass:
-        source = scores_ptr + row * row_stride
-        lane = tl.arange(0, COLUMNS)
-        columns = tl.full((COLUMNS,), _WORST, tl.int32)
-        mass = tl.zeros((COLUMNS,), tl.int64)
-        for begin in range(0, vocab, COLUMNS):
-            bits = _read(source, begin + lane, vocab, peak, heat, HAS_SCALE)
-            columns = tl.minimum(columns, bits)
-            mass += tl.where(bits <= worst, _mass(bits), 0)
-        # With both, top-p's share is one of what top-k leaves: all of that must be among the candidates.
-        bound = _bound(columns, top_k, False) if by_rank else _bound(columns, _part(top_p, tl.sum(mass, 0)), True)
-        bound = tl.minimum(bound, worst)
-        found = candidates_ptr + row * CANDIDATES
-        if bound < _WORST:
-            for begin in range(0, vocab, COLUMNS):
-                bits = _read(source, begin + lane, vocab, peak, heat, HAS_SCALE)
-                inside = (bits <= bound) & (begin + lane < vocab)
-                at = tl.atomic_add(counters_ptr + row + lane * 0, 1, mask=inside, sem="relaxed")
-                tl.store(found + at, -bits.to(tl.float32, bitcast=True), mask=inside & (at < CANDIDATES))
-            tl.debug_barrier()
-        count = tl.atomic_add(counters_ptr + row, 0)
-        if (bound < _WORST) & (count <= CANDIDATES):
-            limit = _limit(found, count, 0.0, 1.0, top_k, top_p, by_rank, by_mass, worst, bound, tl.sum(mass, 0), False, 1024)
-        else:
-            limit = _limit(source, vocab, peak, heat, top_k, top_p, by_rank, by_mass, worst, bound, tl.sum(mass, 0), HAS_SCALE, COLUMNS)
+    if by_rank | by_mass:  # top-k first, then top-p's share of what that left
+        source, stacks = scores_ptr + row * row_stride, stacks_ptr + row * (COLUMNS * DEPTH)
+        ROOM: tl.constexpr = COLUMNS * DEPTH // 3  # scores that the stacks take for all that some columns have more of them
+        stride = tl.maximum(vocab // SAMPLE, 1)
+        sample = _read(source, tl.arange(0, SAMPLE) * stride, vocab, peak, heat, HAS_SCALE)
+        finite = tl.minimum(worst, _WORST - 1)
+        share = tl.where(by_rank, top_k.to(tl.float32) / vocab, top_p)
+        a, b, c, d = _guessed(sample, share, finite, SAMPLE / stride, not by_rank)
+        to_a, to_b, to_c, to_d, total = _surveyed(source, vocab, peak, heat, a, b, c, d, finite, not by_rank, HAS_SCALE, COLUMNS)
+        want = tl.where(by_rank, top_k, _part(top_p, total))
+        first, base, high = _narrowed(worst * 0, total * 0, finite, want, a, b, c, to_a, to_b, to_c)
+        first, base, high = _tried(first, base, high, want, d, to_d)
+        if total < want:  # top-k of fewer
+            first, high = worst, worst
+        if by_rank & by_mass & (tl.sum((sample <= high).to(tl.int32), 0) * stride <= ROOM):
+            first, base = first * 0, base * 0  # top-p will ask for all that top-k leaves
+        heights = tl.full((COLUMNS,), DEPTH + 1, tl.int32)
+        deepest = DEPTH + 1
+        while (deepest > DEPTH) & (first < high):
+            if tl.sum(((sample >= first) & (sample <= high)).to(tl.int32), 0) * stride > ROOM:
+                a, b, c = _cuts(sample, first, high)
+                to_a, to_b, to_c = _reached(source, vocab, peak, heat, a, b, c, not by_rank, HAS_SCALE, COLUMNS)
+                first, base, high = _narrowed(first, base, high, want, a, b, c, to_a, to_b, to_c)
+            else:
+                heights = _gathered(source, stacks, vocab, peak, heat, first, high, HAS_SCALE, COLUMNS, DEPTH)
+                tl.debug_barrier()
+                deepest = tl.max(heights, 0)
+                if deepest > DEPTH:  # unlike the sample
+                    a, b, c = _quarters(first, high)
+                    to_a, to_b, to_c = _reached(source, vocab, peak, heat, a, b, c, not by_rank, HAS_SCALE, COLUMNS)
+                    first, base, high = _narrowed(first, base, high, want, a, b, c, to_a, to_b, to_c)
+        whole = (first == 0) & (deepest <= DEPTH)  # all that is as good as the answer was gathered
+        limit = _search_among(stacks, heights, deepest, want - base, first, high, not by_rank, COLUMNS)
+        if by_rank & by_mass:
+            if whole:
+                left, _, _ = _reached_among(stacks, heights, deepest, limit, limit, limit, True, COLUMNS)
+                limit = _search_among(stacks, heights, deepest, _part(top_p, left), limit * 0, limit, True, COLUMNS)
+            else:
+                left, _, _ = _reached(source, vocab, peak, heat, limit, limit, limit, True, HAS_SCALE, COLUMNS)
+                limit = _search(source, vocab, peak, heat, _part(top_p, left), limit, True, HAS_SCALE, COLUMNS)
     tl.store(threshold_ptr + row, tl.where(limit >= _WORST, float("-inf"), -limit.to(tl.float32, bitcast=True)))
     if PDL:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _part(top_p, mass):
-    """The mass that top-p asks for; at least one unit, so that the best token stays."""
-    return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _limit(
-    source, count, peak, heat, top_k, top_p, by_rank, by_mass, worst, bound, mass, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """min-p, then top-k, then top-p over what those two left."""
-    limit = worst
-    if by_rank:
-        limit = tl.minimum(limit, _search(source, count, peak, heat, top_k, bound, False, HAS_SCALE, BLOCK))
-    if by_mass:
-        left = mass
-        if by_rank:
-            left, _, _ = _reached(source, count, peak, heat, limit, limit, limit, True, HAS_SCALE, BLOCK)
-        limit = _search(source, count, peak, heat, _part(top_p, left), tl.minimum(limit, bound), True, HAS_SCALE, BLOCK)
-    return limit
 
 
 def keep_thresholds(
@@ -179,12 +295,11 @@ def keep_thresholds(
     threshold = torch.empty(rows, dtype=torch.float32, device=scores.device)
     if rows == 0:
         return threshold
-    candidates = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=scores.device)
-    counters = torch.zeros(rows, dtype=torch.int32, device=scores.device)
-    peak, heat = (threshold, threshold) if scale is None else (scale[0].contiguous(), scale[1].contiguous())
     columns = max(16, min(_COLUMNS, triton.next_power_of_2(vocab) // 4))
+    stacks = torch.empty((rows, _DEPTH, columns), dtype=torch.int32, device=scores.device)
+    peak, heat = (threshold, threshold) if scale is None else (scale[0].contiguous(), scale[1].contiguous())
     _threshold_kernel[(rows,)](
-        scores, peak, heat, top_k.contiguous(), top_p.contiguous(), min_p.contiguous(), candidates, counters, threshold, scores.stride(0), vocab,
-        HAS_SCALE=scale is not None, CANDIDATES=_CANDIDATES, COLUMNS=columns, PDL=False, num_warps=8,
+        scores, peak, heat, top_k.contiguous(), top_p.contiguous(), min_p.contiguous(), stacks, threshold, scores.stride(0), vocab,
+        HAS_SCALE=scale is not None, SAMPLE=2 * columns, COLUMNS=columns, DEPTH=_DEPTH, PDL=False, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return threshold
