@@ -60,18 +60,8 @@ def find_ncu() -> str | None:
 
 def ncu_command(ncu: str, log: Path) -> list[str]:
     """What stands before the program. Clocks and caches are left as the engine meets them; the program says which kernels count."""
-    options = [
-        "--target-processes",
-        "application-only",
-        "--clock-control",
-        "none",
-        "--cache-control",
-        "none",
-        "--profile-from-start",
-        "off",
-        "--metrics",
-        ",".join(METRICS),
-    ]
+    watched = ["--target-processes", "application-only", "--profile-from-start", "off"]
+    options = [*watched, "--clock-control", "none", "--cache-control", "none", "--metrics", ",".join(METRICS)]
     return [ncu, *options, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
 
 
