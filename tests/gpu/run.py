@@ -3,7 +3,7 @@
     python tests/gpu/run.py [GROUP …] [--jobs N] [--limit SECONDS] [-- pytest arguments]
 
 Groups are files (``engine`` is ``test_engine.py``); each runs in a process of its own, several at a time, so that kernels compile side by
-side. Those of ALONE look at the memory of the whole device and run by themselves at the end. Ends with 0 only if all passed.
+side. Those of ALONE measure the whole device, its memory or its speed, and run by themselves at the end. Ends with 0 only if all passed.
 
 What lives here: starting pytest, the record of what it did (this file is its plugin too), the table. What may not: tests.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ALONE = ("memory", "storm")  # they measure what the whole device holds
+ALONE = ("memory", "meter", "storm")  # they measure the whole device
 SECONDS_A_TEST = 120  # the first test of a group compiles
 SHOWN = 40  # lines of pytest's output, where something failed
 
@@ -166,7 +166,7 @@ def main() -> int:
     known, (own, extra) = groups(), _split(sys.argv[1:])
     parser = argparse.ArgumentParser(description="Runs the tests of tests/gpu and prints a table.", epilog="After --: arguments of pytest.")
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(known)}; all of them without one")
-    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="groups at a time (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=min(10, os.cpu_count() or 1), help="groups at a time (default %(default)s)")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which everything is stopped (default %(default)s)")
     args = parser.parse_args(own)
     if unknown := set(args.groups) - set(known):

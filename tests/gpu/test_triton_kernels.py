@@ -1,119 +1,25 @@
-"""Every Triton kernel on the card, compiled, against its torch twin on the same card, at the shapes of real models."""
+"""Every Triton kernel but attention on the card, compiled, against its torch twin on the same card, at the shapes of real models."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from headrace.kernels import Kernels, reference
+from headrace.kernels import reference
 from headrace.kernels import sampling as twin
 from headrace.spec import Activation
-from support.kernel_cases import DTYPES, PagedCase
+from support.card import check, chosen, require_card
+from support.kernel_cases import DTYPES
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU", allow_module_level=True)
+require_card()
 
 CUDA = torch.device("cuda")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value
 
 
 @pytest.fixture(autouse=True)
 def exact() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-def chosen(op: str, *, batch_invariant: bool = False, **facts: Any) -> Any:
-    kernels = Kernels(CUDA, strict=True, batch_invariant=batch_invariant)
-    kernel = kernels.choose(op, **facts)
-    assert kernels.choices[-1].chosen == "triton"
-    return kernel
-
-
-def check(got: torch.Tensor, want: torch.Tensor, *, factor: float = 1.0) -> None:
-    assert got.dtype == want.dtype and got.shape == want.shape
-    assert bool(got.isfinite().all())
-    worst = float((got.float() - want.float()).abs().max())
-    assert worst <= factor * TOLERANCE[got.dtype] * max(1.0, float(want.float().abs().max())), worst
-
-
-def on_card(case: PagedCase, window: int | None = None) -> PagedCase:
-    case.poison(window)
-    case.q, case.k_cache, case.v_cache, case.table = (x.cuda() for x in (case.q, case.k_cache, case.v_cache, case.table))
-    return case
-
-
-def inputs_of(case: PagedCase) -> Any:
-    made = case.inputs
-    return replace(made, query_start=made.query_start.cuda(), context_len=made.context_len.cuda(), slots=made.slots.cuda())
-
-
-def attend(case: PagedCase, kernel: Any, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-    out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs_of(case), case.q.shape[2] ** -0.5, window, soft_cap)
-    return out
-
-
-HEADS = [(32, 8, 128), (32, 8, 64), (12, 12, 80), (24, 3, 96), (16, 8, 256), (20, 1, 64), (4, 2, 8), (6, 2, 40)]
-
-LENGTHS = {
-    "decode": [(1, 1000), (1, 1), (1, 0), (1, 4097), (1, 64)],
-    "mixed": [(1, 2000), (300, 900), (4, 4), (1, 17), (130, 130), (3, 2500)],
-    "chunk": [(700, 3000)],
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-@pytest.mark.parametrize("block_size", [16, 128])  # gathered rows; tiles brought by the copy engine
-def test_attention(block_size: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    kernel = chosen("paged_attention", dtype=dtype, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
-    for lengths in LENGTHS.values():
-        case = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, block_size=block_size))
-        check(attend(case, kernel), attend(case, reference.paged_attention))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (500, None), (None, 30.0), (4096, 50.0)])
-def test_attention_with_a_window_and_a_cap(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
-    kernel = chosen("paged_attention", dtype=dtype, head_dim=128, num_heads=8, num_kv_heads=4)
-    for lengths in LENGTHS.values():
-        case = on_card(PagedCase(lengths, heads=8, kv_heads=4, dim=128, dtype=dtype, block_size=64), window)
-        check(attend(case, kernel, window, soft_cap), attend(case, reference.paged_attention, window, soft_cap))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_invariant_attention(block_size: int, dtype: torch.dtype) -> None:
-    kernel = chosen("paged_attention", dtype=dtype, head_dim=128, num_heads=32, num_kv_heads=8, batch_invariant=True)
-    case = on_card(PagedCase(LENGTHS["mixed"], heads=32, kv_heads=8, dim=128, dtype=dtype, block_size=block_size))
-    whole, start = attend(case, kernel), 0
-    check(whole, attend(case, reference.paged_attention))
-    for row, (count, _) in enumerate(case.lengths):
-        for first, end in ((0, count), (0, (count + 1) // 2), (count - 1, count)):
-            assert torch.equal(attend(case.part(row, first, end), kernel), whole[start + first : start + end])
-        start += count
-
-
-def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:
-    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
-    case = on_card(PagedCase([(1, 3000), (1, 40), (1, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=16))
-    inputs = inputs_of(case)
-
-    def call() -> torch.Tensor:
-        out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None)
-        return out
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for lengths in ([3000, 40, 900], [17, 1, 800], [2999, 0, 1]):
-        inputs.context_len.copy_(torch.tensor(lengths))
-        graph.replay()
-        check(out, reference.paged_attention(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,7 @@
 """Tests on the card: what every one of them needs, and the CPU engine as the judge of what the card answered.
 
-What lives here: the skip, the keywords of a small strict engine, the judge. What may not: tests, ways to run an engine (modes.py).
+What lives here: the skip, the keywords of a small strict engine, the judge, comparing a kernel with its twin.
+What may not: tests, ways to run an engine (modes.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.kernels import Kernels
 from headrace.request import RequestOutput
 from support import modes
 
@@ -91,3 +93,22 @@ def runner_of(llm: LLM) -> Any:
 def exhaust(*_: Any) -> Any:
     """More than any device has: what torch raises then is what a step would raise."""
     return torch.empty(2**45, device="cuda")
+
+
+# --- kernels against their twins --------------------------------------------------------------------------------------
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value
+
+
+def chosen(op: str, *, batch_invariant: bool = False, **facts: Any) -> Any:
+    kernels = Kernels(torch.device("cuda"), strict=True, batch_invariant=batch_invariant)
+    kernel = kernels.choose(op, **facts)
+    assert kernels.choices[-1].chosen == "triton"
+    return kernel
+
+
+def check(got: torch.Tensor, want: torch.Tensor, *, factor: float = 1.0) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert bool(got.isfinite().all())
+    worst = float((got.float() - want.float()).abs().max())
+    assert worst <= factor * TOLERANCE[got.dtype] * max(1.0, float(want.float().abs().max())), worst
