@@ -1,6 +1,6 @@
 """Every error a user can meet, and the HTTP status each one becomes.
 
-What lives here: the exception tree. What may not: catching, logging, wire formats (server/protocol.py renders them).
+What lives here: the exception tree. What may not: catching, logging, wire formats (server/wire.py renders them).
 
 A message states what was found with its numbers, what was expected, and ends with the remedy.
 """

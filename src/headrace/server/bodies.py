@@ -1,6 +1,6 @@
 """Request bodies: received under limits of size, time and memory in all, then decoded and checked where nothing else waits for it.
 
-What lives here: the way from ASGI messages to a parsed request. What may not: JSON itself (wire.py), fields (protocol.py), answers.
+What lives here: the way from ASGI messages to a parsed request. What may not: JSON itself (wire.py), fields (protocol/), answers.
 """
 
 from __future__ import annotations

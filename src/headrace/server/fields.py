@@ -1,7 +1,7 @@
 """The request fields of every generating route, as tables: what each may hold, and which are known but refused.
 
 What lives here: data (names, JSON types, meanings), from which requests are checked and a schema can be generated.
-What may not: parsing (protocol.py), values' bounds (SamplingParams holds them once for all routes).
+What may not: parsing (protocol/), values' bounds (SamplingParams holds them once for all routes).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Use(Enum):
     """What becomes of a field's value."""
 
     SAMPLING = "sampling"  # handed to SamplingParams, which checks it
-    OPTION = "option"  # read by protocol.py
+    OPTION = "option"  # read by protocol/
     LABEL = "label"  # checked for type; changes nothing in the answer
     REFUSED = "refused"  # known elsewhere, not supported here: an error unless neutral
 

@@ -1,0 +1,56 @@
+"""/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field.
+
+What lives here: this route's own fields. What may not: what routes share (sampling.py), messages (server/messages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import InvalidRequest
+from headrace.request import SamplingParams
+from headrace.server.fields import CHAT
+from headrace.server.messages import read_messages
+from headrace.server.protocol.body import Body
+from headrace.server.protocol.sampling import AnswerOptions, TemplateOptions, answer_options, model_defaults, sampling_params, template_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A checked /v1/chat/completions body."""
+
+    messages: list[dict[str, Any]]
+    conversation: TemplateOptions
+    params: SamplingParams
+    options: AnswerOptions
+
+
+def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
+    body = Body(raw, CHAT)
+    limit_name, limit = _chat_limit(body)
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise InvalidRequest("tool_choice is supported as auto or none only; leave it out.", param="tool_choice", code="unsupported_parameter")
+    values = {**model_defaults(defaults), **body.sampling()}
+    if limit is not None:
+        values["max_tokens"] = limit
+    if body.get("logprobs", False):
+        values["logprobs"] = body.get("top_logprobs", 0)
+    elif body.get("top_logprobs", 0):
+        raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
+    return ChatRequest(
+        messages=read_messages(body.require("messages")),
+        conversation=template_options(body, with_tools=choice == "auto"),
+        params=sampling_params(body, values, {"max_tokens": limit_name, "logprobs": "top_logprobs"}),
+        options=answer_options(body),
+    )
+
+
+def _chat_limit(body: Body) -> tuple[str, int | None]:
+    old, new = body.get("max_tokens"), body.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(f"max_tokens is {old} and max_completion_tokens is {new}; give one of them.", param="max_tokens")
+    return ("max_tokens", old) if new is None else ("max_completion_tokens", new)

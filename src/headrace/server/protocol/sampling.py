@@ -1,0 +1,129 @@
+"""What all generating routes share: sampling parameters, how an answer is written, what a chat template gets.
+
+What lives here: the way from fields to SamplingParams, AnswerOptions and TemplateOptions. What may not: the bounds of sampling
+parameters (request.py checks them once for every route), fields of a single route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import InvalidRequest
+from headrace.request import SamplingParams
+from headrace.server.messages import check_template_kwargs, read_tools
+from headrace.server.protocol.body import Body, check_size
+
+MAX_SALT = 1024  # characters; the engine takes no more
+
+# A model's generation_config.json, by the names of SamplingParams.
+_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {"max_new_tokens": "max_tokens"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How the answer is written, for both generating routes."""
+
+    model: str | None
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    prompt_logprobs: bool
+    priority: int
+    cache_salt: str
+    truncate_prompt_tokens: int | None  # -1: as many as fit
+    limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What a chat template gets besides messages. ``tools`` is None where it shall not see any."""
+
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    variables: dict[str, Any]
+
+
+def template_options(body: Body, *, with_tools: bool) -> TemplateOptions:
+    tools = read_tools(body.get("tools"))
+    return TemplateOptions(
+        tools=tools if with_tools else None,
+        add_generation_prompt=body.get("add_generation_prompt", True),
+        variables=check_template_kwargs(body.get("chat_template_kwargs")),
+    )
+
+
+def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
+
+
+def sampling_params(body: Body, values: dict[str, Any], wire_names: Mapping[str, str], *, echo_logprobs: bool = False) -> SamplingParams:
+    """SamplingParams, with its errors renamed to what the client wrote."""
+    check_size("max_tokens", values.get("max_tokens"))
+    values["prompt_logprobs"] = body.get("prompt_logprobs")
+    if echo_logprobs and values["prompt_logprobs"] is None:
+        values["prompt_logprobs"] = values.get("logprobs")
+    if "logit_bias" in body:
+        values["logit_bias"] = _read_logit_bias(body.get("logit_bias"))
+    try:
+        return SamplingParams(**values)
+    except InvalidRequest as error:
+        name = wire_names.get(error.param or "", error.param)
+        if name == error.param:
+            raise
+        raise InvalidRequest(error.message.replace(str(error.param), str(name), 1), param=name, code=error.code) from None
+
+
+def _read_logit_bias(value: dict[str, Any]) -> dict[int, Any]:
+    """JSON keys are strings; the engine's are token ids."""
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequest(f"logit_bias has the key {key[:40]!r}; give token ids.", param="logit_bias")
+        check_size("logit_bias", bias)
+    return {int(key): bias for key, bias in value.items()}
+
+
+def answer_options(body: Body) -> AnswerOptions:
+    stream = body.get("stream", False)
+    options = AnswerOptions(
+        model=body.get("model"),
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+        return_token_ids=body.get("return_token_ids", False),
+        prompt_logprobs="prompt_logprobs" in body,
+        priority=body.get("priority", 0),
+        cache_salt=body.get("cache_salt", ""),
+        truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
+        limit_name=next((name for name in ("max_completion_tokens", "max_tokens") if name in body), None),
+    )
+    _check_options(options)
+    return options
+
+
+def _check_options(options: AnswerOptions) -> None:
+    if options.prompt_logprobs and options.stream:
+        raise InvalidRequest("prompt_logprobs is not given in streams; set stream to false.", param="prompt_logprobs")
+    if not -(2**31) <= options.priority < 2**31:
+        raise InvalidRequest(f"priority is {options.priority}; give an integer of 32 bits.", param="priority")
+    if len(options.cache_salt) > MAX_SALT:
+        raise InvalidRequest(f"cache_salt has {len(options.cache_salt)} characters; give at most {MAX_SALT}.", param="cache_salt")
+    keep = options.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep < 2**31:
+        raise InvalidRequest(f"truncate_prompt_tokens is {keep}; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
+
+
+def _include_usage(body: Body, stream: bool) -> bool:
+    given = body.get("stream_options")
+    if given is None:
+        return False
+    if not stream:
+        raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
+    for name, value in given.items():
+        if name not in ("include_usage", "include_obfuscation", "continuous_usage_stats"):
+            raise InvalidRequest(f"stream_options has no field {name[:100]!r}; leave it out.", param="stream_options", code="unknown_parameter")
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"stream_options.{name} must be a boolean.", param="stream_options", code="invalid_type")
+        if value and name != "include_usage":
+            raise InvalidRequest(f"stream_options.{name} is not supported; leave it out.", param="stream_options", code="unsupported_parameter")
+    return bool(given.get("include_usage", False))
