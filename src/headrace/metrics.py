@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.cost.online_fit import OnlineFit
 from headrace.request import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the web process counts without pricing: it need not load numpy
-    from headrace.cost.cost_model import CostModel
+    from headrace.cost.cost_model import CostModel, StepCost
 
 # Upper bounds in seconds. Time to first token spans a cached prompt to a queue of minutes; gaps between tokens are finer.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -114,10 +115,14 @@ class StepRecord:
 
     @property
     def kind(self) -> str:
-        """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did."""
-        if self.decodes == self.rows:
-            return "decode"
-        return "mixed" if self.decodes else "prefill"
+        return kind_of(self.rows, self.decodes)
+
+
+def kind_of(rows: int, decodes: int) -> str:
+    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did."""
+    if decodes == rows:
+        return "decode"
+    return "mixed" if decodes else "prefill"
 
 
 class DeviceTimeline:
@@ -148,6 +153,7 @@ class StepRecorder:
         self._cost_model = cost_model
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._timeline = DeviceTimeline()
+        self._fits = {kind: OnlineFit() for kind in ("decode", "mixed", "prefill")}
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
         self.host_seconds = Histogram(HOST_BUCKETS)
@@ -169,8 +175,15 @@ class StepRecorder:
         return record
 
     def predict(self, plan: StepPlan) -> float:
-        """Seconds this step should take; 0.0 without a cost model."""
-        return self._cost_model.estimate(plan).seconds if self._cost_model is not None else 0.0
+        """Seconds this step should take, as steps of its kind have taken; 0.0 without a cost model."""
+        if self._cost_model is None:
+            return 0.0
+        return self._predicted(kind_of(len(plan.rows), plan.counts.count(1)), self._cost_model.estimate(plan))
+
+    def _predicted(self, kind: str, cost: StepCost) -> float:
+        """By the profile alone until some steps of this kind have been seen."""
+        fitted = self._fits[kind]
+        return fitted.predict(cost.floor_seconds) if fitted.ready else cost.seconds
 
     def _record(self, plan: StepPlan, measured: float, host_seconds: float, placed: tuple[float, float, float], *, failed: bool) -> StepRecord:
         rows, decodes, sampled = len(plan.rows), plan.counts.count(1), len(plan.sample_work)
@@ -180,9 +193,13 @@ class StepRecorder:
         load = self._cost_model.load_of(plan)
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
+        kind = kind_of(rows, decodes)
+        predicted = self._predicted(kind, cost)  # before this step teaches anything: its error is that of a true prediction
+        if not failed:
+            self._fits[kind].observe(cost.floor_seconds, measured)
         return StepRecord(
             plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
-            cost.floor_seconds, cost.seconds, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
+            cost.floor_seconds, predicted, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
         )
 
     def _add(self, record: StepRecord, generated: int) -> None:
