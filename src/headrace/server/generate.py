@@ -1,7 +1,7 @@
-"""The two generating routes: from a checked request through the engine to an answer, streamed or whole.
+"""Generation: from a checked request through the engine to an answer, streamed or whole.
 
 What lives here: preparing prompts, driving engine streams into an Answer, counting. What may not: wire formats (answers.py,
-protocol.py), SSE framing (stream.py).
+protocol/), SSE framing (stream.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
@@ -21,8 +21,8 @@ from headrace.request import Request, SamplingParams
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
-from headrace.server.protocol import AnswerOptions, TemplateOptions, parse_chat, parse_completion
-from headrace.server.service import DeltaStream, Service
+from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
+from headrace.server.service import DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.wire import encode
@@ -30,30 +30,50 @@ from headrace.server.wire import encode
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _SCORE_BYTES = 64  # of an answer, about, for each logprob
 
+Asked = TypeVar("Asked", bound=ChatRequest)
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
+    await converse(service, exchange, parse_chat, _chat_answer)
+
+
+def _chat_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> Answer:
+    return ChatAnswer(shape, prompt, request.params.n, tokenizer)
+
+
+async def converse(
+    service: Service,
+    exchange: Exchange,
+    parse: Callable[[Mapping[str, Any], Mapping[str, Any]], Asked],
+    create_answer: Callable[[Asked, Shape, PromptState, Tokenizer | None], Answer],
+    param: str = "messages",
+) -> None:
+    """Every route that answers a conversation. ``param`` is what the client calls the conversation."""
     engine = service.engine
-    request = await service.bodies.read(exchange, partial(parse_chat, defaults=service.defaults))
+    request = await service.bodies.read(exchange, lambda raw: parse(raw, service.defaults))
     model = service.check_model(request.options.model)
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
-        parsed = await render_chat(service, request.messages, request.conversation)
+        parsed = await render_chat(service, request.messages, request.conversation, param)
         params, options = request.params, request.options
-        prepared = _prepare(service, parsed, params, options, "messages")
+        prepared = _prepare(service, parsed, params, options, param)
+        answer = create_answer(request, _shape(service, model, params, options), PromptState(prepared.prompt_token_ids), engine.tokenizer)
         del request, parsed  # their texts may be large, and the answer may take long
-        answer = ChatAnswer(_shape(service, model, params, options), PromptState(prepared.prompt_token_ids), params.n, engine.tokenizer)
         await _deliver(service, exchange, answer, [prepared], options)
 
 
-async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions) -> ParsedPrompt:
+async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions, param: str = "messages") -> ParsedPrompt:
     """Templates are programs and may take their time: never on the event loop."""
     render = partial(
         service.any_engine().inputs.chat_prompt,
         messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables,
     )  # fmt: skip
-    return await service.threads.run(INLINE_BYTES + 1 + sum(len(message["content"]) for message in messages), render)
+    try:
+        return await service.threads.run(INLINE_BYTES + 1 + sum(len(message["content"]) for message in messages), render)
+    except InvalidRequest as error:
+        error.param = param if error.param == "messages" else error.param
+        raise
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
