@@ -160,17 +160,22 @@ class Planner:
     # --- those who wait
 
     def _plan_waiting(self, plan: PlanBuilder, now: float, idle: bool) -> None:
-        if not self._batch_is_open(idle):
-            return
-        while plan.room > 0:
-            sequence = self.roster.waiting.peek()
-            if sequence is None or sequence.last_step > self.roster.retired:  # its last tokens are not known yet
+        batch_is_open, log = self._batch_is_open(idle), self.roster.log
+        while (sequence := self.roster.waiting.peek()) is not None:
+            rows, request_id = len(self.roster.free_rows), sequence.request_id
+            if not batch_is_open:
+                return log.add_wait("waits_batch", request_id)
+            if plan.room <= 0:
+                return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
+            if sequence.last_step > self.roster.retired:  # its last tokens are not known yet
                 return
-            if len(self.roster.free_rows) < _rows_wanted(sequence):
-                return
+            if rows < _rows_wanted(sequence):
+                return log.add_wait("waits_rows", request_id, _rows_wanted(sequence), rows)
             match = self._lookup(sequence)
-            if self._chunk(sequence, match.num_tokens, plan) == 0 or not self._fits(sequence, match):
-                return
+            if self._chunk(sequence, match.num_tokens, plan) == 0:
+                return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
+            if not self._fits(sequence, match):
+                return log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
             self._admit(match, plan, now)
             self._try_chunk(sequence, plan)
 
@@ -207,6 +212,10 @@ class Planner:
             sequence.num_cached_tokens = match.num_tokens
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += match.num_tokens
+            waited = max(0, int((now - sequence.request.arrival_time) * 1e6))
+            self.roster.log.add("admitted", sequence.request_id, sequence.num_prompt_tokens, match.num_tokens, waited)
+        else:
+            self.roster.log.add("resumed", sequence.request_id, sequence.num_tokens, match.num_tokens)
         self._send_row(sequence, plan)
         if not self.limits.paged_allocation:
             self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from headrace.cache.manager import CacheManager
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.limits import SchedulerLimits
+from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.queue import WaitingQueue
 from headrace.sequence import ALWAYS, NEVER, Sequence
 
@@ -42,6 +43,7 @@ class Roster:
         self.retired = NEVER  # the last step collected
         self.stale = False  # ``running`` holds sequences that have ended or are fully planned
         self.num_preemptions = 0
+        self.log = DecisionLog()
         self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -116,6 +118,7 @@ class Roster:
         sequence = self.running.pop()
         self.num_preemptions += 1
         sequence.num_preemptions += 1
+        self.log.add("preempted", sequence.request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
         self.requeue(sequence)
         return sequence
 

@@ -21,6 +21,7 @@ from headrace.config import SchedulerConfig
 from headrace.request import FinishReason, Request, SequenceOutput, StepPlan, StepResult
 from headrace.scheduler.events import AbortRequest, AddRequest, Event
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
+from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import create_policy
@@ -64,10 +65,15 @@ class Scheduler:
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(self._num_requests, self.roster.num_preemptions, self._planner.prefix_queries, self._planner.prefix_hits)
 
+    @property
+    def log(self) -> DecisionLog:
+        return self.roster.log
+
     # --- planning
 
     def schedule(self, now: float, events: Iterable[Event] = ()) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result)."""
+        self.roster.log.now = now
         for event in events:
             self._apply(event, now)
         self.roster.drop_ended()
@@ -98,6 +104,8 @@ class Scheduler:
         if isinstance(event, AddRequest):
             self._add(event.request, now)
             return
+        if isinstance(event, AbortRequest) and event.request_id in self.roster.requests:
+            self.roster.log.add("aborted", event.request_id)
         for sequence in list(self.roster.requests.get(event.request_id, ())):
             if isinstance(event, AbortRequest):
                 self.roster.end(sequence)
@@ -112,6 +120,7 @@ class Scheduler:
         if refusal is None:
             self.roster.enter(sequence)
             return
+        self.roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal)
         self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n))
 
@@ -144,6 +153,7 @@ class Scheduler:
     def fail(self, message: str, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed edits)."""
         step = self.in_flight.popleft()
+        self.roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)
         outputs = self.take_rejected() + take_failure(self.roster, step, message, now)
         self.roster.roll_back_all(through=self._next_step - 1)

@@ -1,0 +1,54 @@
+"""What the scheduler decided last, for people: who was admitted, who was pushed out, and what the head of the queue waits for.
+
+What lives here: a bounded log of numbers. What may not: deciding anything, words (the dashboard's), clocks: time is an input.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+from typing import Literal, NamedTuple
+
+CAPACITY = 256  # entries; older ones are forgotten
+
+Kind = Literal["admitted", "resumed", "preempted", "refused", "aborted", "failed", "waits_batch", "waits_rows", "waits_budget", "waits_blocks"]
+
+
+class Entry(NamedTuple):
+    """``values`` by kind, in tokens unless said.
+
+    admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used blocks, blocks;
+    waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks, blocks; refused: prompt;
+    failed: sequences of the step. The request is -1 where it is about none.
+    """
+
+    number: int
+    time: float
+    kind: Kind
+    request_id: int
+    values: tuple[int, ...]
+
+
+class DecisionLog:
+    """``now`` is set by whoever knows the time. A wait is told once, not at every step that it lasts."""
+
+    __slots__ = ("_entries", "_numbers", "_wait", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._entries: deque[Entry] = deque(maxlen=CAPACITY)
+        self._numbers = count(1)
+        self._wait: tuple[str, int] | None = None
+
+    def add(self, kind: Kind, request_id: int, *values: int) -> None:
+        self._entries.append(Entry(next(self._numbers), self.now, kind, request_id, values))
+
+    def add_wait(self, kind: Kind, request_id: int, *values: int) -> None:
+        if self._wait != (kind, request_id):
+            self._wait = (kind, request_id)
+            self.add(kind, request_id, *values)
+
+    def after(self, number: int) -> Iterable[Entry]:
+        """Entries with higher numbers, oldest first."""
+        return [entry for entry in self._entries if entry.number > number]
