@@ -7,7 +7,7 @@ What may not: HTTP mechanics (app.py, exchange.py), generation (generate.py).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,17 @@ from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.protocol import parse_detokenize, parse_tokenize
 from headrace.server.service import Service
+from headrace.server.wire import ErrorShape
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. ``path`` may end in ``{name}``, which takes the rest. ``open``: needs no key. ``body``: its request fields."""
+    """One route. ``path`` may end in ``{name}``, which takes the rest.
+
+    ``open``: needs no key. ``body``: its request fields. ``errors``: how they read.
+    """
 
     method: str
     path: str
@@ -32,6 +36,7 @@ class Route:
     summary: str
     open: bool = False
     body: tuple[fields.Field, ...] = ()
+    errors: ErrorShape = field(default_factory=ErrorShape)
 
 
 async def health(service: Service, exchange: Exchange) -> None:

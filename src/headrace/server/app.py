@@ -62,6 +62,8 @@ class App:
             raise HttpError("The request has no Host header; HTTP/1.1 needs one.", code="invalid_http")
         self._guard.check_browser(exchange.headers)
         by_method = self._table.match(exchange.path)
+        if by_method:
+            exchange.errors = next(iter(by_method.values())).errors
         if not by_method or not all(route.open for route in by_method.values()):
             self._guard.check_key(exchange.headers)
         if not by_method:

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
 from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout
-from headrace.server.wire import encode, error_object
+from headrace.server.wire import ErrorShape, encode
 
 RETRY_SECONDS = 5  # after which a client may try again, where the error does not say
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id
@@ -27,7 +27,7 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_send", "_task", "_unframed", "_watch", "arrival", "cause", "completion_tokens", "finished", "headers",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cause", "completion_tokens", "errors", "finished", "headers",
         "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status",
     )  # fmt: skip
 
@@ -43,6 +43,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id = self._client_request_id() or uuid.uuid4().hex
         self.route = "-"  # the matched route's template: what logs and metrics show
+        self.errors = ErrorShape()  # the matched route's, or of the answer that has begun
         self.status: int | None = None
         self.finished = False
         self._unframed = False  # the answer ends with the connection
@@ -69,7 +70,7 @@ class Exchange:
         await self.reply(status, encode(value))
 
     async def reply_error(self, error: HeadraceError) -> None:
-        await self.reply(error.status, encode(error_object(error)), headers=_error_headers(error))
+        await self.reply(error.status, self.errors.body(error), headers=_error_headers(error))
 
     async def begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.status = status

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.server.exchange import Exchange
 from headrace.server.http_errors import ClientTooSlow
-from headrace.server.wire import encode, error_object
 
 PING_SECONDS = 8.0  # silence after which a comment is sent; clients must hear something every 10 s
 LAGGARD_SECONDS = 60.0  # a client that takes nothing for so long is cut off
@@ -70,7 +69,7 @@ async def fail_stream(exchange: Exchange, error: HeadraceError) -> None:
     The application returns without completing the body; the connection then closes after what was written.
     """
     if not isinstance(error, ClientTooSlow):
-        await exchange.write(b"data: " + encode(error_object(error)) + b"\n\n")
+        await exchange.write(exchange.errors.event(error))
     exchange.finished = True
 
 

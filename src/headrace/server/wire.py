@@ -6,7 +6,6 @@ What lives here: decoding under limits, encoding, the error body. What may not: 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -86,6 +85,17 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def error_object(error: HeadraceError) -> dict[str, Mapping[str, Any]]:
+class ErrorShape:
+    """How an error reads on a route. A route may say more around the object that all of them have."""
+
+    def body(self, error: HeadraceError) -> bytes:
+        return encode(error_object(error))
+
+    def event(self, error: HeadraceError) -> bytes:
+        """In a stream that has begun."""
+        return b"data: " + self.body(error) + b"\n\n"
+
+
+def error_object(error: HeadraceError) -> dict[str, Any]:
     """The one shape of an error, at every status and in streams."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
