@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.llm import LLM
     from headrace.errors import HeadraceError
-    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -39,7 +40,7 @@ _HOMES = {
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
     "headrace.errors": ("HeadraceError",),
-    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"),
+    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputs"),
 }
 
 

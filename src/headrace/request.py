@@ -6,6 +6,7 @@ What lives here: data and its validation. What may not: torch, scheduling, text 
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -22,6 +23,7 @@ MAX_STOP_LENGTH = 1024
 MAX_ID_ENTRIES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 8192  # of all bad words together: each is tokenised where requests are checked
+MAX_GRAMMAR_CHARACTERS = 2**20  # of one structured_outputs constraint
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 
@@ -69,6 +71,53 @@ def _id_list(name: str, value: Any, max_items: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the text of an answer must be. Exactly one of: a text that ``json`` (a JSON schema; a dict is taken too) accepts, any JSON
+    object, a full match of ``regex``, one of ``choice``, a text of ``grammar`` (Lark).
+
+    Whether it can be compiled is found out later (engine/grammar_check.py). Raises InvalidRequest naming the field.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, (Mapping, bool)):
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is None or isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice or ()))
+        _boolean("structured_outputs", self.json_object)
+        given = [name for name in ("json", "regex", "grammar") if getattr(self, name) is not None]
+        given += [name for name in ("json_object", "choice") if getattr(self, name)]
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise InvalidRequest(
+                f"structured_outputs holds {what}; give exactly one of json, json_object, regex, choice and grammar.", param="structured_outputs"
+            )
+        _string_list("structured_outputs.choice", self.choice, MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHARACTERS)
+        self._check_text(given[0])
+
+    def _check_text(self, name: str) -> None:
+        texts = self.choice or (self.json, self.regex, self.grammar)
+        if not all(text is None or isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"structured_outputs.{name} must be a text; give one.", param="structured_outputs")
+        size = sum(len(text) for text in texts if text is not None)
+        if size > MAX_GRAMMAR_CHARACTERS:
+            shorten = f"give at most {MAX_GRAMMAR_CHARACTERS}"
+            raise InvalidRequest(f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs")
+
+
+def _schema_text(schema: Any) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.json is not plain JSON ({error}); give a JSON schema.", param="structured_outputs") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every route.
 
@@ -100,6 +149,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._accept_lists()
@@ -134,6 +184,16 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
+
+    def _check_structured_outputs(self) -> None:
+        """What only forbids tokens could leave a grammar none."""
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise InvalidRequest("structured_outputs is not a StructuredOutputs; give one.", param="structured_outputs")
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} and structured_outputs may leave no token to pick; give one of them.", param=name)
 
     def _accept_lists(self) -> None:
         """Lists (and a lone stop string) are taken as users write them and stored as tuples."""
