@@ -136,6 +136,11 @@ class ServerConfig:
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
+    supervise: bool = option(False, "a parent process starts the server again when it dies")
+    log_format: str = option("text", "log lines for people (text) or for collectors (json)", choices=("text", "json"))
+    prefix_sharing: str = option(
+        "key", "cached prefixes are shared by the requests of one API key (key) or by all of them (all)", choices=("key", "all")
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -62,7 +62,6 @@ ELSEWHERE: dict[str, str] = {
     "--cpu-offload-gb": "offloading is not supported yet",
     "--swap-space": "a preempted request is recomputed, not swapped; leave it out",
     "--max-step-ms": "budgets in milliseconds are not supported yet",
-    "--supervise": "run it under a supervisor such as systemd",
     "--ssl-keyfile": "put a TLS proxy in front",
     "--ssl-certfile": "put a TLS proxy in front",
 }

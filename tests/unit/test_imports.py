@@ -16,7 +16,7 @@ import headrace.errors
 PACKAGE = Path(headrace.errors.__file__).parent
 
 # The nouns: everyone may import them.
-NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "compiler"}
+NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "compiler", "family", "logs"}
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {

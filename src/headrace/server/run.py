@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from headrace import logs
 from headrace.config import EngineConfig, ServerConfig
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
 from headrace.server.service import Engine, Service
+from headrace.server.supervisor import Supervisor
 
-
-def log_accesses() -> None:
-    """One line a request, with the time of day; HEADRACE_LOG_LEVEL above info silences them."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    access_log = logging.getLogger("headrace.access")
-    access_log.handlers, access_log.propagate = [handler], False
+log = logging.getLogger("headrace.server")
 
 
 def say(line: str) -> None:
     """Lines for the person who started the server."""
     print(line, file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """The same where a program reads them."""
+    log.info(line.strip())
 
 
 def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, create_engine: CreateEngine, *, began: float | None = None) -> int:
@@ -39,10 +42,17 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
     guard = Guard(config)
-    log_accesses()
+    os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the engine's process inherits it
+    logs.configure(config.log_format)
     sock = bind(config)
+
+    def live(ready: Callable[[], None], since: float) -> int:
+        return run_loop(_serve(engine_config, config, version, create_engine, guard, sock, since, ready))
+
     try:
-        return run_loop(_serve(engine_config, config, version, create_engine, guard, sock, time.time() if began is None else began))
+        if config.supervise:
+            return Supervisor(lambda ready: live(ready, time.time())).run()
+        return live(lambda: None, time.time() if began is None else began)
     finally:
         sock.close()
 
@@ -60,19 +70,28 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(
-    engine_config: EngineConfig, config: ServerConfig, version: str, create_engine: CreateEngine, guard: Guard, sock: Any, began: float
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    version: str,
+    create_engine: CreateEngine,
+    guard: Guard,
+    sock: socket.socket,
+    began: float,
+    started: Callable[[], None],
 ) -> int:
     address = address_of(sock)
     routes = [route.path for route in ROUTES]
     service = Service(config, version, routes, priority_scheduling=engine_config.scheduler.scheduling_policy == "priority")
-    say(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
+    announce = tell if config.log_format == "json" else say
+    announce(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
 
     def ready(engine: Engine) -> None:
         for line in describe(engine):
-            say(line)
-        say(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
+            announce(line)
+        announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
+        started()
 
-    return await Lifecycle(service, guard, sock, create_engine, say, ready).run()
+    return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
 
 
 def describe(engine: Engine) -> list[str]:

@@ -1,0 +1,69 @@
+"""Processes that belong together: a child that ends with its parent, a parent that outlives nobody's orphans. (Linux; elsewhere no-ops.)
+
+What lives here: what the kernel is asked for. What may not: starting processes, deciding when they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of prctl(2)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """The kernel kills this process when the thread that started it has ended, even if it is stopped then.
+
+    ``parent``: that process's id, if it is known: should it be gone already, this one ends now.
+    """
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Whoever loses its parent below this process becomes its child, so that it can wait for all of them."""
+    _prctl(_SET_SUBREAPER, 1)
+
+
+def end_children(seconds: float) -> bool:
+    """Waits for every child, those that are left after ``seconds`` are killed. False when some are there even then."""
+    if _children_ended(seconds):
+        return True
+    for pid in children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return _children_ended(seconds)
+
+
+def _children_ended(seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+        return False
+    return True
+
+
+def children() -> list[int]:
+    """This process's own, also those that wait to be collected."""
+    me = os.getpid()
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _parent_of(entry) == me]
+
+
+def _parent_of(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None

@@ -1,0 +1,144 @@
+"""``--supervise``: a parent that starts the server again when it has died, and nothing else.
+
+What lives here: one fork a life, signals passed on, the wait between lives, giving up. What may not: the server, the engine,
+threads (a fork copies one only).
+
+The listening socket is the parent's: between two lives the port stays ours, and clients that connect wait for the next life.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.errors import ConfigError
+from headrace.family import adopt_orphans, end_children, end_with_parent
+
+FIRST_WAIT, LONGEST_WAIT = 0.25, 4.0  # seconds before a restart; it doubles while lives are short
+SHORT_LIFE = 60.0  # seconds
+FAILED_STARTS = 5  # in a row, none of which became ready: the next would not either
+LEFTOVER_SECONDS = 5.0  # for the dead server's engine to be gone
+USAGE = 2  # the exit status for settings that cannot be honoured: a restart changes none of them
+
+_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+
+log = logging.getLogger("headrace.supervisor")
+
+Ready = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One server, from its fork to its end. ``status`` is negative for a signal."""
+
+    status: int
+    was_ready: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        how = f"exit status {self.status}" if self.status >= 0 else f"signal {-self.status} ({signal.Signals(-self.status).name})"
+        return f"{how} after {self.seconds:.1f} s, {'having been ready' if self.was_ready else 'before it was ready'}"
+
+
+class Supervisor:
+    """``start(ready)`` is a whole server: it calls ``ready`` once and returns an exit status."""
+
+    def __init__(self, start: Callable[[Ready], int]) -> None:
+        if not hasattr(signal, "sigtimedwait"):
+            raise ConfigError("--supervise needs Linux; leave it out and let the system's own service manager restart the server.")
+        self._start = start
+        self._stopping = False
+        self._short_lives = self._failed_starts = 0
+
+    def run(self) -> int:
+        """The exit status of the last life; in each child process, that of its own."""
+        me = os.getpid()
+        adopt_orphans()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        try:
+            while True:
+                began, (told, tell) = time.monotonic(), os.pipe()
+                server = os.fork()
+                if server == 0:
+                    os.close(told)
+                    return self._live(me, before, tell)
+                os.close(tell)
+                status = self._watch(server)
+                life = Life(status, os.read(told, 1) != b"", time.monotonic() - began)
+                os.close(told)
+                if not end_children(LEFTOVER_SECONDS):
+                    log.error("Processes of the dead server cannot be ended; their memory may be missing.")
+                if self._is_last(life):
+                    return _exit_status(life.status)
+                if not self._wait(life):
+                    return 0
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _live(self, parent: int, signals: set[int | signal.Signals], tell: int) -> int:
+        """The child: a group of its own, so that a Ctrl-C in the terminal comes once, from the parent."""
+        os.setpgid(0, 0)
+        end_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+        def ready() -> None:
+            os.write(tell, b"1")
+
+        return self._start(ready)
+
+    def _watch(self, server: int) -> int:
+        """Until the server has ended; signals are passed on to it."""
+        while True:
+            number = signal.sigwaitinfo(_WATCHED).si_signo
+            if number != signal.SIGCHLD:
+                self._stopping = True
+                os.kill(server, number)
+            elif (status := _reaped(server)) is not None:
+                return status
+
+    def _is_last(self, life: Life) -> bool:
+        """Ended as it was told to, or hopeless."""
+        if self._stopping or life.status in (0, USAGE):
+            return True
+        self._failed_starts = 0 if life.was_ready else self._failed_starts + 1
+        if self._failed_starts < FAILED_STARTS:
+            return False
+        log.error("Giving up: %d starts in a row failed, the last with %s; its own words are above.", FAILED_STARTS, life)
+        return True
+
+    def _wait(self, life: Life) -> bool:
+        """False when a signal came instead of the next life."""
+        self._short_lives = self._short_lives + 1 if life.seconds < SHORT_LIFE else 1
+        seconds = min(FIRST_WAIT * 2 ** (self._short_lives - 1), LONGEST_WAIT)
+        log.error("The server ended with %s; it starts again in %g s.", life, seconds)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            came = signal.sigtimedwait(_WATCHED, left)
+            if came is not None and came.si_signo != signal.SIGCHLD:
+                return False
+        return True
+
+
+def _reaped(server: int) -> int | None:
+    """Collects whoever has ended; the server's exit code if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == server:
+            found = os.waitstatus_to_exitcode(status)
+
+
+def _exit_status(status: int) -> int:
+    """As a shell says it; a server that a passed-on signal ended before it listened has ended well."""
+    if status >= 0:
+        return status
+    return 0 if -status in (signal.SIGTERM, signal.SIGINT) else 128 - status
