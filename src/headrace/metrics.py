@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from headrace.cost.online_fit import OnlineFit
@@ -164,6 +165,11 @@ class StepRecorder:
     def records(self) -> tuple[StepRecord, ...]:
         """Oldest first."""
         return tuple(self._ring)
+
+    def after(self, step_id: int, *, at_most: int) -> list[StepRecord]:
+        """The newest records of later steps, oldest first."""
+        newest = takewhile(lambda record: record.step_id > step_id, reversed(self._ring))
+        return list(islice(newest, at_most))[::-1]
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
         """The device's own time is taken where the executor gives one, else the way from submission to collection."""

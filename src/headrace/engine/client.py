@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -286,12 +286,19 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, Any]:
         """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
+        return await self._ask(frames.AskStats)
+
+    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+        """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
+        return await self._ask(lambda number: frames.AskRecent(number, step, decision))
+
+    async def _ask(self, question: Callable[[int], frames.Frame]) -> dict[str, Any]:
         if self._connection.death is not None:
             raise self._connection.death
         number = next(self._ids)
         answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
         self._stats[number] = answer
-        self._connection.send(frames.pack(frames.AskStats(number)))
+        self._connection.send(frames.pack(question(number)))
         try:
             return await answer
         finally:

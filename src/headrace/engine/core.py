@@ -43,6 +43,8 @@ class EngineStats:
     num_used_blocks: int
     num_cached_blocks: int
     counters: SchedulerCounters
+    num_prefilling: int = 0  # of those running: their prompt is not computed yet
+    num_preempted: int = 0  # of those waiting: pushed out, to be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class EngineCore:
             self._failed = False
 
     def stats(self) -> EngineStats:
-        cache = self.scheduler.cache
+        cache, roster = self.scheduler.cache, self.scheduler.roster
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -172,6 +174,8 @@ class EngineCore:
             num_used_blocks=cache.num_used_blocks,
             num_cached_blocks=sum(pool.num_cached for pool in cache.pools),
             counters=self.scheduler.counters,
+            num_prefilling=sum(1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens),
+            num_preempted=sum(1 for sequence in roster.waiting if sequence.num_preemptions),
         )
 
 

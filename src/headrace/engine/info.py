@@ -25,3 +25,5 @@ class EngineInfo:
     dtype: str
     decisions: tuple[Decision, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose
+    techniques: dict[str, str] = field(default_factory=dict)  # "on", "off" or a value, by name
+    max_num_batched_tokens: int = 0  # a step

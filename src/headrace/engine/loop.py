@@ -41,6 +41,7 @@ DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
 DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
 _LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction: they cannot take long
 READ_BYTES = 1 << 18
+RECENT_STEPS = 64  # the newest, that one answer tells of: a second may hold thousands
 
 
 class ParentGone(Exception):
@@ -146,7 +147,8 @@ class EngineLoop:
             frames.Add: self._add,
             frames.Abort: lambda command: self._core.abort(command.request_id),
             frames.Finish: lambda command: self._core.finish(command.request_id, command.index, command.num_tokens),
-            frames.AskStats: self._answer_stats,
+            frames.AskStats: lambda command: self._reply(command.number, self._stats()),
+            frames.AskRecent: self._answer_recent,
             frames.Shutdown: self._shut_down,
         }
         self._running = True
@@ -178,8 +180,16 @@ class EngineLoop:
             refused = [SequenceOutput(command.request_id, index, (), finished=finished) for index in range(command.params.n)]
             self._link.send(frames.pack_step(refused))
 
-    def _answer_stats(self, command: frames.AskStats) -> None:
-        self._link.send(frames.pack(frames.StatsReply(command.number, {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()})))
+    def _stats(self) -> dict[str, Any]:
+        return {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()}
+
+    def _answer_recent(self, command: frames.AskRecent) -> None:
+        records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
+        decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
+        self._reply(command.number, {**self._stats(), "records": [asdict(each) for each in records], "decisions": decisions})
+
+    def _reply(self, number: int, stats: dict[str, Any]) -> None:
+        self._link.send(frames.pack(frames.StatsReply(number, stats)))
 
     def _shut_down(self, command: frames.Shutdown) -> None:
         self._running = False

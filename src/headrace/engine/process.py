@@ -129,11 +129,19 @@ class AskStats(Frame):
     number: int
 
 
+class AskRecent(Frame):
+    """The same, and what happened since: steps and decisions with numbers above these."""
+
+    number: int
+    step: int
+    decision: int
+
+
 class Shutdown(Frame):
     pass
 
 
-Command = Add | Abort | Finish | AskStats | Shutdown
+Command = Add | Abort | Finish | AskStats | AskRecent | Shutdown
 Event = Hello | Started | StartFailed | Beat | Died | StatsReply | Step
 
 _encoder = msgspec.msgpack.Encoder()

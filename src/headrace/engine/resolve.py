@@ -14,6 +14,7 @@ from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError
 from headrace.models.source import ModelSource, find_model
+from headrace.techniques import TECHNIQUES, Technique
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
 CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a few tens of milliseconds of an 8B model
@@ -109,4 +110,17 @@ def describe(config: EngineConfig, source: ModelSource, core: EngineCore, eos: t
         dtype=next((str(each.value) for each in decisions if each.name == "dtype"), config.model.dtype),
         decisions=decisions,
         memory=info.memory,
+        techniques={technique.name: _state_of(technique, config, info.device) for technique in TECHNIQUES},
+        max_num_batched_tokens=core.scheduler.limits.max_num_batched_tokens,
     )
+
+
+def _state_of(technique: Technique, config: EngineConfig, device: str) -> str:
+    """How a technique stands in a resolved config."""
+    folder, _, name = technique.switch.partition(".")
+    value = getattr(getattr(config, folder), name)
+    if technique.needs_gpu and not device.startswith("cuda"):
+        return "needs a GPU"
+    if value == technique.off:
+        return "off"
+    return "on" if isinstance(value, bool) or value == technique.on else str(value)
