@@ -13,7 +13,9 @@ import pytest
 
 from headrace.config import ModelConfig
 from headrace.engine import template
+from headrace.engine.sandbox import MAX_PROCESSES, Sandbox
 from headrace.engine.template import ChatTemplate
+from headrace.engine.template_frames import encode_frame
 from headrace.engine.tokenizer import load_tokenizer, read_chat_template
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import find_model
@@ -130,8 +132,8 @@ def test_nothing_outside_is_reachable(text: str, render) -> None:
 
 def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_API_KEY", "secret")
-    renderer = template._Renderer({"default": "x"})
-    renderer.finish_start()
+    renderer = Sandbox("headrace.engine.template_worker", encode_frame({"compile": {"default": "x"}}))
+    renderer.finish_start(template._check_compiled)
     environment = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     renderer.close()
     assert b"PYTHONPATH" in environment and b"HEADRACE" not in environment
@@ -156,7 +158,7 @@ def test_others_render_while_one_runs_away() -> None:
 
     thread = threading.Thread(target=run_away)
     thread.start()
-    while not chat._slots._value < template.MAX_RENDERERS:  # the runaway has its renderer
+    while not chat._pool._slots._value < MAX_PROCESSES:  # the runaway has its renderer
         time.sleep(0.01)
     assert [chat.render(USER, None, True, {}) for _ in range(20)] == ["ok"] * 20
     answered = time.monotonic()
@@ -168,10 +170,10 @@ def test_others_render_while_one_runs_away() -> None:
 def test_a_renderer_is_kept_and_ends_with_its_template() -> None:
     chat = ChatTemplate({"default": "ok"}, {})
     chat.warm_up()
-    (renderer,) = chat._idle
+    (renderer,) = chat._pool._idle
     for _ in range(3):
         chat.render(USER, None, True, {})
-    assert chat._idle == [renderer]
+    assert chat._pool._idle == [renderer]
     chat.close()
     assert renderer._process.poll() is not None
 

@@ -1,6 +1,6 @@
 """Chat templates: messages to prompt text, rendered in processes that can be killed (template_worker.py).
 
-What lives here: choosing a template, the pool of renderers, and sentences for what templates do wrong.
+What lives here: choosing a template, asking a renderer, and sentences for what templates do wrong.
 What may not: Jinja (it is imported in the renderers alone), tokens.
 
 A thread cannot be killed and ``'a' * 10**9`` cannot be interrupted, so limits that hold need a process. A renderer is started
@@ -10,117 +10,45 @@ others serve, so a template that loops for its whole second holds up nobody else
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.engine.template_frames import encode_frame, read_frame
+from headrace.engine.sandbox import Reply, SandboxPool
+from headrace.engine.template_frames import encode_frame
 from headrace.errors import InvalidRequest, ModelError
 
 RENDER_SECONDS = 1.0
 MAX_OUTPUT_BYTES = 16 * 2**20
-MAX_RENDERERS = 4
 
 # What a template is given by its caller and not by a client; the first three would replace it, the others what it is made of.
 RESERVED_VARIABLES = frozenset(
     {"chat_template", "tokenize", "continue_final_message", "messages", "tools", "add_generation_prompt", "self", "return_dict", "return_tensors"}
 )
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
 
-class _Renderer:
-    """One template_worker process with the templates compiled in it."""
-
-    def __init__(self, templates: Mapping[str, str]) -> None:
-        package_root = str(Path(__file__).resolve().parents[2])
-        # sys.path is handed on because the parent may have found its packages by other means than the environment.
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-P", "-m", "headrace.engine.template_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        self._finalizer = weakref.finalize(self, _end, self._process)
-        self._compile_frame: bytes | None = encode_frame({"compile": dict(templates)})
-        self._send(self._compile_frame)
-
-    def finish_start(self) -> None:
-        """Waits for the templates to be compiled, once. Raises ModelError when one is not a template."""
-        if self._compile_frame is None:
-            return
-        self._compile_frame = None
-        reply = self._receive()
-        if reply is None or "text" not in reply:
-            self.close()
-            reason = "takes too long to compile" if reply is None else f"is not valid Jinja ({reply['error'] or reply['kind']})"
-            raise ModelError(f"the model's chat template {reason}; give another with --chat-template.")
-
-    def request(self, frame: bytes) -> dict[str, Any] | None:
-        """The reply, or None when the process was killed by its timer."""
-        self._send(frame)
-        return self._receive()
-
-    def _send(self, frame: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a dead renderer shows in the reply
-            self._process.stdin.write(frame)
-            self._process.stdin.flush()
-
-    def _receive(self) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        body = read_frame(self._process.stdout)  # type: ignore[arg-type]
-        return None if body is None else json.loads(body)
-
-    @property
-    def alive(self) -> bool:
-        return self._finalizer.alive
-
-    def close(self) -> None:
-        self._finalizer()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
+def _check_compiled(reply: Reply | None) -> None:
+    if reply is None or "text" not in reply:
+        reason = "takes too long to compile" if reply is None else f"is not valid Jinja ({reply['error'] or reply['kind']})"
+        raise ModelError(f"the model's chat template {reason}; give another with --chat-template.")
 
 
 class ChatTemplate:
-    """A model's chat templates by name ("default", "tool_use", …). Thread-safe; renders run side by side up to MAX_RENDERERS."""
+    """A model's chat templates by name ("default", "tool_use", …). Thread-safe; renders run side by side up to sandbox.MAX_PROCESSES."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str], *, seconds: float = RENDER_SECONDS) -> None:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._seconds = seconds
-        self._idle: list[_Renderer] = []
-        self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(MAX_RENDERERS)
+        self._pool = SandboxPool("headrace.engine.template_worker", {"compile": self._templates}, _check_compiled)
 
     def warm_up(self) -> None:
         """Starts a renderer without waiting for it, so that the first render need not."""
-        with self._lock:
-            if not self._idle and self._templates:
-                self._idle.append(_Renderer(self._templates))
+        if self._templates:
+            self._pool.warm_up()
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for renderer in idle:
-            renderer.close()
+        self._pool.close()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -136,7 +64,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         frame = _render_frame(name, given, self._seconds)
-        with self._slots, self._borrowed() as renderer:
+        with self._pool.borrowed() as renderer:
             reply = renderer.request(frame)
             if reply is None or reply.get("kind") in ("size", "memory"):
                 renderer.close()
@@ -159,21 +87,6 @@ class ChatTemplate:
             param="messages",
         )
 
-    @contextlib.contextmanager
-    def _borrowed(self) -> Iterator[_Renderer]:
-        with self._lock:
-            renderer = self._idle.pop() if self._idle else None
-        renderer = renderer or _Renderer(self._templates)
-        renderer.finish_start()
-        try:
-            yield renderer
-        except BaseException:
-            renderer.close()
-            raise
-        if renderer.alive:
-            with self._lock:
-                self._idle.append(renderer)
-
 
 def _render_frame(name: str, variables: Mapping[str, Any], seconds: float) -> bytes:
     try:
@@ -193,7 +106,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _text(reply: dict[str, Any] | None, seconds: float) -> str:
+def _text(reply: Reply | None, seconds: float) -> str:
     if reply is None:
         raise InvalidRequest(f"the chat template did not finish these messages within {seconds:g} s and was stopped; shorten them.", param="messages")
     if "text" in reply:
