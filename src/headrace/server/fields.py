@@ -47,18 +47,14 @@ def _refused(name: str, remedy: str, *neutral: Any) -> Field:
     return Field(name, Use.REFUSED, help=remedy, neutral=neutral)
 
 
-_COMMON = (
+# Of every route that generates.
+_GENERATING = (
     _option("model", "string", "a name from /v1/models; without it, the first"),
     _option("stream", "boolean", "answer as server-sent events"),
-    _option("stream_options", "object", "include_usage: one last chunk with usage"),
-    _option("max_tokens", "integer", "most tokens to generate"),
     _option("logit_bias", "object", "token id → number added to its logit"),
-    _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
     _option("priority", "integer", "lower goes first; needs --scheduling-policy priority"),
     _option("cache_salt", "string", "requests with different salts never share cached prefixes"),
     _option("truncate_prompt_tokens", "integer", "keep only the last so many tokens of the prompt; -1: as many as fit"),
-    _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
-    _sampling("n", "integer", "answers to each prompt"),
     _sampling("temperature", "number", "0 is greedy"),
     _sampling("top_p", "number", "smallest set of tokens with this much probability"),
     _sampling("top_k", "integer", "the k most probable tokens; 0 or -1: all"),
@@ -67,7 +63,6 @@ _COMMON = (
     _sampling("frequency_penalty", "number", "against tokens, by how often they were generated"),
     _sampling("repetition_penalty", "number", "divides the logits of tokens seen"),
     _sampling("seed", "integer", "same seed, same request: same tokens"),
-    _sampling("stop", ("string", "array"), "strings that end the answer"),
     _sampling("stop_token_ids", "array", "token ids that end the answer"),
     _sampling("include_stop_str_in_output", "boolean", "keep the stop string in the text"),
     _sampling("ignore_eos", "boolean", "go on past the end-of-sequence token"),
@@ -84,11 +79,6 @@ _COMMON = (
     _refused("use_beam_search", "beam search is not offered; use n with a temperature", False),
     _refused("length_penalty", "it belongs to beam search, which is not offered", 1, 1.0),
     _refused("structured_outputs", "constrained output is not supported yet; leave it out"),
-    _refused("guided_json", "constrained output is not supported yet; leave it out"),
-    _refused("guided_regex", "constrained output is not supported yet; leave it out"),
-    _refused("guided_choice", "constrained output is not supported yet; leave it out"),
-    _refused("guided_grammar", "constrained output is not supported yet; leave it out"),
-    _refused("response_format", "constrained output is not supported yet; leave it out", {"type": "text"}),
     _refused("spaces_between_special_tokens", "text is decoded as the tokenizer says; leave it out", True),
     _refused("logits_processors", "code is never taken from a request; leave it out", []),
     _refused("return_tokens_as_token_ids", "use return_token_ids", False),
@@ -96,6 +86,22 @@ _COMMON = (
     _refused("mm_processor_kwargs", "text models have no media processor; leave it out", {}),
     _refused("kv_transfer_params", "blocks are not handed between servers yet; leave it out"),
     _refused("vllm_xargs", "there are no such extensions here; leave it out", {}),
+)
+
+# Of OpenAI's two older routes.
+_COMMON = (
+    *_GENERATING,
+    _option("stream_options", "object", "include_usage: one last chunk with usage"),
+    _option("max_tokens", "integer", "most tokens to generate"),
+    _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
+    _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
+    _sampling("n", "integer", "answers to each prompt"),
+    _sampling("stop", ("string", "array"), "strings that end the answer"),
+    _refused("guided_json", "constrained output is not supported yet; leave it out"),
+    _refused("guided_regex", "constrained output is not supported yet; leave it out"),
+    _refused("guided_choice", "constrained output is not supported yet; leave it out"),
+    _refused("guided_grammar", "constrained output is not supported yet; leave it out"),
+    _refused("response_format", "constrained output is not supported yet; leave it out", {"type": "text"}),
 )
 
 CHAT = (
@@ -137,6 +143,77 @@ COMPLETION = (
     _option("add_special_tokens", "boolean", "begin a text prompt as the tokenizer says (BOS)"),
     _refused("suffix", "filling in the middle is not supported; leave it out", ""),
     _refused("prompt_embeds", "give the prompt as text or token ids"),
+)
+
+# Of the two routes that give one answer made of parts: what OpenAI's older routes have and these answers have no place for.
+_IN_PARTS = (
+    _refused("n", "one request has one answer here; send several", 1),
+    _refused("stream_options", "usage always comes with the last event; leave it out", {}, {"include_usage": True}, {"include_obfuscation": False}),
+    _refused("prompt_logprobs", "use /v1/chat/completions"),
+    _refused("return_token_ids", "use /v1/chat/completions", False),
+    _refused("response_format", "constrained output is not supported on this route; use /v1/chat/completions", {"type": "text"}),
+    _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
+)
+
+_MESSAGES_PROMPT = (
+    _option("messages", "array", "the conversation: user and assistant in turn, as text or blocks of text, tool_use, tool_result and thinking"),
+    _option("system", ("string", "array"), "the system prompt, as text or blocks of text"),
+    _option("tools", "array", "functions the model may call, each with an input_schema"),
+    _option("tool_choice", "object", "type auto or none"),
+    _option("thinking", "object", "type disabled, enabled or adaptive; given to the chat template as enable_thinking"),
+    _option("chat_template_kwargs", "object", "further variables for the chat template"),
+    _label("cache_control", "object"),
+    _refused("output_config", "constrained output and effort are not supported on this route; leave it out", {}),
+    _refused("speed", "there is one speed, the best; leave it out", "standard"),
+    _refused("context_management", "nothing is edited out of a conversation; send what the model shall see"),
+    _refused("mcp_servers", "this server calls nobody; run the tools yourself", []),
+    _refused("user_profile_id", "nothing is stored; leave it out"),
+    _refused("workspace_id", "nothing is stored; leave it out"),
+)
+
+MESSAGES = (
+    *_GENERATING,
+    *_IN_PARTS,
+    *_MESSAGES_PROMPT,
+    _option("max_tokens", "integer", "most tokens to generate; required"),
+    _option("stop_sequences", "array", "strings that end the answer"),
+    _label("inference_geo"),
+    _refused("container", "no code is run here; leave it out"),
+    _refused("diagnostics", "leave it out; /metrics tells of the cache"),
+    _refused("stop", "use stop_sequences"),
+)
+
+COUNT_TOKENS = (_option("model", "string", "a name from /v1/models; without it, the first"), *_MESSAGES_PROMPT)
+
+RESPONSES = (
+    *_GENERATING,
+    *_IN_PARTS,
+    _option("input", ("string", "array"), "a text, or items: messages, function_call, function_call_output, reasoning"),
+    _option("instructions", "string", "a system message before the input"),
+    _option("max_output_tokens", "integer", "most tokens to generate"),
+    _option("tools", "array", "functions the model may call"),
+    _option("tool_choice", ("string", "object"), "auto or none"),
+    _option("text", "object", "format: of type text"),
+    _option("reasoning", "object", "effort: given to the chat template as reasoning_effort (none: as enable_thinking false)"),
+    _option("chat_template_kwargs", "object", "further variables for the chat template"),
+    _label("parallel_tool_calls", "boolean"),
+    _sampling("stop", ("string", "array"), "strings that end the answer"),
+    _refused("max_tokens", "use max_output_tokens"),
+    _refused("store", "nothing is stored; set it to false or leave it out", False),
+    _refused("previous_response_id", "nothing is stored; send the whole conversation as input"),
+    _refused("conversation", "nothing is stored; send the whole conversation as input"),
+    _refused("prompt", "nothing is stored; send the prompt itself as input"),
+    _refused("background", "an answer is given on the connection that asked for it", False),
+    _refused("include", "nothing further can be included; leave it out", []),
+    _refused("truncation", "a prompt that does not fit is refused; use truncate_prompt_tokens", "disabled"),
+    _refused("top_logprobs", "use /v1/chat/completions", 0),
+    _refused("max_tool_calls", "tools are called by you, one answer at a time; leave it out"),
+    _refused("context_management", "nothing is edited out of a conversation; send what the model shall see", []),
+    _refused("moderation", "nothing is moderated; leave it out"),
+    _refused("access_programs", "there are none; leave it out"),
+    _refused("image", "text models make no images; leave it out"),
+    _refused("prompt_cache_retention", "prefixes stay cached while memory lasts; leave it out"),
+    _refused("prompt_cache_options", "prefixes are cached automatically; leave it out"),
 )
 
 TOKENIZE = (

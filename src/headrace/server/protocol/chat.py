@@ -14,7 +14,15 @@ from headrace.request import SamplingParams
 from headrace.server.fields import CHAT
 from headrace.server.messages import read_messages
 from headrace.server.protocol.body import Body
-from headrace.server.protocol.sampling import AnswerOptions, TemplateOptions, answer_options, model_defaults, sampling_params, template_options
+from headrace.server.protocol.sampling import (
+    AnswerOptions,
+    TemplateOptions,
+    answer_options,
+    model_defaults,
+    sampling_params,
+    template_options,
+    tools_are_shown,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +39,6 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = Body(raw, CHAT)
     limit_name, limit = _chat_limit(body)
-    choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise InvalidRequest("tool_choice is supported as auto or none only; leave it out.", param="tool_choice", code="unsupported_parameter")
     values = {**model_defaults(defaults), **body.sampling()}
     if limit is not None:
         values["max_tokens"] = limit
@@ -43,7 +48,7 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
     return ChatRequest(
         messages=read_messages(body.require("messages")),
-        conversation=template_options(body, with_tools=choice == "auto"),
+        conversation=template_options(body, with_tools=tools_are_shown(body.get("tool_choice", "auto"))),
         params=sampling_params(body, values, {"max_tokens": limit_name, "logprobs": "top_logprobs"}),
         options=answer_options(body),
     )

@@ -46,6 +46,7 @@ class TemplateOptions:
 
 
 def template_options(body: Body, *, with_tools: bool) -> TemplateOptions:
+    """For the routes that take tools and variables as chat completions do."""
     tools = read_tools(body.get("tools"))
     return TemplateOptions(
         tools=tools if with_tools else None,
@@ -54,13 +55,20 @@ def template_options(body: Body, *, with_tools: bool) -> TemplateOptions:
     )
 
 
+def tools_are_shown(choice: Any) -> bool:
+    """What ``tool_choice`` (as chat completions have it) says of the template's tools."""
+    if choice not in ("auto", "none"):
+        raise InvalidRequest("tool_choice is supported as auto or none only; leave it out.", param="tool_choice", code="unsupported_parameter")
+    return bool(choice == "auto")
+
+
 def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
 
 
 def sampling_params(body: Body, values: dict[str, Any], wire_names: Mapping[str, str], *, echo_logprobs: bool = False) -> SamplingParams:
     """SamplingParams, with its errors renamed to what the client wrote."""
-    check_size("max_tokens", values.get("max_tokens"))
+    check_size(wire_names.get("max_tokens", "max_tokens"), values.get("max_tokens"))
     values["prompt_logprobs"] = body.get("prompt_logprobs")
     if echo_logprobs and values["prompt_logprobs"] is None:
         values["prompt_logprobs"] = values.get("logprobs")
@@ -95,7 +103,7 @@ def answer_options(body: Body) -> AnswerOptions:
         priority=body.get("priority", 0),
         cache_salt=body.get("cache_salt", ""),
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
-        limit_name=next((name for name in ("max_completion_tokens", "max_tokens") if name in body), None),
+        limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
     )
     _check_options(options)
     return options

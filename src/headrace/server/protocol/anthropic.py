@@ -1,0 +1,168 @@
+"""/v1/messages and its count_tokens: a decoded body becomes a ChatRequest, or an error that names the field.
+
+What lives here: these routes' own fields, blocks to messages. What may not: what routes share (sampling.py), answers (server/anthropic.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import InvalidRequest
+from headrace.server.fields import COUNT_TOKENS, MESSAGES
+from headrace.server.messages import MAX_MESSAGES, check_template_kwargs
+from headrace.server.protocol.blocks import (
+    Chat,
+    check_count,
+    check_messages,
+    check_tools,
+    function_tool,
+    read_object,
+    read_text,
+    read_texts,
+    read_type,
+    refuse_type,
+    tool_call,
+)
+from headrace.server.protocol.body import Body
+from headrace.server.protocol.chat import ChatRequest
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params, tools_are_shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRequest:
+    """A checked /v1/messages/count_tokens body."""
+
+    model: str | None
+    messages: Chat
+    conversation: TemplateOptions
+
+
+def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+    """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
+    body = Body(raw, MESSAGES)
+    values = {**model_defaults(defaults), **body.sampling(), "max_tokens": body.require("max_tokens"), "stop": body.get("stop_sequences")}
+    return ChatRequest(
+        messages=_read_conversation(body),
+        conversation=_template_options(body),
+        params=sampling_params(body, values, {"stop": "stop_sequences"}),
+        options=answer_options(body),
+    )
+
+
+def parse_count_tokens(raw: Mapping[str, Any]) -> CountRequest:
+    """Raises InvalidRequest naming the field."""
+    body = Body(raw, COUNT_TOKENS)
+    return CountRequest(model=body.get("model"), messages=_read_conversation(body), conversation=_template_options(body))
+
+
+def _template_options(body: Body) -> TemplateOptions:
+    tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
+    shown = tools_are_shown(_read_choice(body.get("tool_choice", {"type": "auto"})))
+    variables = {**_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
+    return TemplateOptions(tools=tools if tools and shown else None, add_generation_prompt=True, variables=variables)
+
+
+def _read_tool(where: str, tool: Any) -> dict[str, Any]:
+    kind = read_object(where, tool).get("type")
+    if kind not in (None, "custom"):
+        raise refuse_type(where, str(kind), "tools of type custom, which the client runs")
+    return function_tool(where, tool, "input_schema")
+
+
+def _read_choice(choice: dict[str, Any]) -> Any:
+    """``tool_choice`` as chat completions have it."""
+    if choice.get("disable_parallel_tool_use"):
+        raise InvalidRequest(
+            "tool_choice.disable_parallel_tool_use is not supported; leave it out.",
+            param="tool_choice.disable_parallel_tool_use",
+            code="unsupported_parameter",
+        )
+    kind = read_type("tool_choice", choice)
+    if kind == "tool":
+        return {"type": "function", "function": {"name": read_text("tool_choice", choice, "name")}}
+    if kind not in ("auto", "any", "none"):
+        raise InvalidRequest("tool_choice.type must be auto, any, tool or none.", param="tool_choice.type")
+    return "required" if kind == "any" else kind
+
+
+def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Whether to think is the template's to say to the model; how long is bounded by max_tokens alone."""
+    if given is None:
+        return {}
+    kind = read_type("thinking", given)
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidRequest("thinking.type must be enabled, adaptive or disabled.", param="thinking.type")
+    further = next((name for name, value in given.items() if name != "type" and value is not None), None)
+    if further is not None:
+        name = f"thinking.{further[:100]}"
+        raise InvalidRequest(f"{name} is not supported; max_tokens bounds thinking and answer together.", param=name, code="unsupported_parameter")
+    return {"enable_thinking": kind != "disabled"}
+
+
+def _read_conversation(body: Body) -> Chat:
+    given = body.require("messages")
+    check_count("messages", len(given), MAX_MESSAGES)
+    messages: Chat = []
+    if "system" in body:
+        messages.append({"role": "system", "content": read_texts("system", body.get("system"))})
+    before = len(messages)
+    for index, message in enumerate(given):
+        messages += _read_message(f"messages[{index}]", message)
+    check_messages("messages", messages[before:])
+    if messages[-1]["role"] == "assistant":
+        where = f"messages[{len(given) - 1}]"
+        raise InvalidRequest(f"{where} is the assistant's, but continuing it is not supported; end with a user message.", param=where)
+    return messages
+
+
+def _read_message(where: str, message: Any) -> Chat:
+    role, content = read_object(where, message).get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(f"{where}.role must be user or assistant; a system prompt goes into system.", param=f"{where}.role")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{where}.content must be a string or a list of blocks.", param=f"{where}.content", code="invalid_type")
+    return [_read_assistant(f"{where}.content", content)] if role == "assistant" else _read_user(f"{where}.content", content)
+
+
+def _read_user(where: str, blocks: list[Any]) -> Chat:
+    """Results of tools are messages of their own, in the order of the blocks; texts side by side are one message."""
+    messages: Chat = []
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        kind = read_type(place, block)
+        if kind == "tool_result":
+            result = "" if block.get("content") is None else read_texts(f"{place}.content", block["content"])
+            messages.append({"role": "tool", "tool_call_id": read_text(place, block, "tool_use_id"), "content": result})
+        elif kind != "text":
+            raise refuse_type(place, kind, "text and tool_result from the user")
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += read_text(place, block, "text")
+        else:
+            messages.append({"role": "user", "content": read_text(place, block, "text")})
+    return messages
+
+
+def _read_assistant(where: str, blocks: list[Any]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        place = f"{where}[{index}]"
+        kind = read_type(place, block)
+        if kind == "text":
+            texts.append(read_text(place, block, "text"))
+        elif kind == "thinking":
+            thoughts.append(read_text(place, block, "thinking"))
+        elif kind == "tool_use":
+            arguments = read_object(f"{place}.input", block.get("input"))
+            calls.append(tool_call(read_text(place, block, "id"), read_text(place, block, "name"), arguments))
+        else:
+            raise refuse_type(place, kind, "text, thinking and tool_use from the assistant")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
