@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine import process as frames
 from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.errors import HeadraceError, InvalidRequest
+from headrace.family import end_with_parent
+from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
 from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult
 
@@ -39,7 +41,8 @@ BEAT_SECONDS = 1.0
 HOST_LIMIT = 5.0  # seconds: one turn of the loop outside the device
 DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
 DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
-_LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction: they cannot take long
+_LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction, unless the device has just been slow
+_SLOW_SECONDS = 1.0
 READ_BYTES = 1 << 18
 RECENT_STEPS = 64  # the newest, that one answer tells of: a second may hold thousands
 
@@ -68,16 +71,21 @@ class Pulse:
 class StampedExecutor:
     """An executor whose calls are told apart from the host's own work: a long step is no hang, a long turn is one."""
 
-    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse) -> None:
+    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse, least: float = 0.0) -> None:
+        """``least``: seconds that every step takes, whatever the recorder predicts."""
         self._inner = inner
         self._recorder = recorder
         self._pulse = pulse
-        self._limits: dict[int, float] = {}  # by step in flight
+        self._least = least
+        self._slow = False  # the last step took long: so may the next, however small
+        self._limits: dict[int, float] = {}  # by step in flight, as the next
+        self._submitted: dict[int, float] = {}
         self.info: ExecutorInfo = inner.info
 
     def submit(self, plan: StepPlan) -> Ticket:
-        predicted = self._recorder.predict(plan) if plan.num_tokens >= _LONG_STEP_TOKENS else 0.0
-        self._limits[plan.step_id] = max(DEVICE_LIMIT, DEVICE_FACTOR * predicted)
+        predicted = self._recorder.predict(plan) if self._slow or plan.num_tokens >= _LONG_STEP_TOKENS else 0.0
+        self._limits[plan.step_id] = max(DEVICE_LIMIT, DEVICE_FACTOR * max(predicted, self._least))
+        self._submitted[plan.step_id] = time.perf_counter()
         self._pulse.enter("device", sum(self._limits.values()))  # an inline executor computes here
         try:
             return self._inner.submit(plan)
@@ -85,10 +93,12 @@ class StampedExecutor:
             self._pulse.enter("host", HOST_LIMIT)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        self._pulse.enter("device", self._limits.pop(ticket.step_id, DEVICE_LIMIT))
+        began = self._submitted.pop(ticket.step_id)
+        self._pulse.enter("device", self._limits.pop(ticket.step_id))
         try:
             return self._inner.collect(ticket)
         finally:
+            self._slow = time.perf_counter() - began > _SLOW_SECONDS
             self._pulse.enter("host", HOST_LIMIT)
 
     def recover(self) -> None:
@@ -236,7 +246,8 @@ def _start(launch: frames.Launch, link: Link, pulse: Pulse) -> Engine | None:
     try:
         from headrace.engine.llm import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
 
-        return create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse), with_tokenizer=False)
+        least = launch.config.device.device_time
+        return create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)
     except HeadraceError as error:
         link.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
     except Exception as error:
@@ -266,9 +277,9 @@ def main() -> None:
     """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    level = os.environ.get("HEADRACE_LOG_LEVEL", "info").upper()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("headrace").setLevel(level)
+    end_with_parent()
+    configure_child()
+    logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         launch, pulse = _read_launch(), Pulse()
         link = _connect(launch)
