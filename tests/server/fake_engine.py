@@ -18,6 +18,7 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
+from headrace.metrics import StepRecorder
 from headrace.models.source import find_model
 from headrace.request import SamplingParams, TokenLogprobs
 from headrace.server import connection, crowd, lifecycle, stream
@@ -104,6 +105,11 @@ class FakeEngine:
 
     async def stats(self) -> Mapping[str, Any]:
         return {"num_running": self.live, "num_waiting": 0, "num_blocks": 100, "num_used_blocks": self.live, "counters": {}}
+
+    async def recent(self, step: int, decision: int) -> Mapping[str, Any]:
+        more = {"num_cached_blocks": 0, "num_prefilling": 0, "num_preempted": 0, "records": [], "decisions": []}
+        counters = {"prefix_queries": 0, "prefix_hits": 0, "preemptions": 0}
+        return {**await self.stats(), **more, "counters": counters, "steps": StepRecorder().summary()}
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         self.alive = False

@@ -1,4 +1,4 @@
-"""Keys: every route of the table but /health and /ready, whatever the path is dressed up as; and what a server refuses to start as."""
+"""Keys: every route of the table but /health, /ready and the static pages, whatever the path is dressed up as; and what a server refuses to start as."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.server.auth import Guard
 from support.serving import Server, serving
 
 KEY = "sk-right"
-OPEN = {"/health", "/ready"}
+OPEN = {"/health", "/ready", "/", "/dashboard", "/web/chat.html"}
 WRONG = {
     "none": [],
     "wrong": [("Authorization", "Bearer sk-wrong")],
@@ -27,7 +27,7 @@ WRONG = {
 }
 DISGUISES = (
     "/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models?x=/health", "/v1/%6dodels", "//v1/models", "/v1/models/", "/./health",
-    "/nowhere", "/health;x", "/health%00", "/health%2f..%2fmetrics", "/ready%20", "/", "*",
+    "/nowhere", "/health;x", "/health%00", "/health%2f..%2fmetrics", "/ready%20", "/web", "/web/", "/dashboard/", "/index.html", "/v1/dashboard?/web/", "*",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def status_of(server: Server, method: str, path: str, headers: list[tuple[str, s
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_matrix(server: Server, route: object, wrong: str) -> None:
-    path = route.path.replace("{name}", "demo")  # type: ignore[attr-defined]
+    path = route.path.replace("/web/{name}", "/web/chat.html").replace("{name}", "demo")  # type: ignore[attr-defined]
     status = status_of(server, route.method, path, WRONG[wrong])  # type: ignore[attr-defined]
     assert status == (200 if path in OPEN else 401)
 

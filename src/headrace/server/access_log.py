@@ -1,6 +1,6 @@
-"""One line a request, without anything a client wrote; a flood of refused requests becomes a count.
+"""One line a request: figures, never anything of its body; a flood of refused requests becomes a count.
 
-What lives here: what is logged, how loud and how often. What may not: handlers and formats (run.py).
+What lives here: what is logged, how loud and how often. What may not: forms (logs.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
+from headrace.request import RequestTimes
 from headrace.server.exchange import Exchange
 
 REFUSALS_A_SECOND = 20  # that get a line of their own
 
 log = logging.getLogger("headrace.access")
 
-_PROBES = frozenset(("/health", "/ready", "/metrics"))
+_PROBES = frozenset(("/health", "/ready", "/metrics", "/v1/dashboard"))
 
 
 class AccessLog:
@@ -43,7 +45,28 @@ class AccessLog:
         return self._refused <= REFUSALS_A_SECOND
 
     def _write(self, level: int, exchange: Exchange, status: int) -> None:
-        milliseconds = (time.perf_counter() - exchange.arrival) * 1000
-        tokens = f"  {exchange.prompt_tokens}+{exchange.completion_tokens} tokens" if exchange.prompt_tokens else ""
-        method = exchange.method if exchange.route != "-" else "-"
-        log.log(level, "%s %s %d %.0f ms%s", method, exchange.route, status, milliseconds, tokens)
+        if log.isEnabledFor(level):
+            method = exchange.method if exchange.route != "-" else "-"
+            log.log(level, "%s %s %d", method, exchange.route, status, extra={"facts": _facts(exchange, method, status)})
+
+
+def _facts(exchange: Exchange, method: str, status: int) -> dict[str, Any]:
+    """What a collector needs of a request: figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
+    facts: dict[str, Any] = {"id": exchange.request_id, "seconds": round(time.perf_counter() - exchange.arrival, 6)}
+    facts |= {"method": method, "route": exchange.route, "status": status}
+    if exchange.prompt_tokens:
+        facts |= {"tokens_in": exchange.prompt_tokens, "tokens_out": exchange.completion_tokens, "cached": exchange.cached_tokens}
+        facts |= {"finish_reason": exchange.finish_reason or "none", **_phases(exchange.times)}
+    return facts
+
+
+def _phases(times: RequestTimes | None) -> dict[str, float]:
+    """Seconds in the queue, in the prompt's computing, and in the answer's."""
+    if times is None or times.first_scheduled is None:
+        return {}
+    phases = {"queue": times.first_scheduled - times.arrival}
+    if times.first_token is not None:
+        phases["prefill"] = times.first_token - times.first_scheduled
+        if times.finished is not None:
+            phases["decode"] = times.finished - times.first_token
+    return {name: round(seconds, 6) for name, seconds in phases.items()}

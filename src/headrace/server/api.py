@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
-from headrace.server import fields, generate
+from headrace.server import dashboard, fields, generate, pages
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.protocol import parse_detokenize, parse_tokenize
@@ -109,6 +109,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 ROUTES = (
+    Route("GET", "/", pages.chat, "the chat in the browser", open=True),
+    Route("GET", "/dashboard", pages.dashboard, "the dashboard in the browser", open=True),
+    Route("GET", "/web/{name}", pages.asset, "files of the two pages", open=True),
+    Route("GET", "/v1/dashboard", dashboard.data, "what the dashboard shows, as JSON"),
     Route("GET", "/health", health, "200 while the engine lives", open=True),
     Route("GET", "/ready", ready, "200 while new requests are taken", open=True),
     Route("GET", "/version", version, "the version of Headrace"),

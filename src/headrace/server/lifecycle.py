@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 60
 WATCH_SECONDS = 0.2  # between looks at the engine
-HANG_SECONDS = 25.0  # that an engine without progress gets to come back
+HANG_SECONDS = 20.0  # that an engine without progress gets to come back: clients know within 30 s of its last turn
 ENGINE_EXIT_SECONDS = 0.5  # for the engine's process to end by itself, once nothing is wanted of it
 LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
 
@@ -81,10 +81,12 @@ class Lifecycle:
             server = await asyncio.to_thread(_create_server, self._service, self._guard)
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             pulse = asyncio.create_task(self._service.pulse.run())
+            history = asyncio.create_task(self._service.history.run(self._service))
             try:
                 return await self._live(loading)
             finally:
                 pulse.cancel()
+                history.cancel()
                 await self._close(server, serving)
                 self._service.threads.close()
 

@@ -21,6 +21,7 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.request import SamplingParams
 from headrace.server.bodies import Bodies
+from headrace.server.dashboard import History
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.stream import Pulse
@@ -77,6 +78,9 @@ class Engine(Protocol):
 
     async def stats(self) -> Mapping[str, Any]: ...
 
+    async def recent(self, step: int, decision: int) -> Mapping[str, Any]:
+        """``stats()`` with the steps and decisions that came after these."""
+
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """Ends its process, by force after ``kill_after`` seconds."""
 
@@ -98,6 +102,7 @@ class Service:
         self.state = State.LOADING
         self.metrics = ServerMetrics(routes)
         self.pulse = Pulse()
+        self.history = History()
         self.threads = Threads()
         self.bodies = Bodies(config.max_body_bytes, self.threads)
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
@@ -131,6 +136,11 @@ class Service:
             raise Unavailable("The model is still loading; wait for /ready.", retry_after=2)
         if self.state is State.DEAD or not self._engine.alive:
             raise EngineDead("The engine does not answer; if it does not recover, the server ends.")
+        return self._engine
+
+    @property
+    def found_engine(self) -> Engine | None:
+        """Whatever its state; None while it loads."""
         return self._engine
 
     async def engine_stats(self) -> Mapping[str, Any]:

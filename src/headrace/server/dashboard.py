@@ -1,0 +1,236 @@
+"""What the dashboard shows: ten minutes of samples, the last steps, the scheduler's last decisions in words.
+
+The engine is asked once a second, however many look: what was heard is kept here, bounded, and every answer is cut from it.
+
+What lives here: sampling, percentiles, words. What may not: HTTP pages (pages.py), drawing (data/web), Prometheus (exposition.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+from headrace.errors import EngineDead, InvalidRequest
+from headrace.server.exchange import Exchange
+from headrace.server.exposition import ServerMetrics
+from headrace.server.wire import encode
+from headrace.techniques import TECHNIQUES
+
+if TYPE_CHECKING:  # it holds our History
+    from headrace.server.service import Service
+
+SAMPLE_SECONDS = 1.0
+ANSWER_SECONDS = 1.0  # that the engine has to answer: it may be in a long step
+SAMPLES = 600
+STEPS = 256
+DECISIONS = 200
+WINDOW = 10  # samples that percentiles and rates are taken over
+QUANTILES = (0.5, 0.9, 0.99)
+
+SAMPLE_COLUMNS = (
+    "number", "time", "prompt_tokens", "generated_tokens", "prefilling", "decoding", "waiting", "preempted",
+    "used_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "preemptions",
+    "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99",
+    "measured_seconds", "floor_seconds", "idle_seconds",
+)  # fmt: skip
+STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
+CURSORS = ("sample", "step", "decision")
+_MAX_CURSOR = 2**53  # what JSON's readers keep exact
+_MAX_FIELDS = 8
+
+Row = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A histogram's counts at a moment; the difference of two is what was observed between them."""
+
+    ttft: tuple[int, ...]
+    tpot: tuple[int, ...]
+
+
+class History:
+    """What the dashboard knows. Bounded: SAMPLES, STEPS, DECISIONS."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Row] = deque(maxlen=SAMPLES)
+        self.steps: deque[Row] = deque(maxlen=STEPS)
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
+        self.stats: Mapping[str, Any] = {}
+        self._marks: deque[Mark] = deque(maxlen=WINDOW)
+        self._number = 0
+
+    async def run(self, service: Service) -> None:
+        """Samples for ever. An engine in a long step is asked again a second later."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            with contextlib.suppress(TimeoutError, EngineDead):
+                await self.sample(service)
+
+    async def sample(self, service: Service) -> None:
+        engine = service.found_engine
+        if engine is None or not engine.alive:
+            return
+        step = self.steps[-1][0] if self.steps else -1
+        decision = self.decisions[-1]["number"] if self.decisions else 0
+        self.take(service.metrics, await asyncio.wait_for(engine.recent(step, decision), ANSWER_SECONDS), time.perf_counter())
+
+    def take(self, metrics: ServerMetrics, stats: Mapping[str, Any], now: float) -> None:
+        """One second's news."""
+        self.stats = {name: value for name, value in stats.items() if name not in ("records", "decisions")}
+        self.steps.extend(_step_row(record) for record in stats["records"])
+        self.decisions.extend({"number": n, "time": t, "kind": kind, "text": sentence(kind, r, v)} for n, t, kind, r, v in stats["decisions"])
+        mark = Mark(tuple(metrics.time_to_first_token.counts), tuple(metrics.inter_token.counts))
+        before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
+        self._marks.append(mark)
+        self._number += 1
+        self.samples.append((self._number, round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_seconds(stats)))
+
+
+def _step_row(record: Mapping[str, Any]) -> Row:
+    kind = "decode" if record["decodes"] == record["rows"] else "mixed" if record["decodes"] else "prefill"
+    values = (kind if name == "kind" else record[name] for name in STEP_COLUMNS)
+    return tuple(round(value, 7) if isinstance(value, float) else value for value in values)
+
+
+def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
+    counters = stats["counters"]
+    return (
+        metrics.prompt_tokens, metrics.generation_tokens,
+        stats["num_prefilling"], stats["num_running"] - stats["num_prefilling"],
+        stats["num_waiting"] - stats["num_preempted"], stats["num_preempted"],
+        stats["num_used_blocks"], stats["num_cached_blocks"],
+        counters["prefix_queries"], counters["prefix_hits"], counters["preemptions"],
+    )  # fmt: skip
+
+
+def _latencies(metrics: ServerMetrics, before: Mark, mark: Mark) -> Row:
+    ttft, tpot = metrics.time_to_first_token, metrics.inter_token
+    first = [quantile(ttft.bounds, before.ttft, mark.ttft, share) for share in QUANTILES]
+    return (*first, *(quantile(tpot.bounds, before.tpot, mark.tpot, share) for share in QUANTILES))
+
+
+def _seconds(stats: Mapping[str, Any]) -> Row:
+    steps = stats["steps"]
+    return tuple(round(steps[name], 6) for name in ("measured_seconds", "floor_seconds", "idle_seconds"))
+
+
+def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int], share: float) -> float | None:
+    """Of what was observed between two readings of a histogram's counts, straight lines inside its buckets; None if nothing was."""
+    counts = [late - early for early, late in zip(before, after, strict=True)]
+    wanted, seen, low = share * sum(counts), 0, 0.0
+    if wanted == 0:
+        return None
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and seen + count >= wanted:
+            return round(low + (bound - low) * (wanted - seen) / count, 6)
+        seen, low = seen + count, bound
+    return bounds[-1]
+
+
+def sentence(kind: str, request: int, values: Sequence[int]) -> str:
+    """One entry of the scheduler's log in words. Requests go by the engine's own numbers."""
+    who = f"Request {request}"
+    match kind, tuple(values):
+        case "admitted", (prompt, cached, waited):
+            found = f", {cached:,} of them found in the cache" if cached else ""
+            return f"{who} admitted after {_duration(waited)}: {prompt:,} prompt tokens{found}."
+        case "resumed", (tokens, cached):
+            found = f", {cached:,} of them still in the cache" if cached else ""
+            return f"{who} admitted again after preemption: {tokens:,} tokens{found}."
+        case "preempted", (tokens, used, blocks):
+            return f"{who} preempted to make room ({used:,} of {blocks:,} blocks in use): its {tokens:,} tokens will be computed again."
+        case "waits_blocks", (tokens, used, blocks):
+            return f"{who} waits for blocks: its {tokens:,} tokens do not fit beside the {used:,} of {blocks:,} blocks in use."
+        case "waits_rows", (wanted, free):
+            return f"{who} waits for a place in the batch: it needs {wanted}, {free} are free."
+        case "waits_budget", (budget,):
+            return f"{who} waits for the next step: this one's {budget:,} tokens are given out."
+        case "waits_batch", ():
+            return f"{who} waits for the running batch to end: continuous batching is off."
+        case "refused", (prompt,):
+            return f"{who} refused: a prompt of {prompt:,} tokens cannot run here."
+        case "aborted", ():
+            return f"{who} aborted: its client left."
+        case "failed", (rows,):
+            return f"A step failed: its {rows} sequences end with an error, all others start over."
+    return f"{who}: {kind.replace('_', ' ')}."
+
+
+def _duration(microseconds: int) -> str:
+    return f"{microseconds / 1e6:.1f} s" if microseconds >= 1e6 else f"{microseconds / 1e3:.1f} ms"
+
+
+# --- the endpoint
+
+
+async def data(service: Service, exchange: Exchange) -> None:
+    """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
+    cursors = _cursors(exchange.scope.get("query_string", b""))
+    await exchange.reply(200, encode(_answer(service, service.history, cursors)), headers=((b"cache-control", b"no-store"),))
+
+
+def _cursors(query: bytes) -> dict[str, int]:
+    try:
+        given = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS))
+    except ValueError:
+        raise InvalidRequest(f"The query has more than {_MAX_FIELDS} parameters; use {', '.join(CURSORS)}.", param="query") from None
+    for name, text in given.items():
+        if name not in CURSORS:
+            raise InvalidRequest(f"There is no query parameter {name[:40]!r} here; use {', '.join(CURSORS)}.", param=name[:40])
+        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) < _MAX_CURSOR):
+            raise InvalidRequest(f"{name} is {text[:40]!r}; give an integer from 0 to {_MAX_CURSOR - 1}.", param=name)
+    return {name: int(text) for name, text in given.items()}
+
+
+def _answer(service: Service, history: History, cursors: Mapping[str, int]) -> dict[str, Any]:
+    sample, step, decision = (cursors.get(name, -1) for name in CURSORS)
+    stats = history.stats
+    return {
+        "object": "dashboard",
+        "version": service.version,
+        "created": service.created,
+        "state": service.state.value,
+        "now": round(time.perf_counter(), 3),
+        "sample_seconds": SAMPLE_SECONDS,
+        "window_seconds": WINDOW * SAMPLE_SECONDS,
+        "num_blocks": stats.get("num_blocks", 0),
+        "finished": service.metrics.finished,
+        "totals": _totals(stats.get("steps") or {}),
+        "samples": {"columns": SAMPLE_COLUMNS, "rows": [row for row in history.samples if row[0] > sample]},
+        "steps": {"columns": STEP_COLUMNS, "rows": [row for row in history.steps if row[0] > step]},
+        "decisions": [entry for entry in history.decisions if entry["number"] > decision],
+        "engine": _engine(service) if sample < 0 else None,
+    }
+
+
+def _totals(steps: Mapping[str, Any]) -> dict[str, float]:
+    return {name: steps.get(name, 0) for name in ("steps", "failed_steps", "roofline_fraction", "idle_share")}
+
+
+def _engine(service: Service) -> dict[str, Any] | None:
+    """What was decided at start, and stays."""
+    if service.found_engine is None:
+        return None
+    info = service.found_engine.info
+    return {
+        "model": info.served_names[0],
+        "device": info.device,
+        "dtype": info.dtype,
+        "max_sequence_tokens": info.max_sequence_tokens,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "memory": info.memory,
+        "decisions": [{"name": each.name, "value": str(each.value), "reason": each.reason} for each in info.decisions],
+        "techniques": [
+            {"name": each.name, "state": info.techniques[each.name], "improves": each.improves, "off_means": each.off_means, "source": each.source}
+            for each in TECHNIQUES
+            if each.name in info.techniques
+        ],
+    }
