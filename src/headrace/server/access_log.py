@@ -46,14 +46,13 @@ class AccessLog:
 
     def _write(self, level: int, exchange: Exchange, status: int) -> None:
         if log.isEnabledFor(level):
-            method = exchange.method if exchange.route != "-" else "-"
-            log.log(level, "%s %s %d", method, exchange.route, status, extra={"facts": _facts(exchange, method, status)})
+            log.log(level, "request", extra={"facts": _facts(exchange, status)})
 
 
-def _facts(exchange: Exchange, method: str, status: int) -> dict[str, Any]:
-    """What a collector needs of a request: figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
-    facts: dict[str, Any] = {"id": exchange.request_id, "seconds": round(time.perf_counter() - exchange.arrival, 6)}
-    facts |= {"method": method, "route": exchange.route, "status": status}
+def _facts(exchange: Exchange, status: int) -> dict[str, Any]:
+    """Figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
+    facts: dict[str, Any] = {"method": exchange.method if exchange.route != "-" else "-", "route": exchange.route, "status": status}
+    facts |= {"seconds": round(time.perf_counter() - exchange.arrival, 6), "id": exchange.request_id}
     if exchange.prompt_tokens:
         facts |= {"tokens_in": exchange.prompt_tokens, "tokens_out": exchange.completion_tokens, "cached": exchange.cached_tokens}
         facts |= {"finish_reason": exchange.finish_reason or "none", **_phases(exchange.times)}

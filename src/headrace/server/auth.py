@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import secrets
 from collections.abc import Sequence
 
 from headrace.config import ServerConfig
@@ -38,6 +39,7 @@ class Guard:
             raise ConfigError(f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY.")
         self._host = config.host.lower()
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._secret = secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
 
     def check_browser(self, headers: Headers) -> None:
         """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""
@@ -54,15 +56,16 @@ class Guard:
     def _is_ours(self, name: str) -> bool:
         return name == self._host or is_loopback(name)
 
-    def check_key(self, headers: Headers) -> None:
-        """Every key is compared, in constant time, so that time tells nothing."""
+    def check_key(self, headers: Headers) -> str:
+        """The tenant's name ("" where no key is needed). Every key is compared, in constant time, so that time tells nothing."""
         if not self._digests:
-            return
+            return ""
         given = _given_keys(headers)
         digest = hashlib.sha256(given[0] if len(given) == 1 else b"").digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) != 1 or not any(matches):
             raise Unauthorized("The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
+        return hmac.new(self._secret, digest, hashlib.sha256).hexdigest()[:32]
 
 
 def _host_name(host: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
+from headrace.request import RequestTimes
 from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout
 from headrace.server.wire import ErrorShape, encode
 
@@ -27,8 +28,8 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_send", "_task", "_unframed", "_watch", "arrival", "cause", "completion_tokens", "errors", "finished", "headers",
-        "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "errors", "finish_reason",
+        "finished", "headers", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
     )  # fmt: skip
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -48,7 +49,10 @@ class Exchange:
         self.finished = False
         self._unframed = False  # the answer ends with the connection
         self.cause: HeadraceError | None = None
-        self.prompt_tokens = self.completion_tokens = 0
+        self.tenant = ""  # whose key was sent; "" without keys
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.finish_reason: str | None = None  # of the first choice, as its times
+        self.times: RequestTimes | None = None
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)

@@ -154,7 +154,7 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
     sources = []
     for each in prepared:
         prompt = ParsedPrompt(None, each.prompt_token_ids)
-        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=options.cache_salt))
+        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=service.cache_salt(exchange, options.cache_salt)))
         if len(sources) % _STREAMS_A_TURN == 0:
             await asyncio.sleep(0)
     run = _Run(service.metrics, exchange, answer, n=prepared[0].params.n)
@@ -237,6 +237,8 @@ class _Run:
         reason = delta.finish_reason or ""
         self._metrics.count_end(reason)
         times = delta.times
+        if delta.index == 0:
+            self._exchange.times = times
         if times is not None and times.first_scheduled is not None:
             self._metrics.queue_time.observe(times.first_scheduled - times.arrival)
         if reason == "error":
@@ -245,7 +247,10 @@ class _Run:
             raise EngineDead("The request was ended by the engine; send it again.")
 
     def end(self) -> None:
-        self._exchange.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        exchange = self._exchange
+        exchange.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        exchange.cached_tokens = sum(prompt.cached_tokens for prompt in self._answer.prompts)
+        exchange.finish_reason = self._choices[0].finish_reason
         if all(choice.finish_reason is not None for choice in self._choices):
             self._metrics.end_to_end.observe(time.perf_counter() - self._exchange.arrival)
         else:

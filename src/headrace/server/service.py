@@ -186,6 +186,10 @@ class Service:
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
 
+    def cache_salt(self, exchange: Exchange, salt: str) -> str:
+        """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
+        return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
+
     def end_all(self, cause: HeadraceError) -> None:
         for exchange in list(self.exchanges):
             exchange.end(cause)
