@@ -19,16 +19,18 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
+from headrace.kernels import TWINS, Kernels
 from headrace.kernels.rows import store_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import FinishReason, SamplingParams
+from headrace.spec import Activation
 from headrace.worker import model_runner
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.inputs import Gather
 from headrace.worker.sampler import Draw
 from support import hash_engine
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
-from support.recorded_graphs import VOCAB, RecordableKernels, failing, recorded_executor, without_a_gpu
+from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, failing, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 WARM = SamplingParams(temperature=1.2)
@@ -214,6 +216,42 @@ def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_larg
     for count in range(1, most + 1):
         bucket = min(size for size in sizes if size >= count)
         assert bucket - count <= max(7, count // 8)
+
+
+def captured(call: Callable[[], object]) -> None:
+    graph = RecordedGraph()
+    graph.capture_begin()
+    try:
+        call()
+    finally:
+        graph.capture_end()
+
+
+def test_twins_that_graphs_may_hold_do_not_look_at_the_device() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(3)
+    whole, heat = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    logits, few = torch.randn(2, 300), torch.zeros(2, dtype=torch.int32)
+    filters = (whole + 5, heat * 0.9, heat * 0.0)
+    calls: dict[str, Callable[[Any], object]] = {
+        "embedding": lambda run: run(whole, logits, 2.0),
+        "layer_norm": lambda run: run(x, weight, weight, 1e-5, x),
+        "rms_norm": lambda run: run(x, weight, 1e-5, x),
+        "activation": lambda run: run(x, Activation.GELU),
+        "gated_activation": lambda run: run(logits, Activation.SILU),
+        "greedy_tokens": lambda run: run(logits),
+        "gather_inputs": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few[:, None], few, few, few, few + 1, 4, 1),
+        "store_tokens": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few, few + 1, whole, heat > 0),
+        "pick_tokens": lambda run: run(logits, logits.amax(-1), heat, filters, whole, whole),
+    }
+    for op, call in calls.items():
+        twin = TWINS[op]
+        kernels = Kernels(torch.device("cpu"), disabled=frozenset({"native", "onednn"}))
+        kernels.choose(op, dtype=torch.float32)
+        if kernels.graphable:
+            captured(lambda call=call, twin=twin: call(twin))
+        else:
+            with pytest.raises(RuntimeError, match="capturing"):
+                captured(lambda call=call, twin=twin: call(twin))
 
 
 # --- the whole control plane over graphs ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,24 @@ def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(monke
         rehearsed(kernels, strict=True)
 
 
+def test_kernels_are_tried_where_they_cannot_be_made_ready(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """No C compiler, say: every kernel gives way to its twin, and the start goes on."""
+
+    def no_compiler() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    plant(monkeypatch, "rms_norm", Planted("broken", DoesNotBuild("no")).candidate())
+    for strict, ends in ((False, None), (True, RuntimeError)):
+        kernels = Kernels(CPU)
+        kernels.choose("rms_norm", dtype=torch.float32)
+        ahead = CompileAhead(lambda: None, strict=strict, threads=2)
+        ahead.start(kernels, SIZES, no_compiler)
+        with nullcontext() if ends is None else pytest.raises(ends, match="C compiler"):
+            ahead.finish()
+        ahead.close()
+    assert "could not be made ready" in caplog.text and "broken of rms_norm does not compile here" in caplog.text
+
+
 def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Planted("kernel", None)
     plant(monkeypatch, "rms_norm", kernel.candidate())
@@ -249,6 +268,31 @@ def test_the_compilers_errors_are_told_from_the_devices(tmp_path: Path) -> None:
     assert "shared memory" in said["shared memory"] and "too many resources" in said["registers"]
     for name in ("an illegal access", "the device's memory", "an index, interpreted", "a wrong argument"):
         assert said[name] is None, name
+
+
+NO_COMPILER = """
+from triton.runtime import build
+from headrace.kernels.triton import toolchain
+from headrace.kernels.triton.candidates import prepare_compiler
+
+class Driver:
+    @property
+    def active(self):  # the driver's helper library is compiled at first use
+        return build.compile_module_from_src("int x;", "headrace_unique")
+
+toolchain.driver = Driver()
+print(prepare_compiler()[1])
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_machine_without_a_c_compiler_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "no_compiler.py"
+    script.write_text(NO_COMPILER)
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert "no kernel can be built: RuntimeError: Failed to find C compiler" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

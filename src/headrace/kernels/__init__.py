@@ -77,8 +77,8 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 # Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
 _TWINS_THAT_VARY = frozenset({"linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
-# Twins that look at the device (how long is this sequence, which experts were chosen), which no graph can.
-_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write"})
+# Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
+_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
 _MAKERS = frozenset({"linear"})
 

@@ -68,7 +68,12 @@ class CompileAhead(Generic[Prepared]):
 
     def _prepare(self, prepare: Callable[[], object]) -> None:
         self._first.result()
-        prepare()
+        try:
+            prepare()
+        except Exception:  # what a kernel cannot be built for is said by its rehearsal, which then gives way
+            if self._strict:
+                raise
+            _log.exception("kernels could not be made ready to be built in several threads; they are built all the same")
 
     def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
         prepared.result()

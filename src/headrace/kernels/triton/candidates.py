@@ -88,13 +88,12 @@ def _experts(site: Site) -> Any:
 def prepare_compiler() -> tuple[str, str | None]:
     """What every compilation needs once, without looking at a device; importing the compiler is part of it.
 
-    Returns the folder in which compiled kernels are kept, and if it is not the one Triton was told to use, why.
+    Returns the folder in which compiled kernels are kept, and if it is not the one Triton was told to use or nothing can be compiled, why.
     """
     from headrace.kernels.triton import toolchain
 
-    found = toolchain.cache_folder()
-    toolchain.prepare_compiler()
-    return found
+    folder, problem = toolchain.cache_folder()
+    return folder, toolchain.prepare_compiler() or problem
 
 
 def prepare_kernels(device: torch.device) -> None:

@@ -52,9 +52,7 @@ def build_failure(error: Exception) -> str | None:
 def _translating(error: Exception) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
     places = ((frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in frames)
-    return any(
-        path.startswith(_TRITON) and path.endswith(file) and function == name for path, function in places for file, name in _TRANSLATING
-    )
+    return any(path.startswith(_TRITON) and path.endswith(file) and function == name for path, function in places for file, name in _TRANSLATING)
 
 
 def _first_line(error: BaseException) -> str:
@@ -66,12 +64,21 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"[:300]
 
 
-def prepare_compiler() -> None:
-    """What every compilation needs and what needs no device: the compiler's own identity (its files are hashed), its helper library."""
+def prepare_compiler() -> str | None:
+    """What every compilation needs and what needs no device: the compiler's own identity (its files are hashed), its helper library.
+
+    Returns why nothing can be compiled here (there is no C compiler, say): then every kernel gives way, each with that reason.
+    """
     from triton.runtime.cache import triton_key
 
     triton_key()
-    assert driver.active.utils is not None  # compiled at first use
+    try:
+        assert driver.active.utils is not None  # compiled at first use
+    except Exception as error:
+        if (said := build_failure(error)) is None:
+            raise
+        return f"no kernel can be built: {said}"
+    return None
 
 
 def prepare_kernels(device: torch.device) -> None:
