@@ -24,6 +24,8 @@ MAX_ID_ENTRIES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 8192  # of all bad words together: each is tokenised where requests are checked
 MAX_GRAMMAR_CHARACTERS = 2**20  # of one structured_outputs constraint
+MAX_PATTERN_SIZE = 2048  # tokens of a cycle that repetition detection looks for
+REPETITION = "repetition"  # the stop_reason of an answer that ended in a loop
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 
@@ -118,11 +120,48 @@ def _schema_text(schema: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetection:
+    """When an answer counts as stuck: it ends in a cycle of ``min_pattern_size`` to ``max_pattern_size`` tokens that stands there at
+    least ``min_count`` times in a row, and at least over ``min_tokens`` tokens. (A cycle shorter than that counts as several of itself.)
+
+    The defaults leave ordinary text alone, also tables, rulers and indented code. Raises InvalidRequest naming the field.
+    """
+
+    max_pattern_size: int = 256
+    min_pattern_size: int = 1
+    min_count: int = 4
+    min_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        _integer("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("repetition_detection.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        _integer("repetition_detection.min_count", self.min_count, 3, 2**20)
+        _integer("repetition_detection.min_tokens", self.min_tokens, 24, 2**31 - 1)
+
+
+def _repetition_detection(value: Any) -> RepetitionDetection | None:
+    """True is the defaults, an object names what differs from them."""
+    if value is None or isinstance(value, RepetitionDetection):
+        return value
+    if isinstance(value, bool):
+        return RepetitionDetection() if value else None
+    known = RepetitionDetection.__dataclass_fields__
+    if not isinstance(value, Mapping) or not all(name in known for name in value):
+        wanted = f"give true, false or an object with {', '.join(known)}"
+        raise InvalidRequest(f"repetition_detection is {shown(value)}; {wanted}.", param="repetition_detection")
+    try:
+        return RepetitionDetection(**value)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param="repetition_detection") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every route.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``max_tokens`` None means
-    up to the model's context. ``logprobs`` k gives the k best of each position besides the chosen one.
+    up to the model's context. ``logprobs`` k gives the k best of each position besides the chosen one. ``repetition_detection`` ends an
+    answer that loops (True: with the defaults) with finish_reason "stop" and stop_reason "repetition".
 
     Raises InvalidRequest naming the field.
     """
@@ -150,9 +189,11 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         self._accept_lists()
+        object.__setattr__(self, "repetition_detection", _repetition_detection(self.repetition_detection))
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -288,6 +329,8 @@ class StepPlan:
     ``sample_work[j]`` indexes ``rows``: the logits of that chunk's last token give one new token to row ``sample_rows[j]``
     (n > 1: one chunk, several rows).
     ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
+    ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the step before is collected. Where it is not
+    empty a step is two submissions: it is computed at once, and samples when it is given its TokenMasks.
     """
 
     step_id: int
@@ -306,10 +349,21 @@ class StepPlan:
     sample_work: array[int]
     sample_rows: array[int]
     prompt_logprobs: tuple[int, ...] = ()
+    masked: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be sampled. ``samples`` index a plan's ``sample_rows``; each has ``words_each`` int32 in ``words``, one bit a token
+    id from the lowest bit of the first. Samples that are not named may be any token."""
+
+    samples: tuple[int, ...] = ()
+    words_each: int = 0
+    words: bytes | bytearray = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +408,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a sequence ended. ``stop_reason`` is the stop token id (or, set by the output processor, the stop string)."""
+    """How a sequence ended. ``stop_reason`` is the stop token id, REPETITION, or (set by the output processor) the stop string."""
 
     reason: FinishReason
     stop_reason: int | str | None = None

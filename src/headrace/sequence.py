@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.cache.manager import SequenceKV
 from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceStatus
+
+if TYPE_CHECKING:
+    from headrace.scheduler.repetition import RepetitionDetector
 
 NEVER = -1
 ALWAYS = 2**62
@@ -34,6 +38,7 @@ class Sequence:
     seed: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     row: int | None = None
+    structured: bool = False  # each of its tokens waits for a mask: planning them is never without thought
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_computed_tokens: int = 0
@@ -49,10 +54,12 @@ class Sequence:
     forked: bool = False
     first_scheduled: float | None = None
     first_token: float | None = None
+    repetition: RepetitionDetector | None = None  # where the request wants loops to end
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
         self.seed = (self.request.seed + self.index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+        self.structured = self.request.params.structured_outputs is not None
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
 
@@ -66,6 +73,6 @@ class Sequence:
         asked = self.request.params.prompt_logprobs is not None and self.index == 0
         return asked and self.num_scored_tokens < self.num_prompt_tokens - 1
 
-    def finish_record(self, reason: FinishReason, now: float, stop_reason: int | None = None, message: str | None = None) -> Finished:
+    def finish_record(self, reason: FinishReason, now: float, stop_reason: int | str | None = None, message: str | None = None) -> Finished:
         times = RequestTimes(self.request.arrival_time, self.first_scheduled, self.first_token, now)
         return Finished(reason, stop_reason, message, self.num_preemptions, times)

@@ -316,3 +316,16 @@ def test_a_dropped_request_holds_nothing() -> None:
     assert len(list(processor.process([SequenceOutput(5, 0, (1,)), SequenceOutput(5, 0, (2,))]))) == 1
     processor.drop(5)
     assert list(processor.process([SequenceOutput(5, 0, (3,))])) == [] and not processor._held
+
+
+def test_the_last_token_of_a_loop_has_its_text() -> None:
+    """A stop token has none; a loop ends with a token like any other."""
+    asked = request()
+    processor = OutputProcessor(Letters(), lambda *call: None)
+    processor.add(asked, whole=True)
+    collector = OutputCollector("r", None, asked, Letters())
+    ends = [None, None, Finished(FinishReason.STOP, "repetition")]
+    for _, delta in processor.process([SequenceOutput(5, 0, (i,), finished=end) for i, end in enumerate(ends)]):
+        collector.add(delta)
+    answer = collector.output().outputs[0]
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("abc", "stop", "repetition")

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from headrace.engine.stops import StopMatcher
 from headrace.request import (
+    REPETITION,
     CompletionOutput,
     Finished,
     FinishReason,
@@ -206,7 +207,9 @@ class OutputProcessor:
             return None
         if live.first_token is None and token_ids:
             live.first_scheduled, live.first_token = first_scheduled, self.now()
-        ended_by_token = finished is not None and finished.reason is FinishReason.STOP and not live.include_stop
+        ended_by_token = (
+            finished is not None and finished.reason is FinishReason.STOP and finished.stop_reason != REPETITION and not live.include_stop
+        )
         text, kept, stop = sequence.push(token_ids, 1 if ended_by_token and token_ids else 0)
         delta = RequestDelta(index, text, token_ids, logprobs, None, None, prompt_logprobs, num_cached_tokens)
         if stop is not None:

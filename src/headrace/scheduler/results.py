@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from headrace.request import Finished, FinishReason, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenLogprobs
+from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenLogprobs
+from headrace.scheduler.repetition import RepetitionDetector
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 
@@ -91,12 +92,21 @@ def _append(sequence: Sequence, tokens: Seq[int], eos: frozenset[int], now: floa
     params = sequence.request.params
     for count, token in enumerate(tokens, start=1):
         sequence.token_ids.append(token)
-        if token in sequence.stop_ids and sequence.num_output_tokens >= params.min_tokens:
-            reason = None if token in eos and not params.ignore_eos else token
+        ended = sequence.num_output_tokens >= params.min_tokens or (sequence.structured and token in eos)  # nothing else was left
+        if token in sequence.stop_ids and ended:
+            reason = None if token in eos and (sequence.structured or not params.ignore_eos) else token
             return tuple(tokens[:count]), sequence.finish_record(FinishReason.STOP, now, stop_reason=reason)
+        if sequence.repetition is not None and _loops(sequence, sequence.repetition):
+            return tuple(tokens[:count]), sequence.finish_record(FinishReason.STOP, now, stop_reason=REPETITION)
         if len(sequence.token_ids) >= sequence.max_num_tokens:
             return tuple(tokens[:count]), sequence.finish_record(FinishReason.LENGTH, now)
     return tuple(tokens), None
+
+
+def _loops(sequence: Sequence, detector: RepetitionDetector) -> bool:
+    """Whether the answer has come to its end by repeating itself."""
+    ids = sequence.token_ids
+    return len(ids) >= detector.next_look and detector.look(ids) and sequence.num_output_tokens >= sequence.request.params.min_tokens
 
 
 def _fresh_scores(step: InFlight, result: StepResult) -> dict[Sequence, tuple[TokenLogprobs, ...]]:

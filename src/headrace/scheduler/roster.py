@@ -16,15 +16,21 @@ from bisect import insort
 from collections.abc import Iterator
 
 from headrace.cache.manager import CacheManager
-from headrace.request import Request, SequenceStatus
+from headrace.request import Request, SamplingParams, SequenceStatus
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.repetition import RepetitionDetector
 from headrace.sequence import ALWAYS, NEVER, Sequence
 
 
 def _order(sequence: Sequence) -> tuple[int, ...]:
     return (*sequence.order, sequence.index)
+
+
+def _outlives_eos(params: SamplingParams) -> bool:
+    """A grammar's end is an end also where EOS is ignored: nothing could follow."""
+    return params.ignore_eos and params.structured_outputs is None
 
 
 class Roster:
@@ -58,15 +64,17 @@ class Roster:
     def create(self, request: Request, index: int, order: tuple[int, ...]) -> Sequence:
         """A waiting sequence, not yet entered."""
         params = request.params
+        loops = params.repetition_detection
         asked = self.max_sequence_tokens if params.max_tokens is None else len(request.prompt_token_ids) + params.max_tokens
         return Sequence(
             request=request,
             index=index,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if _outlives_eos(params) else self.eos_token_ids),
             max_num_tokens=min(asked, self.max_sequence_tokens),
             order=order,
             kv=self.cache.create(request.cache_salt, request.adapter),
             token_ids=request.prompt_token_ids[:],
+            repetition=RepetitionDetector(loops, len(request.prompt_token_ids)) if loops is not None else None,
         )
 
     def enter(self, sequence: Sequence) -> None:
@@ -101,10 +109,11 @@ class Roster:
 
     def refresh(self, sequence: Sequence) -> None:
         """Recomputes how long planning and accepting this sequence's tokens need no thought."""
-        plain = self.limits.kv_caching and not (sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores)
+        plain = self.limits.kv_caching and not (sequence.kv.tail_shared or sequence.sibling_rows or sequence.wants_scores or sequence.structured)
         sequence.plain_until = min(sequence.kv.capacity, sequence.max_num_tokens - 2) if plain else NEVER
         next_link = (sequence.kv.num_linked_blocks + 1) * self.cache.block_tokens if self.cache.prefix_caching else ALWAYS
-        sequence.checkpoint = min(sequence.max_num_tokens, next_link)
+        next_look = sequence.repetition.next_look if sequence.repetition is not None else ALWAYS
+        sequence.checkpoint = min(sequence.max_num_tokens, next_link, next_look)
 
     def link(self, sequence: Sequence) -> None:
         """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that step fails."""
