@@ -1,0 +1,59 @@
+"""What an answer's text is made of, in order, whichever wire format it is shown in later.
+
+What lives here: the four kinds of segment and what a parser can be asked. What may not: parsing, JSON of any route.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model thought and did not say."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text that the model said."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call begins: sent once for each ``index``, which counts from 0, before any of its arguments."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of a call's arguments: all of them joined are one JSON object exactly if the call is complete."""
+
+    index: int
+    text: str
+
+
+Segment = Reasoning | Content | ToolCallStart | ToolCallArguments
+
+
+class OutputParser(Protocol):
+    """One answer's text in pieces, in; segments out. How the text is cut into pieces changes nothing but how segments are cut."""
+
+    def push(self, text: str) -> list[Segment]:
+        """What can be said after more text. Never raises."""
+
+    def finish(self) -> list[Segment]:
+        """What was held back, once the text has ended."""
+
+    def end_reason(self, reason: str) -> str:
+        """The finish_reason to report, after ``finish()``, where the engine reports ``reason``.
+
+        ``tool_calls`` where the model stopped and its calls are complete; ``length`` where the text ends inside of a call.
+        """
