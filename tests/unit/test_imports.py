@@ -16,7 +16,7 @@ import headrace.errors
 PACKAGE = Path(headrace.errors.__file__).parent
 
 # The nouns: everyone may import them.
-NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "compiler", "family", "logs"}
+NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "compiler", "family", "logs", "scratch"}
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -58,7 +58,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": CORE | {"matplotlib"},
     "bench.rival_llama_cpp": {"llama_cpp"},  # what it measures
     "server": {"uvicorn", "uvloop", "msgspec"},
-    "engine": {"tokenizers", "jinja2"},
+    "engine": {"tokenizers", "jinja2", "llguidance", "numpy"},
     "engine.core": set(),
     "engine.executor": set(),
     "engine.process": {"msgspec"},

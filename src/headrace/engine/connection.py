@@ -13,7 +13,6 @@ import contextlib
 import hmac
 import os
 import secrets
-import shutil
 import signal
 import sys
 import sysconfig
@@ -30,6 +29,7 @@ from headrace.config import EngineConfig
 from headrace.engine import process as frames
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
+from headrace.scratch import Scratch
 
 _MAX_HELLO = 4096  # bytes before the peer is known
 _FRAMES_A_TURN = 16  # well below the deltas that a stream may have pending
@@ -99,7 +99,7 @@ class _Peer(asyncio.Protocol):
 class EngineConnection:
     """A launched engine process. ``await launch(config)``, ``await started()``, then ``listen`` and ``send``."""
 
-    def __init__(self, secret: bytes, folder: Path) -> None:
+    def __init__(self, secret: bytes, folder: Scratch) -> None:
         self._secret = secret
         self._folder = folder
         self._server: asyncio.Server | None = None
@@ -121,7 +121,7 @@ class EngineConnection:
         folder = _private_folder()
         self = cls(secrets.token_bytes(32), folder)
         try:
-            address = str(folder / "engine")
+            address = str(folder.path / "engine")
             self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Peer(self), address)
             os.chmod(address, 0o600)
             self._process = await _spawn(frames.pack(frames.Launch(config, address, self._secret)))
@@ -223,14 +223,14 @@ class EngineConnection:
         if self._server is not None:
             self._server.close()
             self._server = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
 
-def _private_folder() -> Path:
+def _private_folder() -> Scratch:
     """A fresh folder (0700) whose path is short enough for a socket's name (108 bytes). Raises ConfigError."""
     parent = tempfile.gettempdir()
     try:
-        return Path(tempfile.mkdtemp(prefix="headrace-", dir=parent if len(os.fsencode(parent)) < 64 else "/tmp"))
+        return Scratch(parent if len(os.fsencode(parent)) < 64 else "/tmp")
     except OSError as error:
         raise errors.ConfigError(f"cannot make a folder for the engine's socket: {error}. Set TMPDIR to a folder that can be written.") from error
 

@@ -16,7 +16,6 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 
 from headrace.kernels.candidate import Declined
+from headrace.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ def _load_kept(target: Path) -> ctypes.CDLL | None:
 
 
 def _build_unkept(compiler: str, sources: dict[str, bytes], runtime: Path | None) -> Native:
-    with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
-        target = Path(scratch) / "native.so"
+    with Scratch() as scratch:
+        target = scratch / "native.so"
         _compile(compiler, sources, runtime, target)
         return Native(ctypes.CDLL(str(target)), target, runtime is not None)
 
@@ -157,8 +157,7 @@ def _is_ours(path: Path) -> bool:
 
 def _compile(compiler: str, sources: dict[str, bytes], runtime: Path | None, target: Path) -> None:
     """One process a source file, then the link; ``target`` appears whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as scratch:
-        work = Path(scratch)
+    with Scratch(target.parent) as work:
         for name, text in sources.items():
             (work / name).write_bytes(text)
         openmp = ("-fopenmp",) if runtime else ()
