@@ -5,6 +5,7 @@ The decoder's answers hang on every slot, length and row it sees, so what a repl
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from headrace.worker.inputs import Gather
 from headrace.worker.sampler import Draw
 from support import hash_engine
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
-from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, failing, recorded_executor, without_a_gpu
+from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 WARM = SamplingParams(temperature=1.2)
@@ -201,8 +202,6 @@ def test_reading_the_device_during_a_capture_is_refused() -> None:
     def peek(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), int(hidden[0, 0].item()) % 5 + 2)
 
-    from support.recorded_graphs import SlotDecoder
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="capturing"):
         patch.setattr(SlotDecoder, "logits", peek)
         with recorded_executor(graphed=True):
@@ -216,6 +215,50 @@ def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_larg
     for count in range(1, most + 1):
         bucket = min(size for size in sizes if size >= count)
         assert bucket - count <= max(7, count // 8)
+
+
+def test_graphs_keep_to_the_budget_of_logits() -> None:
+    """More rows than --max-logits-rows are computed by a graph and sampled in pieces; fewer are drawn by graphs as ever."""
+    with recorded_executor(graphed=True, max_logits_rows=4) as (executor, runner, decoder):
+        found = wander(executor, (GREEDY, SAMPLED, WARM))
+        assert decoder.most_logits == 4
+        assert runner.graphs is not None and [runner.graphs.draws(count) for count in (1, 4, 5, 8)] == [True, True, False, False]
+    assert [each.output for each in found] == alone(found)
+
+
+def test_what_broke_a_capture_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: RecordedGraph) -> None:
+        self._recording.__exit__(None, None, None)
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(RecordedGraph, "capture_end", broken)
+    monkeypatch.setattr(DecodeGraphs, "_run_eagerly", lambda self, bucket: None)
+    monkeypatch.setattr(SlotDecoder, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"), recorded_executor(graphed=True):
+        pass
+
+
+def test_a_kernel_that_gives_way_in_a_capture_costs_the_graphs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third bucket, to a twin that looks at the device; an error of any other origin ends the start."""
+    real, calls = SlotDecoder.forward, itertools.count()
+
+    def forward(self: SlotDecoder, *args: Any) -> torch.Tensor:
+        if next(calls) == 3:
+            torch.zeros(1).item()
+        return real(self, *args)
+
+    monkeypatch.setattr(SlotDecoder, "forward", forward)
+    with pytest.raises(RuntimeError, match="capturing"), recorded_executor(graphed=True):
+        pass
+    calls = itertools.count()
+    monkeypatch.setattr(RecordableKernels, "graphable", False)
+    with recorded_executor(graphed=True) as (executor, runner, _):
+        assert runner.graphs is not None and runner.graphs.captured == ()
+        found = wander(executor, (GREEDY, SAMPLED), turns=6)
+    assert [each.output for each in found] == alone(found)
 
 
 def captured(call: Callable[[], object]) -> None:

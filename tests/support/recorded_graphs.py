@@ -135,6 +135,7 @@ class SlotDecoder:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.fault: Exception | None = None
+        self.most_logits = 0  # rows at once
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         if self.fault is not None:
@@ -153,6 +154,7 @@ class SlotDecoder:
         return torch.where(visible, mixed, 0).sum(-1, keepdim=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        self.most_logits = max(self.most_logits, len(hidden))
         mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
         return (mixed * mixed % 100003).float() / 1e4
 
@@ -184,16 +186,25 @@ def info_of(max_num_seqs: int, num_blocks: int, block_size: int, max_model_len: 
 
 @contextmanager
 def recorded_executor(
-    *, graphed: bool, max_num_seqs: int = 8, num_blocks: int = 140, block_size: int = 4, max_model_len: int = 64, overlap: int = 0
+    *,
+    graphed: bool,
+    max_num_seqs: int = 8,
+    num_blocks: int = 140,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    overlap: int = 0,
+    max_logits_rows: int = 100,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
     """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them."""
     info = info_of(max_num_seqs, num_blocks, block_size, max_model_len)
     rows, kernels, decoder = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU), RecordableKernels(), SlotDecoder(block_size)
     caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
-    captured = DecodeGraphs(decoder, kernels, rows, caches, max_num_seqs=max_num_seqs, max_model_len=max_model_len) if graphed else None
-    if captured is not None:
+    captured = None
+    if graphed:
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
+        captured = DecodeGraphs(decoder, kernels, rows, caches, **limits)
         captured.capture_all()
-    runner = ModelRunner(decoder, caches, rows, kernels, max_logits_rows=100, padded=False, clock=VirtualClock(), graphs=captured)
+    runner = ModelRunner(decoder, caches, rows, kernels, max_logits_rows=max_logits_rows, padded=False, clock=VirtualClock(), graphs=captured)
     executor: Executor = QueuedExecutor(runner, info, lambda: None) if graphed else LocalExecutor(runner, info, overlap=overlap, threads=1)
     yield executor, runner, decoder
     executor.close()

@@ -69,6 +69,11 @@ class Demand:
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
+    @property
+    def most_rows(self) -> int:
+        """Of one step."""
+        return min(self.max_num_seqs, self.tokens_a_step)
+
     def limits(self, longest: int) -> Limits:
         return Limits(self.max_num_seqs, self.tokens_a_step, self.max_logits_rows, longest)
 
@@ -116,7 +121,7 @@ class Allotment:
         decode, self._arena = self._rehearse(longest, create_runner)
         weights = weight_bytes(decoder)
         self._scratch = self._meter.kept(weights)
-        buckets = buckets_up_to(demand.max_num_seqs) if demand.graphs else ()
+        buckets = buckets_up_to(demand.most_rows) if demand.graphs else ()
         self._room = Room(
             self._room.available,
             {

@@ -2,8 +2,9 @@
 
 A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host. For
 every batch bucket graphs are captured when an engine starts: one gathers the inputs from rows and computes the forward pass, others go
-from there to tokens written into rows, one for each kind of draw (rows with more on their minds are sampled eagerly). Rows that fill a batch
-up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
+from there to tokens written into rows, one for each kind of draw (rows with more on their minds are sampled eagerly, and so are buckets
+whose logits would be more than a step may hold). Rows that fill a batch up to its bucket are of no sequence: they see no keys, write
+none (slot -1) and store no token.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,12 +57,22 @@ class DecodeGraphs:
     """Graphs of one decoder over one KV cache and one set of rows. Empty, and then of no use, until ``capture_all``."""
 
     def __init__(
-        self, decoder: Computes, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], *, max_num_seqs: int, max_model_len: int
+        self,
+        decoder: Computes,
+        kernels: Kernels,
+        rows: Rows,
+        kv_caches: Sequence[Tensor],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_logits_rows: int,
     ) -> None:
         self._decoder = decoder
+        self._kernels = kernels
         self._rows = rows
         self._kv_caches = tuple(kv_caches)
         self._max_model_len = max_model_len
+        self._max_logits_rows = max_logits_rows
         self._buckets = buckets_up_to(max_num_seqs)
         self._gather = Gather(rows, kernels)
         self._sampler = Sampler(rows, kernels)
@@ -80,7 +91,19 @@ class DecodeGraphs:
         return tuple(sorted(self._forward))
 
     def capture_all(self) -> None:
-        """Every bucket, the largest first, so that the others find its memory. Each step has run eagerly before: a capture compiles nothing."""
+        """Every bucket, the largest first, so that the others find its memory. Each step has run eagerly before: a capture compiles nothing.
+
+        Where a kernel gives way all the same, and to a twin that looks at the device, there are no graphs in the end.
+        """
+        try:
+            self._capture_all()
+        except RuntimeError:
+            if self._kernels.graphable:
+                raise
+            self._forward.clear()
+            self._draw.clear()
+
+    def _capture_all(self) -> None:
         with torch.inference_mode():
             nothing = np.zeros(0, np.int32)
             for bucket in reversed(self._buckets):
@@ -92,13 +115,17 @@ class DecodeGraphs:
     def _run_eagerly(self, bucket: int) -> None:
         """What a graph will hold, once: first-use costs are paid outside of captures."""
         hidden = self._hidden(bucket)
-        for how in Draw:
+        for how in self._draws_of(bucket):
             self._drawn(bucket, hidden, how)
         self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
 
     def serves(self, count: int) -> bool:
         """Whether there is a graph for a step of so many rows."""
         return self._bucket(count) is not None
+
+    def draws(self, count: int) -> bool:
+        """Whether there are graphs for the tokens of so many rows too."""
+        return self._bucket(count) is not None and (self._bucket(count), Draw.GREEDY) in self._draw
 
     def forward(self, rows: Ints, contexts: Ints) -> Tensor:
         """Hidden states of a step in which ``rows`` compute one token each and then see ``contexts`` keys: [rows, hidden].
@@ -123,6 +150,10 @@ class DecodeGraphs:
     def _bucket(self, count: int) -> int | None:
         at = bisect_left(self._buckets, count)
         return self._buckets[at] if at < len(self._buckets) and self._buckets[at] in self._forward else None
+
+    def _draws_of(self, bucket: int) -> Sequence[Draw]:
+        """None where the logits of so many rows must not exist at once: they are sampled in pieces."""
+        return tuple(Draw) if bucket <= self._max_logits_rows else ()
 
     def _ship(self, bucket: int, rows: Ints, contexts: Ints) -> None:
         """One copy: row, position and context of each row of the bucket; filled up with rows of no sequence."""
@@ -154,7 +185,7 @@ class DecodeGraphs:
         with self._recorded(forward):
             hidden = self._hidden(bucket)
         self._forward[bucket] = _Captured(forward, hidden)
-        for how in Draw:
+        for how in self._draws_of(bucket):
             graph = torch.cuda.CUDAGraph()
             with self._recorded(graph):
                 picked = self._drawn(bucket, hidden, how)
@@ -167,5 +198,8 @@ class DecodeGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that is of no use any more; what broke it is what counts
+                    graph.capture_end()
+                raise
+            graph.capture_end()

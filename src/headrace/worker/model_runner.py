@@ -136,8 +136,9 @@ class ModelRunner:
         """Picks a token for every sampled row and scores the prompts that asked for it."""
         if step.packing is None or step.hidden is None:
             return Sampled(step.plan, step.started)
-        if step.graphed and self.graphs is not None and (how := self._draw_of(step.plan)) is not None:
-            return Sampled(step.plan, step.started, (Samples(self.graphs.draw(len(step.plan.rows), how)),))
+        count = len(step.plan.rows)
+        if step.graphed and self.graphs is not None and self.graphs.draws(count) and (how := self._draw_of(step.plan)) is not None:
+            return Sampled(step.plan, step.started, (Samples(self.graphs.draw(count, how)),))
         samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece) for piece in self._pieces(len(step.plan.sample_rows)))
         prompt = tuple(
             (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)

@@ -75,7 +75,7 @@ class Trait(IntFlag):
 
     RANDOM = 1  # temperature above 0
     FILTERED = 2  # top-k, top-p or min-p
-    EDITED = 4  # bias, allowed ids, bad words, min_tokens
+    EDITED = 4  # a mask, bias, allowed ids, bad words, min_tokens
     PENALISED = 8
     COUNTED = 16  # a presence or frequency penalty: occurrences in the output are counted
     SCORED = 32  # logprobs
@@ -112,12 +112,16 @@ def _traits(p: SamplingParams, *, bad_words: bool) -> Trait:
     holds = {
         Trait.RANDOM: not p.greedy,
         Trait.FILTERED: p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0,
-        Trait.EDITED: bad_words or bool(p.logit_bias) or p.allowed_token_ids is not None or p.min_tokens > 0,
+        Trait.EDITED: bad_words or bool(p.logit_bias) or _limits_tokens(p),
         Trait.PENALISED: counted or p.repetition_penalty != 1.0,
         Trait.COUNTED: counted,
         Trait.SCORED: p.logprobs is not None,
     }
     return Trait(sum(trait for trait, held in holds.items() if held))
+
+
+def _limits_tokens(p: SamplingParams) -> bool:
+    return p.allowed_token_ids is not None or p.min_tokens > 0 or p.structured_outputs is not None
 
 
 def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:

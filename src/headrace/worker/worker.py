@@ -172,9 +172,9 @@ class _Start:
         """On a GPU: what steps need besides weights is measured, once nothing else allocates."""
         if not self._cuda:
             return draft
-        seqs, tokens = self._config.scheduler.max_num_seqs, self._setting.tokens_a_step
+        rows, tokens = self._demand.most_rows, self._setting.tokens_a_step
         with self._allotment.explaining("activations"):
-            warm_linears(decoder, self._setting.device, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+            warm_linears(decoder, self._setting.device, max_num_seqs=rows, max_num_batched_tokens=tokens)
         self._stages.done("matrix products")
         if self._ahead is not None:
             self._ahead.finish()
@@ -195,8 +195,15 @@ class _Start:
     def _create_graphs(self, decoder: Decoder, plan: KVPlan, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs | None:
         if not self._demand.graphs or not self._kernels.graphable:
             return None
-        seqs = self._config.scheduler.max_num_seqs
-        return DecodeGraphs(decoder, self._kernels, rows, kv_caches, max_num_seqs=seqs, max_model_len=plan.max_model_len)
+        return DecodeGraphs(
+            decoder,
+            self._kernels,
+            rows,
+            kv_caches,
+            max_num_seqs=self._demand.most_rows,
+            max_model_len=plan.max_model_len,
+            max_logits_rows=self._config.scheduler.max_logits_rows,
+        )
 
     def _create_runner(self, decoder: Decoder, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None) -> ModelRunner:
         return ModelRunner(
