@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.errors import HeadraceError, NotFound
+from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.server.access_log import AccessLog
 from headrace.server.api import Handler, RouteTable
 from headrace.server.auth import Guard
@@ -45,6 +45,9 @@ class App:
             await self._end(exchange, exchange.cause)
         except HeadraceError as error:
             await self._end(exchange, error)
+        except MemoryError:  # this request's alone: what it held is free again once it has ended
+            log.error("%s %s: out of memory", exchange.method, exchange.route)
+            await self._end(exchange, Unavailable("There is no memory for this request now; send less at once or try again.", retry_after=5))
         except Exception:
             log.exception("%s %s failed", exchange.method, exchange.route)
             await self._end(exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it."))
