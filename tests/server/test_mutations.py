@@ -30,9 +30,34 @@ CHAT = {
     "stream_options": None, "user": "u", "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
 COMPLETION = {**SAMPLING, "prompt": "hello", "echo": False, "logprobs": 2, "prompt_logprobs": None, "stop_token_ids": [1], "bad_words": ["x"]}
+MESSAGES = {
+    "model": "demo", "max_tokens": 2, "temperature": 0.5, "top_k": 5, "seed": 1007, "stop_sequences": ["zz"], "stream": False,
+    "system": [{"type": "text", "text": "be"}], "thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}, "metadata": {"user_id": "u"},
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "r"}]}]},
+    ],
+}  # fmt: skip
+RESPONSES = {
+    "model": "demo", "max_output_tokens": 2, "temperature": 0.5, "seed": 1007, "stop": ["zz"], "stream": False, "instructions": "be", "store": False,
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "tool_choice": "auto", "metadata": {"a": "b"},
+    "tools": [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "r"},
+    ],
+}  # fmt: skip
+COUNTED = ("messages", "system", "thinking", "tool_choice", "tools", "model")
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": {name: MESSAGES[name] for name in COUNTED},
+    "/v1/responses": RESPONSES,
     "/tokenize": {"prompt": "hello", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3], "skip_special_tokens": True},
 }

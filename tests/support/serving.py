@@ -44,10 +44,17 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object; raises KeyError or ValueError when the body is not of the one shape that errors have."""
+        """The error object; raises KeyError or ValueError when the body is not of the one shape that errors have.
+
+        Around it Anthropic's routes say that it is one.
+        """
         assert self.headers["content-type"] == "application/json", self
         error = self.json["error"]
-        assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"}, self
+        assert (
+            self.json.get("type", "error") == "error"
+            and set(self.json) - {"type"} == {"error"}
+            and set(error) == {"message", "type", "param", "code"}
+        ), self
         assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str), self
         return dict(error)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
-from headrace.server import dashboard, fields, generate, pages
+from headrace.server import anthropic, dashboard, fields, generate, pages, responses
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.protocol import parse_detokenize, parse_tokenize
@@ -108,6 +108,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"prompt": text})
 
 
+async def embeddings(service: Service, exchange: Exchange) -> None:
+    raise NotFound("This server has no embeddings: it serves models that generate text; use a server for embedding models.", code="route_not_found")
+
+
 ROUTES = (
     Route("GET", "/", pages.chat, "the chat in the browser", open=True),
     Route("GET", "/dashboard", pages.dashboard, "the dashboard in the browser", open=True),
@@ -121,6 +125,19 @@ ROUTES = (
     Route("GET", "/v1/models/{name}", model, "one name of the model"),
     Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT),
     Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION),
+    Route("POST", "/v1/responses", responses.responses, "answer a conversation, as OpenAI's Responses API", body=fields.RESPONSES),
+    Route(
+        "POST", "/v1/messages", anthropic.messages, "answer a conversation, as Anthropic", body=fields.MESSAGES, errors=anthropic.AnthropicErrors()
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        "the length of a conversation in tokens",
+        body=fields.COUNT_TOKENS,
+        errors=anthropic.AnthropicErrors(),
+    ),
+    Route("POST", "/v1/embeddings", embeddings, "404: embeddings are not offered"),
     Route("POST", "/tokenize", tokenize, "text or a conversation to token ids", body=fields.TOKENIZE),
     Route("POST", "/detokenize", detokenize, "token ids to text", body=fields.DETOKENIZE),
 )

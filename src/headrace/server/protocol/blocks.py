@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.server.messages import MAX_MESSAGES, MAX_TOOLS
+from headrace.server.wire import decode_object
 
 Chat = list[dict[str, Any]]
 
@@ -51,6 +52,14 @@ def read_texts(where: str, value: Any, kinds: Collection[str] = ("text",)) -> st
             raise refuse_type(place, kind, "text only here")
         pieces.append(read_text(place, part, "refusal" if kind == "refusal" else "text"))
     return "".join(pieces)
+
+
+def read_arguments(where: str, text: str) -> dict[str, Any]:
+    """A call's arguments come as a string of JSON; templates want the object."""
+    try:
+        return decode_object(text.encode()) if text.strip() else {}
+    except InvalidRequest:
+        raise InvalidRequest(f"{where} is not a JSON object; send valid JSON.", param=where) from None
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""/v1/responses: a decoded body becomes a ResponsesRequest, or an error that names the field.
+
+What lives here: this route's own fields, items to messages. What may not: what routes share (sampling.py), answers (server/responses.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import InvalidRequest
+from headrace.server.fields import RESPONSES
+from headrace.server.messages import MAX_MESSAGES, ROLES, check_template_kwargs
+from headrace.server.protocol.blocks import (
+    Chat,
+    check_count,
+    check_messages,
+    check_tools,
+    function_tool,
+    read_arguments,
+    read_object,
+    read_text,
+    read_texts,
+    read_type,
+    refuse_type,
+    tool_call,
+)
+from headrace.server.protocol.body import Body
+from headrace.server.protocol.chat import ChatRequest
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params, tools_are_shown
+
+_TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest(ChatRequest):
+    """A checked /v1/responses body. ``shown``: fields that the answer repeats."""
+
+    shown: Mapping[str, Any]
+
+
+def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ResponsesRequest:
+    """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
+    body = Body(raw, RESPONSES)
+    values = {**model_defaults(defaults), **body.sampling()}
+    if "max_output_tokens" in body:
+        values["max_tokens"] = body.get("max_output_tokens")
+    _check_text(body.get("text", {}))
+    params = sampling_params(body, values, {"max_tokens": "max_output_tokens"})
+    return ResponsesRequest(
+        messages=_read_conversation(body),
+        conversation=_template_options(body),
+        params=params,
+        options=answer_options(body),
+        shown={
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata", {}),
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "reasoning": {"effort": body.get("reasoning", {}).get("effort"), "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools", []),
+            "top_p": params.top_p,
+            "user": body.get("user"),
+        },
+    )
+
+
+def _check_text(text: dict[str, Any]) -> None:
+    for name, value in text.items():
+        if name not in ("format", "verbosity"):
+            raise InvalidRequest(f"text has no field {name[:100]!r}; leave it out.", param=f"text.{name[:100]}", code="unknown_parameter")
+        if name == "verbosity" and value not in (None, "medium"):
+            raise InvalidRequest("text.verbosity is not supported; say it in a message.", param="text.verbosity", code="unsupported_parameter")
+    given = text.get("format")
+    if given is None:
+        return
+    kind = read_type("text.format", given)
+    if kind != "text":
+        raise InvalidRequest(f"text.format of type {kind[:40]!r} is not supported; leave it out.", param="text.format", code="unsupported_parameter")
+
+
+def _template_options(body: Body) -> TemplateOptions:
+    tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
+    shown = tools_are_shown(_read_choice(body.get("tool_choice", "auto")))
+    variables = {**_effort(body.get("reasoning", {})), **check_template_kwargs(body.get("chat_template_kwargs"))}
+    return TemplateOptions(tools=tools if tools and shown else None, add_generation_prompt=True, variables=variables)
+
+
+def _read_tool(where: str, tool: Any) -> dict[str, Any]:
+    kind = read_type(where, tool)
+    if kind != "function":
+        raise refuse_type(where, kind, "tools of type function, which the client runs")
+    return function_tool(where, tool, "parameters")
+
+
+def _read_choice(choice: Any) -> Any:
+    """``tool_choice`` as chat completions have it."""
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise InvalidRequest("tool_choice must be auto, none, required or a function.", param="tool_choice")
+        return choice
+    kind = read_type("tool_choice", choice)
+    if kind != "function":
+        raise refuse_type("tool_choice", kind, "a choice of type function")
+    return {"type": "function", "function": {"name": read_text("tool_choice", choice, "name")}}
+
+
+def _effort(reasoning: dict[str, Any]) -> dict[str, Any]:
+    """How much to think is the template's to say to the model. Reasoning is given whole, never as a summary."""
+    for name, value in reasoning.items():
+        neutral = (None, "auto") if name in ("summary", "generate_summary") else (None,)
+        if name != "effort" and value not in neutral:
+            where = f"reasoning.{name[:100]}"
+            raise InvalidRequest(f"{where} is not supported; leave it out.", param=where, code="unsupported_parameter")
+    effort = reasoning.get("effort")
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        raise InvalidRequest(f"reasoning.effort must be one of {', '.join(_EFFORTS)}.", param="reasoning.effort")
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
+def _read_conversation(body: Body) -> Chat:
+    given = body.require("input")
+    reader = _Items()
+    if isinstance(given, str):
+        reader.messages.append({"role": "user", "content": given})
+    else:
+        check_count("input", len(given), MAX_MESSAGES)
+        for index, item in enumerate(given):
+            reader.add(f"input[{index}]", item)
+        reader.end()
+    check_messages("input", reader.messages)
+    instructions = [{"role": "system", "content": body.get("instructions")}] if "instructions" in body else []
+    return [*instructions, *reader.messages]
+
+
+class _Items:
+    """Items to messages: reasoning and calls belong to the assistant's message beside them."""
+
+    def __init__(self) -> None:
+        self.messages: Chat = []
+        self._thoughts = ""
+
+    def add(self, where: str, item: Any) -> None:
+        kind = read_object(where, item).get("type")
+        if kind in (None, "message"):
+            self._add_message(where, item)
+        elif kind == "function_call":
+            self._add_call(where, item)
+        elif kind == "function_call_output":
+            output = read_texts(f"{where}.output", item.get("output"), _TEXT_KINDS)
+            self.messages.append({"role": "tool", "tool_call_id": read_text(where, item, "call_id"), "content": output})
+        elif kind == "reasoning":
+            self._thoughts += read_texts(f"{where}.content", item.get("content") or "", ("reasoning_text",))
+        elif kind == "item_reference":
+            raise InvalidRequest(f"{where} refers to a stored item, but nothing is stored; send the item itself.", param=where)
+        else:
+            raise refuse_type(where, str(kind), "messages, function_call, function_call_output and reasoning")
+
+    def end(self) -> None:
+        if self._thoughts:
+            self._assistant()
+
+    def _add_message(self, where: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if role not in ROLES or role == "tool":
+            raise InvalidRequest(f"{where}.role must be one of system, developer, user, assistant.", param=f"{where}.role")
+        content = read_texts(f"{where}.content", item.get("content"), _TEXT_KINDS)
+        if role == "assistant":
+            self._assistant()["content"] = content
+        else:
+            self.messages.append({"role": "system" if role == "developer" else role, "content": content})
+
+    def _add_call(self, where: str, item: dict[str, Any]) -> None:
+        arguments = read_arguments(f"{where}.arguments", read_text(where, item, "arguments"))
+        call = tool_call(read_text(where, item, "call_id"), read_text(where, item, "name"), arguments)
+        last = self.messages[-1] if self.messages else {}
+        message = last if last.get("role") == "assistant" and not self._thoughts else self._assistant()
+        message.setdefault("tool_calls", []).append(call)
+
+    def _assistant(self) -> dict[str, Any]:
+        """A new message, with what was thought before it."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        if self._thoughts:
+            message["reasoning_content"], self._thoughts = self._thoughts, ""
+        self.messages.append(message)
+        return message

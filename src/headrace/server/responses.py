@@ -1,0 +1,183 @@
+"""/v1/responses: answers as OpenAI's Responses API has them. Nothing is stored.
+
+What lives here: the response object, its items, its events, the handler. What may not: reading requests (protocol/responses.py),
+generation.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.server import generate
+from headrace.server.answers import PromptState, Shape
+from headrace.server.exchange import Exchange
+from headrace.server.parsing.segments import OutputParser
+from headrace.server.parts import Kind, Part, PartsAnswer, PlainParser
+from headrace.server.protocol.responses import ResponsesRequest, parse_responses
+from headrace.server.service import Service, Tokenizer
+from headrace.server.wire import ErrorShape, encode, error_object, quote
+
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+
+
+async def responses(service: Service, exchange: Exchange) -> None:
+    await generate.converse(service, exchange, parse_responses, partial(_create_answer, exchange), param="input")
+
+
+def _create_answer(exchange: Exchange, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> ResponseAnswer:
+    answer = ResponseAnswer(shape, prompt, PlainParser(), request.shown)
+    exchange.errors = ResponseErrors(answer)
+    return answer
+
+
+class ResponseAnswer(PartsAnswer):
+    """One response, whole or as numbered events. ``shown``: request fields that it repeats."""
+
+    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser, shown: Mapping[str, Any]) -> None:
+        super().__init__(shape, prompt, parser)
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._shown = shown
+        self._number = 0
+        self._failed = False
+        self._item_ids: list[str] = []
+        self._places: list[str] = []  # of each part, in the events about it
+
+    # --- the object
+
+    def whole(self) -> dict[str, Any]:
+        return self._ended()
+
+    def _ended(self) -> dict[str, Any]:
+        reason = _INCOMPLETE.get(self.end_reason)
+        return self._response("completed" if reason is None else "incomplete", incomplete=reason)
+
+    def _response(self, status: str, *, incomplete: str | None = None, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        ended = status != "in_progress"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": None if incomplete is None else {"reason": incomplete},
+            "model": self.shape.model,
+            "output": [self._item(index) for index in range(len(self.parts))] if ended else [],
+            "previous_response_id": None,
+            "service_tier": "default",
+            "stop_reason": self.choice.stop_reason,
+            "store": False,
+            "system_fingerprint": self.shape.fingerprint,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+            **self._shown,
+        }
+
+    def _item(self, index: int) -> dict[str, Any]:
+        part = self.parts[index]
+        last = index == len(self.parts) - 1
+        status = "in_progress" if not part.closed else "incomplete" if last and self._cut else "completed"
+        item: dict[str, Any] = {"id": self._item_ids[index], "status": status}
+        if part.kind is Kind.CALL:
+            return {**item, "type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.text}
+        content = [_content(part, part.text)] if part.closed else []
+        if part.kind is Kind.REASONING:
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    @property
+    def _cut(self) -> bool:
+        """The last item is not as the model would have ended it."""
+        return self._failed or self.end_reason in _INCOMPLETE
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, written = self.prompts[0], self.choice.num_tokens
+        read = len(prompt.token_ids)
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": prompt.cached_tokens},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": read + written,
+        }
+
+    # --- the events
+
+    def begin(self) -> str:
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+
+    def open(self, index: int, part: Part) -> str:
+        item_id = f"{_ID_PREFIXES[part.kind]}_{uuid.uuid4().hex}"
+        self._item_ids.append(item_id)
+        place = f'"item_id":"{item_id}","output_index":{index}'
+        self._places.append(place if part.kind is Kind.CALL else f'{place},"content_index":0')
+        events = self._event("response.output_item.added", output_index=index, item=self._item(index))
+        return events if part.kind is Kind.CALL else events + self._content_part("added", index, "")
+
+    def grow(self, index: int, part: Part, text: str) -> str:
+        return self._about(index, f"{_stem(part)}.delta", "delta", quote(text))
+
+    def close(self, index: int, part: Part) -> str:
+        name = "arguments" if part.kind is Kind.CALL else "text"
+        events = self._about(index, f"{_stem(part)}.done", name, quote(part.text))
+        if part.kind is not Kind.CALL:
+            events += self._content_part("done", index, part.text)
+        return events + self._event("response.output_item.done", output_index=index, item=self._item(index))
+
+    def _content_part(self, change: str, index: int, text: str) -> str:
+        return self._about(index, f"response.content_part.{change}", "part", encode(_content(self.parts[index], text)).decode())
+
+    def closing(self) -> str:
+        response = self._ended()
+        return self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: HeadraceError) -> str:
+        """What a client sees last of a response that failed."""
+        shown = error_object(error)["error"]
+        self._failed = True
+        for part in self.parts:
+            part.closed = True
+        response = self._response("failed", error={"code": "server_error", "message": error.message})
+        flat = {"code": shown["code"], "message": shown["message"], "param": shown["param"]}
+        return self._event("response.failed", response=response) + self._event("error", **flat, error=shown)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        shown = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: {encode(shown).decode()}\n\n"
+
+    def _about(self, index: int, kind: str, name: str, value: str) -> str:
+        """An event about one part; ``value`` is JSON."""
+        number, self._number = self._number, self._number + 1
+        logprobs = ',"logprobs":[]' if kind.startswith("response.output_text") else ""
+        return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},{self._places[index]},"{name}":{value}{logprobs}}}\n\n'
+
+
+class ResponseErrors(ErrorShape):
+    """Errors of a response that has begun."""
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer = answer
+
+    def event(self, error: HeadraceError) -> bytes:
+        return self._answer.failure(error).encode("ascii")
+
+
+def _content(part: Part, text: str) -> dict[str, Any]:
+    if part.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _stem(part: Part) -> str:
+    """Of the events about a part's text."""
+    return {Kind.REASONING: "response.reasoning_text", Kind.TEXT: "response.output_text", Kind.CALL: "response.function_call_arguments"}[part.kind]
