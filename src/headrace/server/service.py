@@ -157,7 +157,9 @@ class Service:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        return self.any_engine().generation_defaults
+        """What holds where a request says nothing: the model's own, and the server's."""
+        model = self.any_engine().generation_defaults
+        return {**model, "repetition_detection": True} if self.config.repetition_detection else model
 
     def check_model(self, name: str | None) -> str:
         """The model's name as answers show it. Raises NotFound for one that is not served."""

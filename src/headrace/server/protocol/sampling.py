@@ -18,7 +18,7 @@ from headrace.server.protocol.body import Body, check_size
 MAX_SALT = 1024  # characters; the engine takes no more
 
 # A model's generation_config.json, by the names of SamplingParams.
-_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {"max_new_tokens": "max_tokens"}
+_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")} | {"max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
