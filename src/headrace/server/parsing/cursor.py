@@ -106,6 +106,12 @@ class Cursor:
         self.take(self._after_space() + len(literal))
         return True
 
+    def require(self, literal: str) -> Wait:
+        """As ``literal``. Raises Malformed where it does not come, Ended where the text ends too early to tell."""
+        if not (yield from self.literal(literal)):
+            rest = self.text[self._after_space() :]
+            raise Ended if literal.startswith(rest) else Malformed
+
     def sees(self, literal: str) -> Generator[None, None, bool]:
         """Whether ``literal`` comes next, after white space."""
         while True:

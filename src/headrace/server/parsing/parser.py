@@ -154,10 +154,12 @@ class FormatParser:
 
     def _begin_section(self, tools: ToolFormat) -> Wait:
         for literal in tools.section_begin:
-            if not (yield from self._cursor.literal(literal)) and not tools.bare:
-                raise Malformed
-        if tools.begin and not (yield from self._cursor.literal(tools.begin)):
-            raise Malformed
+            if tools.bare:
+                yield from self._cursor.literal(literal)
+            else:
+                yield from self._cursor.require(literal)
+        if tools.begin:
+            yield from self._cursor.require(tools.begin)
 
     def _next_call(self, tools: ToolFormat) -> Generator[None, None, bool]:
         """After a call: up to the next one. What is in the way of it is content."""

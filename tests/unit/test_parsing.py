@@ -1,0 +1,350 @@
+"""The parser of answers: what each family's calls become, and that neither cuts nor damage in the text change or break it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import ConfigError
+from headrace.server.parsing import create_call_id, create_parser
+from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, choose_dialect
+from headrace.server.parsing.parser import FormatParser
+from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
+
+NAMES = ("f", "get_weather")
+ARGUMENTS = '{"city": "Besançon \\"x\\" \\u00e9😀", "days": [1, -2.5e3, {"a": null}], "b": {}}'
+
+# One answer of two calls for each format, as the family writes it; {a} is ARGUMENTS.
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {a}}\n</tool_call>\n<tool_call>\n{"arguments": {}, "name": "get_weather"}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": {a}}; {"type": "function", "name": "get_weather", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {a}, "id": "abcdefghi"}, {"name": "get_weather", "arguments": {}}]',
+    "mistral_args": "[TOOL_CALLS]f[ARGS]{a}[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{a}\n```<｜tool▁call▁end｜>\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{a}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{a}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+}
+
+
+def written(name: str) -> str:
+    return WRITTEN[name].replace("{a}", ARGUMENTS)
+
+
+def make(tools: str | None, reasoning: str | None = None, *, prompt: str = "", single: bool = False) -> OutputParser:
+    dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
+    parser = create_parser(dialect, prompt, NAMES, single=single)
+    assert parser is not None
+    return parser
+
+
+def parse(parser: OutputParser, pieces: Iterable[str]) -> tuple[list[Segment], str]:
+    """All segments, neighbours of one kind joined and ids replaced by their place; and what a stop is reported as."""
+    found: list[Segment] = []
+    for segment in [*(each for piece in pieces for each in parser.push(piece)), *parser.finish()]:
+        last = found[-1] if found else None
+        if isinstance(segment, ToolCallStart):
+            found.append(replace(segment, id=""))
+        elif type(last) is type(segment) and getattr(last, "index", 0) == getattr(segment, "index", 0):
+            found[-1] = replace(segment, text=last.text + segment.text)  # type: ignore[union-attr]
+        else:
+            found.append(segment)
+    return found, parser.end_reason("stop")
+
+
+def whole(text: str, tools: str | None, reasoning: str | None = None, **options: Any) -> tuple[list[Segment], str]:
+    return parse(make(tools, reasoning, **options), [text])
+
+
+def content(found: Iterable[Segment]) -> str:
+    return "".join(each.text for each in found if isinstance(each, Content))
+
+
+def arguments(found: Iterable[Segment]) -> dict[int, str]:
+    calls: dict[int, str] = {each.index: "" for each in found if isinstance(each, ToolCallStart)}
+    for each in found:
+        if isinstance(each, ToolCallArguments):
+            calls[each.index] += each.text
+    return calls
+
+
+# --- what families write
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_two_calls(name: str) -> None:
+    calls = [ToolCallStart(0, "", "f"), ToolCallArguments(0, ARGUMENTS), ToolCallStart(1, "", "get_weather"), ToolCallArguments(1, "{}")]
+    assert whole(written(name), name) == (calls, "tool_calls")
+    assert set(WRITTEN) == set(TOOL_FORMATS)
+    if not TOOL_FORMATS[name].bare:
+        assert whole("Let me see.\n\n" + written(name) + "\n", name) == ([Content("Let me see."), *calls], "tool_calls")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    """After the name, what is pushed comes out: nothing waits for the end of a call, and names are sent before arguments."""
+    parser, seen = make(name), ""
+    begin = written(name).index(ARGUMENTS)
+    parser.push(written(name)[:begin])
+    for index, character in enumerate(ARGUMENTS):
+        seen += "".join(each.text for each in parser.push(character) if isinstance(each, ToolCallArguments))
+        assert len(seen) >= index - 12, "an escape or a number may be held, no more"
+
+
+def test_a_bare_call_is_one_only_at_the_start_and_of_a_known_function() -> None:
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    assert whole(call, "llama3_json")[0] == [ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')]
+    for text in ("See: " + call, call.replace('"f"', '"Bob"'), '{"name": "f", "age": 3}', '{"a": 1}', "{", "", " "):
+        found, reason = whole(text, "llama3_json")
+        assert (content(found), len(found)) == (text, 1 if text else 0)
+        assert reason == ("length" if text == "{" else "stop")
+
+
+def test_arguments_may_be_missing() -> None:
+    assert whole('<tool_call>{"name": "f"}</tool_call>', "hermes") == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, "{}")], "tool_calls")
+
+
+def test_single_ends_after_the_first_call() -> None:
+    found, reason = parse(make("hermes", single=True), [written("hermes") + " and so on"])
+    assert (found, reason) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, ARGUMENTS)], "tool_calls")
+
+
+def test_a_fixed_name_takes_the_whole_answer_as_arguments() -> None:
+    parser = FormatParser(None, None, create_id=str, fixed_name="f")
+    assert parse(parser, ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
+    assert parse(FormatParser(None, None, create_id=str, fixed_name="f"), ['{"a": '])[1] == "length"
+
+
+def test_ids_have_the_length_that_templates_want() -> None:
+    (start, *_) = make("mistral").push(written("mistral"))
+    assert isinstance(start, ToolCallStart) and len(start.id) == 9 and start.id.isalnum()
+    assert create_call_id().startswith("call_") and create_call_id() != create_call_id()
+
+
+# --- reasoning
+
+
+def test_reasoning_then_content_then_calls() -> None:
+    text = "<think>\nhm <tool_call> or not\n</think>\n\nYes.\n" + written("hermes")
+    found, reason = whole(text, "hermes", "qwen3")
+    assert found[:2] == [Reasoning("hm <tool_call> or not"), Content("Yes.")] and len(found) == 6 and reason == "tool_calls"
+
+
+def test_the_prompt_may_have_begun_or_ended_it() -> None:
+    assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
+    assert whole("a </think> b", None, "qwen3", prompt="…<think>\n\n</think>\n\n")[0] == [Content("a </think> b")]
+    assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
+    assert whole("a </think> b", None, "deepseek_r1")[0] == [Reasoning("a"), Content("b")]
+    assert whole("Yes <think>no</think>", None, "qwen3")[0] == [Content("Yes <think>no</think>")]
+    assert whole("<think>cut of", None, "qwen3") == ([Reasoning("cut of")], "stop")
+
+
+def test_nothing_to_take_apart_is_no_parser() -> None:
+    assert create_parser(Dialect(), "", NAMES) is None
+    assert create_parser(Dialect(TOOL_FORMATS["hermes"], None), "") is None
+
+
+# --- what is no call
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>junk</tool_call>",
+        "<tool_call>",
+        "a <tool_cal",
+        '<tool_call>["f"]</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"arguments": {"a": 01}, "name": "f"}</tool_call>',
+        '<tool_call>{"arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "name": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"nom": "f", "arguments": {}}</tool_call>',
+        "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
+        '<tool_call>{"name": "f\n", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\x41", "arguments": {}}</tool_call>',
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": "' + "f" * 300 + '", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": "' + "x" * MAX_HEAD + '"}, "name": "f"}</tool_call>',
+        "<tool_call>" + " " * (MAX_HEAD + 5) + '{"name": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {"a": ' + "[" * 200 + "]" * 200 + '}, "name": "f"}</tool_call>',
+        '<tool_call>{"arguments": {"a": ' + "1" * 300 + '}, "name": "f"}</tool_call>',
+        "   white  space <   ",
+    ],
+)
+def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
+    found, reason = whole(text, "hermes")
+    assert (content(found), arguments(found)) == (text, {})
+    assert reason == ("length" if text == "<tool_call>" else "stop")
+    assert parse(make("hermes"), text) == (found, reason)
+
+
+def test_a_call_after_one_that_is_none() -> None:
+    found, reason = whole("<tool_call>junk</tool_call> " + written("hermes"), "hermes")
+    assert content(found) == "<tool_call>junk</tool_call>" and len(arguments(found)) == 2 and reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
+    """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own reasons stay."""
+    text = written(name)
+    end = text.index(ARGUMENTS) + len(ARGUMENTS) + (0 if TOOL_FORMATS[name].name_end else 1)
+    for cut in range(len(TOOL_FORMATS[name].marker), text.index("get_weather")):
+        parser = make(name)
+        found, reason = parse(parser, [text[:cut]])
+        calls = arguments(found)
+        aside = name == "mistral" and cut < text.index("}, {") + 1  # it says its id after the arguments
+        if cut < end or aside:
+            assert reason == "length" and not any(map(is_json, calls.values())), text[:cut]
+        else:
+            assert calls[0] == ARGUMENTS and parser.end_reason("length") == "length"
+
+
+def is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def test_a_call_that_breaks_off_stays_incomplete() -> None:
+    found, reason = whole('<tool_call>{"name": "f", "arguments": {"a": 1}, oops}</tool_call>', "hermes")
+    assert found == [ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1'), Content("oops}</tool_call>")]
+    assert reason == "stop"
+
+
+# --- cuts and damage
+
+SOUP = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁sep｜>", "```json\n", "<｜tool▁call▁end｜>"),
+        *('{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a": ', '"arguments": {}, "name": "f"}', '{"', '": ', '"', '"id": 5, '),
+        *("{", "}", "[", "]", ",", ";", ":", "\\", "\\u12", "\\ud83d", "\\n", "1", "-0.5e7", "tru", "true", "null", "\x00", "\n", "  ", "\n\n\n\n"),
+        *("f", "get_weather", "é", "😀", "｜", "<", "<t", " " * (MAX_SPACE + 1), "x" * 50, '{"a": 1}'),
+    ]
+)
+TEXTS = st.one_of(
+    st.lists(SOUP, max_size=30).map("".join),
+    st.text(alphabet=st.sampled_from('<tool_ca>/think{}[]":,\\ \nfé😀1'), max_size=60),
+)
+
+
+@st.composite
+def damaged(draw: Callable[..., Any]) -> str:
+    """What a family writes, with a piece cut out, doubled or replaced."""
+    text = draw(st.sampled_from(("", "<think>\nhm\n</think>\n\n", "Hm. "))) + written(draw(st.sampled_from(sorted(WRITTEN))))
+    begin, end = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
+    middle = draw(st.sampled_from(("", text[begin:end] * 2))) if draw(st.booleans()) else draw(SOUP)
+    return text[:begin] + middle + text[end:]
+
+
+def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    text=st.one_of(TEXTS, damaged()),
+    cuts=st.lists(st.integers(0, 10_000), max_size=12),
+    tools=st.sampled_from((None, *sorted(WRITTEN))),
+    reasoning=st.sampled_from((None, "qwen3", "deepseek_r1")),
+    prompt=st.sampled_from(("", "<think>\n")),
+    single=st.booleans(),
+)
+def test_cuts_change_nothing(text: str, cuts: list[int], tools: str | None, reasoning: str | None, prompt: str, single: bool) -> None:
+    if tools is None and reasoning is None:
+        return
+    expected = parse(make(tools, reasoning, prompt=prompt, single=single), [text])
+    assert parse(make(tools, reasoning, prompt=prompt, single=single), pieces_of(text, cuts)) == expected
+    assert parse(make(tools, reasoning, prompt=prompt, single=single), text) == expected  # character by character
+    found, reason = expected
+    calls = arguments(found)
+    complete = [index for index, each in calls.items() if is_json(each)]
+    assert list(calls) == list(range(len(calls)))
+    assert (reason == "tool_calls") == (bool(calls) and len(complete) == len(calls) and reason != "length")
+    if not calls and reasoning is None:
+        assert content(found) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.one_of(TEXTS, damaged()), tools=st.sampled_from(sorted(WRITTEN)))
+def test_what_is_held_back_is_bounded(text: str, tools: str) -> None:
+    parser = make(tools)
+    for _ in range(3):
+        parser.push(text)
+        cursor = parser._cursor  # type: ignore[attr-defined]
+        held = len(cursor.text) - cursor.at + sum(map(len, cursor._head))
+        assert held <= MAX_HEAD + 600 + len(text)
+
+
+HOSTILE = {
+    "open markers": "<tool_call>",
+    "half markers": "<tool_cal",
+    "objects without an end": '<tool_call>{"arguments": {"a": "',
+    "brackets": '<tool_call>{"name": "f", "arguments": {"a": [',
+    "nested brackets": "[",
+    "white space": " \n",
+    "quotes": '<tool_call>{"name": "f", "arguments": {"a": "\\"',
+    "escapes": "\\",
+    "calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+}
+
+
+@pytest.mark.parametrize("unit", HOSTILE.values(), ids=list(HOSTILE))
+def test_time_is_linear(unit: str) -> None:
+    def seconds(size: int, step: int) -> float:
+        text = '<tool_call>{"name": "f", "arguments": {"a": "' + unit * (size // len(unit))
+        best = float("inf")
+        for _ in range(3):
+            parser = make("hermes", "qwen3")
+            begin = time.process_time()
+            for start in range(0, len(text), step):
+                parser.push(text[start : start + step])
+            parser.finish()
+            best = min(best, time.process_time() - begin)
+        return best
+
+    for step in (3, 1 << 20):
+        size = 1 << 13
+        while (first := seconds(size, step)) < 0.004 and size < 1 << 20:
+            size *= 2
+        assert seconds(2 * size, step) / max(first, 1e-4) <= 2.3 or seconds(4 * size, step) / seconds(2 * size, step) <= 2.3
+
+
+def test_nothing_is_evaluated() -> None:
+    seen: list[str] = []
+    watching = True
+    sys.addaudithook(lambda event, _: seen.append(event) if watching and event in ("exec", "compile", "import") else None)
+    for name in WRITTEN:
+        whole(written(name), name, "qwen3")
+    watching = False
+    assert not seen
+
+
+# --- which description
+
+
+def test_a_description_is_chosen_from_the_template() -> None:
+    dialect, decisions = choose_dialect('<tool_call> "arguments" {{ tools }} <think> </think>', None, None)
+    assert dialect == Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
+    assert [(each.name, each.value) for each in decisions] == [("tool_call_parser", "hermes"), ("reasoning_parser", "qwen3")]
+    assert choose_dialect("{{ messages }}", None, None) == (Dialect(), ())
+    assert choose_dialect("<tool_call> arguments <think></think>", "none", "none") == (Dialect(), ())
+    assert choose_dialect("", "mistral", "deepseek_r1")[0] == Dialect(TOOL_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"])
+    with pytest.raises(ConfigError, match="tool_call_parser is 'nope'; give one of hermes, "):
+        choose_dialect("", "nope", None)
