@@ -13,7 +13,7 @@ from headrace.server import generate
 from headrace.server.answers import PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.parsing.segments import OutputParser
-from headrace.server.parts import Kind, Part, PartsAnswer, PlainParser
+from headrace.server.parts import Kind, Part, PartsAnswer
 from headrace.server.protocol.anthropic import parse_count_tokens, parse_messages
 from headrace.server.protocol.chat import ChatRequest
 from headrace.server.service import Service, Tokenizer
@@ -29,7 +29,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> MessageAnswer:
-    return MessageAnswer(shape, prompt, PlainParser(), request.params.stop)
+    return MessageAnswer(shape, prompt, None, request.params.stop)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:
@@ -55,7 +55,7 @@ class AnthropicErrors(ErrorShape):
 class MessageAnswer(PartsAnswer):
     """One message, whole or as events. ``stops`` are the request's own stop strings."""
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser, stops: tuple[str, ...]) -> None:
+    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, stops: tuple[str, ...]) -> None:
         super().__init__(shape, prompt, parser)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._stops = stops

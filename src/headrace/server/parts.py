@@ -37,7 +37,7 @@ class Part:
         return "".join(self.pieces)
 
 
-class PlainParser:
+class _PlainParser:
     """All text is content."""
 
     def push(self, text: str) -> list[Segment]:
@@ -57,14 +57,14 @@ class PartsAnswer:
     ``end_reason``: how it ended, once it has. ``reasoning_tokens``: to within those at its edges, whose text comes with the next ones.
     """
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser) -> None:
+    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None) -> None:
         self.shape = shape
         self.prompts: Sequence[PromptState] = [prompt]
         self.choices: list[ChoiceState] = [_Choice(prompt, self)]
         self.parts: list[Part] = []
         self.end_reason = ""
         self.reasoning_tokens = 0
-        self._parser = parser
+        self._parser: OutputParser = parser or _PlainParser()
         self._begun = False
 
     @property

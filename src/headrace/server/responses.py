@@ -17,7 +17,7 @@ from headrace.server import generate
 from headrace.server.answers import PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.parsing.segments import OutputParser
-from headrace.server.parts import Kind, Part, PartsAnswer, PlainParser
+from headrace.server.parts import Kind, Part, PartsAnswer
 from headrace.server.protocol.responses import ResponsesRequest, parse_responses
 from headrace.server.service import Service, Tokenizer
 from headrace.server.wire import ErrorShape, encode, error_object, quote
@@ -31,7 +31,7 @@ async def responses(service: Service, exchange: Exchange) -> None:
 
 
 def _create_answer(exchange: Exchange, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> ResponseAnswer:
-    answer = ResponseAnswer(shape, prompt, PlainParser(), request.shown)
+    answer = ResponseAnswer(shape, prompt, None, request.shown)
     exchange.errors = ResponseErrors(answer)
     return answer
 
@@ -39,7 +39,7 @@ def _create_answer(exchange: Exchange, request: ResponsesRequest, shape: Shape, 
 class ResponseAnswer(PartsAnswer):
     """One response, whole or as numbered events. ``shown``: request fields that it repeats."""
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser, shown: Mapping[str, Any]) -> None:
+    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, shown: Mapping[str, Any]) -> None:
         super().__init__(shape, prompt, parser)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
