@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,6 +87,19 @@ def test_a_specialisation_that_fails_later_falls_back_too(monkeypatch: pytest.Mo
     assert norm(X, WEIGHT, 1e-5, None) == "kernel"
     kernel.error = DoesNotBuild("out of resource")
     assert torch.equal(norm(X, WEIGHT, 1e-5, None)[1], X)
+
+
+def test_who_gave_way_stays_alive_for_graphs_that_hold_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Planted("kernel", None)
+    plant(monkeypatch, "rms_norm", kernel.candidate())
+    kernels = Kernels(CPU)
+    norm, kernel.error = kernels.choose("rms_norm", dtype=torch.float32), DoesNotBuild("out of resource")
+    norm(X, WEIGHT, 1e-5, None)
+    monkeypatch.undo()
+    alive = weakref.ref(kernel)
+    del kernel
+    gc.collect()
+    assert alive() is not None and kernels.choices[0].chosen == "torch"
 
 
 def test_the_next_candidate_stands_before_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton.attention import PagedAttention
+from headrace.kernels.triton.prefill import bulk_keys
 from support.kernel_cases import PagedCase, assert_close
 
 DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 200)]
@@ -54,6 +55,15 @@ def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float |
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window: int | None, dim: int) -> None:
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)
+
+
+def test_the_copy_engine_counts_rows_in_32_bits() -> None:
+    def cache(blocks: int) -> torch.Tensor:
+        return torch.empty((blocks, 32, 2, 8, 128, 16), dtype=torch.bfloat16, device="meta")[:, 0, 0]
+
+    blocks = 2**31 // (32 * 2 * 8 * 128)
+    assert bulk_keys(cache(blocks), cache(blocks)) == 128
+    assert bulk_keys(cache(blocks + 1), cache(blocks + 1)) == 0
 
 
 @pytest.mark.parametrize("processors", [1, 3, 20])

@@ -143,6 +143,7 @@ class Kernels:
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
         self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
+        self._retired: list[Callable[..., Any] | None] = []  # who gave way: graphs captured before go on using its scratch memory
         self._lock = threading.RLock()  # kernels are built in several threads
         known = {candidate.name for group in CANDIDATES.values() for candidate in group}
         if unknown := disabled - known:
@@ -212,6 +213,7 @@ class Kernels:
         with self._lock:
             first, self._failed[key, candidate.name] = (key, candidate.name) not in self._failed, said
             if self._chosen[key].candidate is candidate:
+                self._retired.append(self._chosen[key].made)
                 self._chosen[key] = self._choose(key)
             if first:
                 chosen = self._chosen[key].choice.chosen

@@ -211,6 +211,7 @@ def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
     size, dim = k_cache.shape[2:]
     aligned = all(stride % dim == 0 for cache in (k_cache, v_cache) for stride in cache.stride()[:2])
     fits = aligned and k_cache.stride(2) == v_cache.stride(2) == dim and dim * k_cache.element_size() % 16 == 0
+    fits = fits and max(_num_rows(k_cache), _num_rows(v_cache)) < 2**31  # it counts rows in 32 bits
     return size & -size if fits else 0
 
 
@@ -225,9 +226,13 @@ def cache_arguments(k_cache: Tensor, v_cache: Tensor, keys: int, *, bulk: bool) 
 
 def _rows_map(cache: Tensor, keys: int) -> TensorDescriptor:
     """A descriptor of all rows from the first of ``cache`` to its last; those of other layers and of the other half lie between."""
+    dim = cache.shape[3]
+    return TensorDescriptor(cache, [_num_rows(cache), dim], [dim, 1], [keys, padded(dim)])
+
+
+def _num_rows(cache: Tensor) -> int:
     (blocks, heads, size, dim), (block, head, row, _) = cache.shape, cache.stride()
-    rows = ((blocks - 1) * block + (heads - 1) * head + (size - 1) * row) // dim + 1
-    return TensorDescriptor(cache, [rows, dim], [dim, 1], [keys, padded(dim)])
+    return ((blocks - 1) * block + (heads - 1) * head + (size - 1) * row) // dim + 1
 
 
 def attend(
