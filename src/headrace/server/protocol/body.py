@@ -37,6 +37,8 @@ class Body:
             )
         for name, value in self._values.items():
             _check(self._fields[name], value)
+        # What is left of refused fields asks for nothing.
+        self._values = {name: value for name, value in self._values.items() if self._fields[name].use is not Use.REFUSED}
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._values.get(name, default)
