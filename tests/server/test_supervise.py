@@ -52,6 +52,14 @@ def is_ready(server: Server) -> bool:
     return False
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as sock, contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
 def test_a_dead_engine_is_told_and_the_server_comes_back_on_its_port() -> None:
     with serving(*HASH, command=SERVE) as server:
         for victim in (1, 0):  # the engine first, then the server process
@@ -93,9 +101,7 @@ def test_a_killed_parent_takes_everybody_along_even_those_that_are_stopped() -> 
         os.kill(engine, signal.SIGSTOP)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_for(lambda: not server.children(), 5)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", server.port))
+        wait_for(lambda: is_free(server.port), 1)  # a process that is ending loses its memory before its files
 
 
 def supervised(body: str) -> subprocess.CompletedProcess[str]:
