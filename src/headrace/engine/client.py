@@ -18,6 +18,7 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.engine import process as frames
 from headrace.engine.connection import EngineConnection
+from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
 from headrace.engine.keywords import create_config
@@ -140,7 +141,7 @@ class AsyncLLM:
         self.default_params = defaults
         self.loop = asyncio.get_running_loop()
         self.info: EngineInfo = connection.info
-        self.inputs = InputProcessor(connection.info, tokenizer, None)
+        self.inputs = InputProcessor(connection.info, tokenizer, None, create_grammar_check(tokenizer))
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # dropped streams abort themselves
@@ -220,6 +221,7 @@ class AsyncLLM:
         finished with finish_reason "abort".
         """
         parsed = await self.tokenized(parse_prompt(prompt), truncate_prompt_tokens)
+        await self.inputs.check_grammar_soon(self.default_params if params is None else params)
         stream = self.stream(
             parsed, params, request_id=request_id, priority=priority, cache_salt=cache_salt, truncate_prompt_tokens=truncate_prompt_tokens
         )
@@ -292,6 +294,11 @@ class AsyncLLM:
         """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
         return await self._ask(lambda number: frames.AskRecent(number, step, decision))
 
+    async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
+        """Where these requests stand (``outlook`` of each, None once it has ended) and what their steps were, for those that asked."""
+        ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
+        return await self._ask(lambda number: frames.AskRequests(number, ids))
+
     async def _ask(self, question: Callable[[int], frames.Frame]) -> dict[str, Any]:
         if self._connection.death is not None:
             raise self._connection.death
@@ -315,6 +322,7 @@ class AsyncLLM:
             await asyncio.sleep(min(left, 0.02))
         for stream in list(self._streams.values()):
             stream.end(Unavailable("the server is shutting down; try again later."))
+        self.inputs.close()
         await self._connection.close(kill_after)
 
     # --- from streams and from the connection

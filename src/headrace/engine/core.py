@@ -3,6 +3,9 @@
 It keeps a FIFO of at most ``depth`` + 1 submitted steps. Depth 0 is synchronous; at depth 1 step N+1 is scheduled and submitted
 before step N is collected, so the device never waits for the host.
 
+A step with rows that follow a grammar is two submissions: it is computed at once, and samples when the step before is collected and
+its masks are made, while the device computes. Until then nothing else is submitted.
+
 What lives here: the loop and its bookkeeping. What may not: torch, policy, text, threads.
 """
 
@@ -15,22 +18,26 @@ from typing import Protocol
 from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
+from headrace.engine.accounts import StepAccounts
 from headrace.engine.executor import Executor, Ticket
 from headrace.engine.journal import Journal
-from headrace.errors import StepFailed
-from headrace.metrics import StepTimes
-from headrace.request import Request, SequenceOutput, StepPlan, StepResult
-from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
+from headrace.engine.masks import GrammarStats, Masks
+from headrace.errors import InvalidRequest, StepFailed
+from headrace.metrics import StepRecord, StepTimes
+from headrace.request import Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, RefuseRequest
+from headrace.scheduler.explain import RequestState, explain, explain_arriving
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.scheduler import Scheduler
 
 DEFAULT_TOKEN_BUDGET = 2048
+_COMPILE_WAIT = 0.005  # seconds that an idle turn waits for a grammar; commands wait as long
 
 
 class StepObserver(Protocol):
     """Told of each step after it was collected and settled. ``result`` None: the step failed."""
 
-    def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> object: ...
+    def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,10 @@ class EngineStats:
     counters: SchedulerCounters
     num_prefilling: int = 0  # of those running: their prompt is not computed yet
     num_preempted: int = 0  # of those waiting: pushed out, to be computed again
+    grammars: GrammarStats | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Submitted:
     plan: StepPlan
     ticket: Ticket
@@ -56,6 +64,7 @@ class _Submitted:
     queued: float
     host_seconds: float
     continuous: bool
+    waits: bool  # for its masks
 
 
 class EngineCore:
@@ -73,6 +82,7 @@ class EngineCore:
         observer: StepObserver | None = None,
         namespace: bytes = b"",
         journal: Journal | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self.executor = executor
         self.clock = clock
@@ -80,7 +90,9 @@ class EngineCore:
         self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace)
         self._observer = observer
         self._journal = journal
+        self._masks = masks
         self._events: list[Event] = []
+        self.accounts = StepAccounts()
         self._failed = False
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
@@ -88,19 +100,26 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._events or self._fifo) or self.scheduler.has_work
+        return bool(self._events or self._fifo) or self.scheduler.has_work or (self._masks is not None and self._masks.compiling)
 
     def observe(self, observer: StepObserver) -> None:
         """Tells this one of the steps from now on, instead of the one before."""
         self._observer = observer
 
     def add(self, request: Request) -> None:
-        """Takes effect at the next step, like every event."""
-        self._events.append(AddRequest(request))
+        """Takes effect at the next step, like every event; with a grammar, once that is compiled. Raises InvalidRequest where none can be."""
+        if request.params.structured_outputs is None:
+            self._events.append(AddRequest(request))
+        elif self._masks is None:
+            raise InvalidRequest("this engine follows no grammars: it has no tokenizer.", param="structured_outputs")
+        else:
+            self._masks.begin(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request without telling anybody; unknown ids are no error (it may just have ended)."""
         self._events.append(AbortRequest(request_id))
+        if self._masks is not None:
+            self._masks.drop(request_id)
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
@@ -108,10 +127,33 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
-        submitted = self._submit_next() if len(self._fifo) <= self.depth and not self._failed else False
+        if self._masks is not None:
+            self._take_compiled(self._masks)
+        open_step = bool(self._fifo) and self._fifo[-1].waits
+        submitted = self._submit_next() if len(self._fifo) <= self.depth and not self._failed and not open_step else False
+        self._complete_oldest()
         if self._fifo and (not submitted or len(self._fifo) > self.depth):
-            return self._collect_oldest()
+            outputs = self._collect_oldest()
+            self._complete_oldest()
+            return outputs
         return self.scheduler.take_rejected()
+
+    def _take_compiled(self, masks: Masks) -> None:
+        """Requests whose grammars are ready begin; only where there is nothing else to do that is waited for, a little."""
+        if masks.compiling:
+            idle = not (self._events or self._fifo or self.scheduler.has_work)
+            for request, refusal in masks.take_compiled(_COMPILE_WAIT if idle else 0.0):
+                self._events.append(AddRequest(request) if refusal is None else RefuseRequest(request, refusal))
+
+    def _complete_oldest(self) -> None:
+        """Gives the oldest step its masks, if it waits for them: every token before it is known."""
+        if not self._fifo or not self._fifo[0].waits:
+            return
+        step, sampled = self._fifo[0], self.scheduler.in_flight[0].sampled
+        assert self._masks is not None
+        wanted = [] if self._failed else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
+        self.executor.sample(step.ticket, self._masks.masks(wanted) if wanted else TokenMasks())
+        step.waits = False
 
     def _submit_next(self) -> bool:
         begin = self.clock.now()
@@ -121,12 +163,14 @@ class EngineCore:
         if self._journal is not None:
             self._journal.scheduled(begin, events)
         plan = self.scheduler.schedule(begin, events)
+        if self._masks is not None:
+            self._masks.keep(self.scheduler.roster.requests)
         if plan is None:
             return False
         submitted = self.clock.now()
         host, continuous = self._host_seconds(), self._had_work
         ticket = self.executor.submit(plan)
-        self._fifo.append(_Submitted(plan, ticket, begin, submitted, self.clock.now(), host, continuous))
+        self._fifo.append(_Submitted(plan, ticket, begin, submitted, self.clock.now(), host, continuous, bool(plan.masked)))
         self._had_work = True
         return True
 
@@ -143,13 +187,17 @@ class EngineCore:
         collected = self.clock.now()
         if self._journal is not None:
             self._journal.collected(collected, result, error)
+        work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
         self._settle(result is None)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
+        record = None
         if self._observer is not None:
             at = (step.scheduled, step.submitted, step.queued, awaited, collected, self.clock.now())
-            self._observer.on_step(step.plan, result, StepTimes(*at, step.host_seconds, step.continuous, len(self._fifo)))
+            record = self._observer.on_step(step.plan, result, StepTimes(*at, step.host_seconds, step.continuous, len(self._fifo)))
+        if work:
+            self.accounts.count(work, record.fraction if record is not None else None)
         return outputs
 
     def _result_of(self, step: _Submitted) -> tuple[StepResult | None, str]:
@@ -165,6 +213,11 @@ class EngineCore:
             self.executor.recover()
             self._failed = False
 
+    def explain(self, request_id: int) -> RequestState | None:
+        """Where a request stands and what it waits for; None when it is not here (any more)."""
+        arriving = next((e.request for e in self._events if isinstance(e, AddRequest) and e.request.request_id == request_id), None)
+        return explain(self.scheduler, request_id) if arriving is None else explain_arriving(self.scheduler, arriving)
+
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster
         return EngineStats(
@@ -174,6 +227,7 @@ class EngineCore:
             num_used_blocks=cache.num_used_blocks,
             num_cached_blocks=sum(pool.num_cached for pool in cache.pools),
             counters=self.scheduler.counters,
+            grammars=None if self._masks is None else self._masks.stats,
             num_prefilling=sum(1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens),
             num_preempted=sum(1 for sequence in roster.waiting if sequence.num_preemptions),
         )

@@ -6,13 +6,13 @@ What lives here: the protocol and the keyed-hash executor (no model). What may n
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.clock import Clock, RealClock
 from headrace.errors import StepFailed
-from headrace.request import NewRow, StepPlan, StepResult, TokenLogprobs
+from headrace.request import NewRow, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.spec import KVGroup, KVKind, KVSpec
 
 
@@ -40,6 +40,8 @@ class Ticket:
 class Executor(Protocol):
     """``submit`` returns at once or after the work (an inline executor); tickets are collected in order of submission.
 
+    A plan with ``masked`` samples is computed by ``submit`` and sampled by ``sample``, which must follow before anything else is
+    submitted, once every earlier step is collected; other plans are sampled at once.
     ``collect`` raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks*
     (its deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
     the plans that follow build them anew. Nothing between submit and collect may read results on the host.
@@ -48,6 +50,8 @@ class Executor(Protocol):
     info: ExecutorInfo
 
     def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None: ...
 
     def collect(self, ticket: Ticket) -> StepResult: ...
 
@@ -74,8 +78,9 @@ class _HashRow:
 
 @dataclass(slots=True)
 class _HashTicket(Ticket):
-    result: StepResult | None  # None: the step failed
+    result: StepResult | None  # None: the step failed, or waits for its masks
     ready_at: float
+    unsampled: tuple[StepPlan, list[int]] | None = None  # with the last link of each chain
 
 
 class KeyedHashExecutor:
@@ -112,14 +117,28 @@ class KeyedHashExecutor:
 
     def submit(self, plan: StepPlan) -> _HashTicket:
         self._broken = self._broken or (self._fault is not None and self._fault(plan))
-        result = None if self._broken else self._execute(plan)
         self._busy_until = max(self._busy_until, self._clock.now()) + self._device_time
-        return _HashTicket(plan.step_id, result, self._busy_until)
+        ticket = _HashTicket(plan.step_id, None, self._busy_until)
+        if not self._broken:
+            heads = self._execute(plan)
+            if plan.masked:
+                ticket.unsampled = (plan, heads)
+            else:
+                ticket.result = self._sample(plan, heads, {})
+        return ticket
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        assert isinstance(ticket, _HashTicket)
+        if ticket.unsampled is not None and not self._broken:
+            words = array("I", masks.words)
+            starts = range(0, len(words), max(1, masks.words_each))
+            allowed = {j: words[start : start + masks.words_each] for j, start in zip(masks.samples, starts, strict=True)}
+            ticket.result = self._sample(*ticket.unsampled, allowed)
+        ticket.unsampled = None
+
+    def _execute(self, plan: StepPlan) -> list[int]:
         self._apply(plan)
-        heads = [self._compute(self._rows[row], start, count) for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)]
-        return self._sample(plan, heads)
+        return [self._compute(self._rows[row], start, count) for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)]
 
     def collect(self, ticket: Ticket) -> StepResult:
         assert isinstance(ticket, _HashTicket)
@@ -174,19 +193,27 @@ class KeyedHashExecutor:
                     f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
                 )
 
-    def _sample(self, plan: StepPlan, heads: list[int]) -> StepResult:
-        tokens, logprobs, vocab = [], {}, self.info.vocab_size
+    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
+        vocab = self.info.vocab_size
+        tokens: list[tuple[int, ...]] = []
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        errors: dict[int, str] = {}
         for j, (work, target) in enumerate(zip(plan.sample_work, plan.sample_rows, strict=True)):
             row = self._rows[target]
             salt = row.new.seed if row.new.params.n > 1 else 0  # siblings differ, everything else depends on the context alone
-            token = _mix(heads[work] ^ salt, 0x70C) % vocab
+            choices = [token for token in range(vocab) if allowed[j][token >> 5] >> (token & 31) & 1] if j in allowed else range(vocab)
+            if not choices:
+                tokens.append(())
+                errors[j] = "no token is allowed"
+                continue
+            token = choices[_mix(heads[work] ^ salt, 0x70C) % len(choices)]
             position = plan.starts[work] + plan.counts[work]
             row.token_ids[position:] = array("i", (token,))
             tokens.append((token,))
             if row.new.params.logprobs is not None:
                 logprobs[j] = (self._logprobs(token, row.new.params.logprobs),)
         scored = {index: self._scores(plan, index) for index in plan.prompt_logprobs}
-        return StepResult(plan.step_id, tokens, logprobs, scored, device_seconds=self._device_time)
+        return StepResult(plan.step_id, tokens, logprobs, scored, errors, device_seconds=self._device_time)
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
         """Made-up but well-formed: the chosen token first and most probable."""

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from headrace.request import Request, SamplingParams, check_token_ids, shown
+from headrace.request import Request, SamplingParams, StructuredOutputs, check_token_ids, shown
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
@@ -114,6 +115,7 @@ class InputProcessor:
     info: EngineInfo
     tokenizer: Encoder | None
     seed: int | None
+    grammars: GrammarCheck | None = None  # None: this engine follows none
     _ordinal: int = 0
     _bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
@@ -206,7 +208,26 @@ class InputProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings are found in text, but this model has no tokenizer; use stop_token_ids.", param="stop")
+        if params.structured_outputs is not None:
+            self.check_grammar(params.structured_outputs)
         return self._resolved_length(len(ids), limit, params, clamp)
+
+    def close(self) -> None:
+        """Ends the processes that try grammars out."""
+        if self.grammars is not None:
+            self.grammars.close()
+
+    async def check_grammar_soon(self, params: SamplingParams) -> None:
+        """Beside the event loop, what ``request`` will ask about its grammar."""
+        if params.structured_outputs is not None and self.grammars is not None:
+            await self.grammars.require_soon(params.structured_outputs)
+
+    def check_grammar(self, wanted: StructuredOutputs) -> None:
+        """Raises InvalidRequest when it cannot be followed. The first time this may take seconds: not for an event loop."""
+        if self.grammars is None:
+            needs = "structured_outputs needs a tokenizer whose tokens say what they write, and this model has none"
+            raise InvalidRequest(f"{needs}; leave it out.", param="structured_outputs")
+        self.grammars.require(wanted)
 
     def _resolved_length(self, num_prompt: int, limit: int, params: SamplingParams, clamp: bool) -> SamplingParams:
         room = limit - num_prompt

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -20,6 +21,9 @@ from headrace.compiler import begin_compiler
 from headrace.config import Decision, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
+from headrace.engine.grammar import Vocabulary, vocabulary_of
+from headrace.engine.grammar_check import create_grammar_check
+from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
 from headrace.engine.interrupts import deferred_interrupts
@@ -50,9 +54,11 @@ class Engine:
     info: EngineInfo
     default_params: SamplingParams
     recorder: StepRecorder
+    masks: GrammarMasks
     trace: StepTrace | None = None
 
     def close(self) -> None:
+        self.masks.close()
         self.core.executor.close()
         if self.trace is not None:
             self.trace.close()
@@ -71,6 +77,7 @@ def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorde
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
+    masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
     core = EngineCore(
         executor if wrap is None else wrap(executor, recorder),
         scheduler=config.scheduler,
@@ -79,12 +86,20 @@ def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorde
         clock=RealClock(),
         depth=config.device.overlap or 0,
         observer=recorder,
+        masks=masks,
     )
     info = describe(config, source, core, eos, decisions)
     trace = StepTrace(file, recorder, core.stats, name=f"headrace: {info.model}, {info.device}") if file is not None else None
     if trace is not None:
         core.observe(trace)
-    return Engine(core, source, tokenizer, info, defaults, recorder, trace)
+    return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
+
+
+def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
+    """An engine that leaves texts to its front ends loads a tokenizer when the first grammar comes."""
+    if tokenizer is None:
+        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
+    return vocabulary_of(tokenizer, width, eos)
 
 
 def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
@@ -131,7 +146,7 @@ class LLM:
         self._engine: Engine | None = None
         engine = create_engine(config)
         self._engine = engine
-        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed)
+        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer))
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)
         self._sinks: dict[int, Sink] = {}
         self._ids = itertools.count()
@@ -234,6 +249,7 @@ class LLM:
         """Frees the model. The LLM cannot be used afterwards."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._inputs.close()
             engine.close()
 
     def __enter__(self) -> LLM:

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine import process as frames
 from headrace.engine.executor import Executor, ExecutorInfo, Ticket
+from headrace.engine.outlook import RECENT, outlook, pace_of
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.family import end_with_parent
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
-from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult
+from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.engine.llm import Engine
@@ -89,6 +90,13 @@ class StampedExecutor:
         self._pulse.enter("device", sum(self._limits.values()))  # an inline executor computes here
         try:
             return self._inner.submit(plan)
+        finally:
+            self._pulse.enter("host", HOST_LIMIT)
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        self._pulse.enter("device", self._limits.get(ticket.step_id, DEVICE_LIMIT))
+        try:
+            self._inner.sample(ticket, masks)
         finally:
             self._pulse.enter("host", HOST_LIMIT)
 
@@ -155,10 +163,11 @@ class EngineLoop:
         self._pulse = pulse
         self._handlers: dict[type, Callable[[Any], None]] = {
             frames.Add: self._add,
-            frames.Abort: lambda command: self._core.abort(command.request_id),
-            frames.Finish: lambda command: self._core.finish(command.request_id, command.index, command.num_tokens),
+            frames.Abort: self._abort,
+            frames.Finish: self._finish,
             frames.AskStats: lambda command: self._reply(command.number, self._stats()),
             frames.AskRecent: self._answer_recent,
+            frames.AskRequests: self._answer_requests,
             frames.Shutdown: self._shut_down,
         }
         self._running = True
@@ -179,16 +188,27 @@ class EngineLoop:
                 outputs = core.step()
                 if outputs:
                     pulse.enter("send")  # the front end may be slow to read
-                    link.send(frames.pack_step(outputs))
+                    link.send(frames.pack_step(core.accounts.settle(outputs)))
 
     def _add(self, command: frames.Add) -> None:
         try:
-            self._core.add(frames.unpack_request(command))
+            request = frames.unpack_request(command)
+            self._core.add(request)
+            if request.explain:
+                self._core.accounts.open(request)
         except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's
             log.error("request refused by the core: %s", error)
             finished = Finished(FinishReason.ERROR, message=error.message)
             refused = [SequenceOutput(command.request_id, index, (), finished=finished) for index in range(command.params.n)]
             self._link.send(frames.pack_step(refused))
+
+    def _abort(self, command: frames.Abort) -> None:
+        self._core.abort(command.request_id)
+        self._core.accounts.close(command.request_id)
+
+    def _finish(self, command: frames.Finish) -> None:
+        self._core.finish(command.request_id, command.index, command.num_tokens)
+        self._core.accounts.end(command.request_id, command.index)
 
     def _stats(self) -> dict[str, Any]:
         return {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()}
@@ -197,6 +217,13 @@ class EngineLoop:
         records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
         decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
         self._reply(command.number, {**self._stats(), "records": [asdict(each) for each in records], "decisions": decisions})
+
+    def _answer_requests(self, command: frames.AskRequests) -> None:
+        core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT))
+        states = [core.explain(request_id) for request_id in command.request_ids]
+        accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
+        shown = [None if account is None else asdict(account) for account in accounts]
+        self._reply(command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
 
     def _reply(self, number: int, stats: dict[str, Any]) -> None:
         self._link.send(frames.pack(frames.StatsReply(number, stats)))
@@ -277,12 +304,12 @@ def main() -> None:
     """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
     configure_child()
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         launch, pulse = _read_launch(), Pulse()
         link = _connect(launch)
+        end_with_parent()  # from here on nothing of ours is left behind
         threading.Thread(target=beat_forever, args=(link, pulse), daemon=True, name="pulse").start()
         engine = _start(launch, link, pulse)
         sys.exit(1 if engine is None else _serve(engine, link, pulse))

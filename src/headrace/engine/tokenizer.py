@@ -104,6 +104,11 @@ class Tokenizer:
         """The bytes an id stands for, by itself; empty for an id without a token."""
         return self._pieces.token_bytes(token)
 
+    @property
+    def composes(self) -> bool:
+        """A text's bytes are those of its tokens, one after another (but for a space that may be left out before the first)."""
+        return self._pieces.composes
+
     def token_text(self, token: int) -> str:
         """The text an id stands for; bytes that are no whole character read as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
@@ -146,6 +151,10 @@ class _Pieces:
             return _Table(self._backend, bytes_of_token, b"", skipped)
         rules = self._rules or PieceRules(False)
         return _Table(self._backend, lambda token: piece_of_token(token, rules), None, skipped)
+
+    @property
+    def composes(self) -> bool:
+        return self._bytes or self._rules is not None
 
     def create_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
         table = self._tables[skip_special_tokens]

@@ -16,6 +16,14 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """It cannot be served after all: it ends with an error that says why."""
+
+    request: Request
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequest:
     """The client left. Unknown ids (ended meanwhile) are no error."""
 
@@ -31,4 +39,4 @@ class FinishSequence:
     num_tokens: int
 
 
-Event = AddRequest | AbortRequest | FinishSequence
+Event = AddRequest | RefuseRequest | AbortRequest | FinishSequence

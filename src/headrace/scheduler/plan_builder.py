@@ -26,6 +26,7 @@ class PlanBuilder:
         "counts",
         "edits",
         "logits_budget",
+        "masked",
         "prompt_logprobs",
         "rows_added",
         "sample_work",
@@ -50,6 +51,7 @@ class PlanBuilder:
         self.rows_added: list[NewRow] = []
         self.edits = TableEdits()
         self.prompt_logprobs: list[int] = []
+        self.masked: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -88,6 +90,8 @@ class PlanBuilder:
         self.logits_budget -= self.counts[work_index]
 
     def add_sample(self, work_index: int, sequence: Sequence) -> None:
+        if sequence.structured:
+            self.masked.append(len(self.sampled))
         self.sample_work.append(work_index)
         self.sampled.append(sequence)
 
@@ -128,4 +132,5 @@ class PlanBuilder:
             sample_work=array("i", self.sample_work),
             sample_rows=array("i", [sequence.row for sequence in self.sampled]),  # type: ignore[misc]
             prompt_logprobs=tuple(self.prompt_logprobs),
+            masked=tuple(self.masked),
         )

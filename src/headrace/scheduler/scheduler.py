@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
 from headrace.request import FinishReason, Request, SequenceOutput, StepPlan, StepResult
-from headrace.scheduler.events import AbortRequest, AddRequest, Event
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.plan_builder import PlanBuilder
@@ -56,6 +56,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.roster.waiting)
+
+    @property
+    def admits(self) -> bool:
+        """Those who wait may start, as far as there is room."""
+        return self._planner.admits
 
     @property
     def num_running(self) -> int:
@@ -104,6 +109,9 @@ class Scheduler:
         if isinstance(event, AddRequest):
             self._add(event.request, now)
             return
+        if isinstance(event, RefuseRequest):
+            self._add(event.request, now, refusal=event.message)
+            return
         if isinstance(event, AbortRequest) and event.request_id in self.roster.requests:
             self.roster.log.add("aborted", event.request_id)
         for sequence in list(self.roster.requests.get(event.request_id, ())):
@@ -113,10 +121,10 @@ class Scheduler:
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
                 self.roster.end(sequence)
 
-    def _add(self, request: Request, now: float) -> None:
+    def _add(self, request: Request, now: float, refusal: str | None = None) -> None:
         self._num_requests += 1
         sequence = self.roster.create(request, 0, self.policy.order(request, self._num_requests))
-        refusal = self._refusal(request)
+        refusal = refusal or self._refusal(request)
         if refusal is None:
             self.roster.enter(sequence)
             return

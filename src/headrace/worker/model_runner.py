@@ -20,13 +20,14 @@ from torch import Tensor
 from headrace.clock import Clock
 from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
-from headrace.request import StepPlan, StepResult, TokenLogprobs
+from headrace.request import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.rows import Rows, ship
-from headrace.worker.sampler import Draw, SampleBatch, Sampler, Samples, Scores, draw_of
+from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 
+_NO_MASKS = TokenMasks()
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
 
 
@@ -50,6 +51,14 @@ class Forwarded:
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden]
     graphed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that is queued as far as its hidden states; ``begun`` is a CUDA event at its beginning."""
+
+    step: Forwarded
+    begun: torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +110,33 @@ class ModelRunner:
         with torch.inference_mode():
             return self.read(self.sample(self.forward(plan)))
 
+    def begin(self, plan: StepPlan) -> Forwarded:
+        """The step as far as its hidden states."""
+        with torch.inference_mode():
+            return self.forward(plan)
+
+    def finish(self, step: Forwarded, masks: TokenMasks) -> StepResult:
+        """The rest of it."""
+        with torch.inference_mode():
+            return self.read(self.sample(step, masks))
+
     def launch(self, plan: StepPlan) -> Sampled:
         """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
-        begun, arrived = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        return self.launch_sample(self.launch_forward(plan))
+
+    def launch_forward(self, plan: StepPlan) -> Launched:
+        """Queues the step as far as its hidden states."""
+        begun = torch.cuda.Event(enable_timing=True)
         with torch.inference_mode():
-            step = _to_host(self.sample(self.forward(plan, begun)))
+            return Launched(self.forward(plan, begun), begun)
+
+    def launch_sample(self, launched: Launched, masks: TokenMasks = _NO_MASKS) -> Sampled:
+        """Queues the rest of it."""
+        arrived = torch.cuda.Event(enable_timing=True)
+        with torch.inference_mode():
+            step = _to_host(self.sample(launched.step, masks))
         arrived.record()
-        return replace(step, begun=begun, arrived=arrived)
+        return replace(step, begun=launched.begun, arrived=arrived)
 
     def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
         """Edits rows, copies blocks, computes every planned token.
@@ -132,14 +161,14 @@ class ModelRunner:
         """Whether every chunk is one token and there is a graph for so many."""
         return self.graphs is not None and len(packing.chunk) == len(plan.rows) and self.graphs.serves(len(plan.rows))
 
-    def sample(self, step: Forwarded) -> Sampled:
-        """Picks a token for every sampled row and scores the prompts that asked for it."""
+    def sample(self, step: Forwarded, masks: TokenMasks = _NO_MASKS) -> Sampled:
+        """Picks a token for every sampled row, within its mask if it has one, and scores the prompts that asked for it."""
         if step.packing is None or step.hidden is None:
             return Sampled(step.plan, step.started)
         count = len(step.plan.rows)
         if step.graphed and self.graphs is not None and self.graphs.draws(count) and (how := self._draw_of(step.plan)) is not None:
             return Sampled(step.plan, step.started, (Samples(self.graphs.draw(count, how)),))
-        samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece) for piece in self._pieces(len(step.plan.sample_rows)))
+        samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece, masks) for piece in self._pieces(len(step.plan.sample_rows)))
         prompt = tuple(
             (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
         )
@@ -191,7 +220,7 @@ class ModelRunner:
         for first in range(start, start + count, self._max_logits_rows):
             yield slice(first, min(first + self._max_logits_rows, start + count))
 
-    def _sample_piece(self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice) -> Samples:
+    def _sample_piece(self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice, masks: TokenMasks) -> Samples:
         work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
         starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
         chunks, source = np.unique(work, return_inverse=True)
@@ -199,6 +228,7 @@ class ModelRunner:
             rows=np.asarray(plan.sample_rows, dtype=np.int32)[piece],
             positions=(starts + counts)[work],
             source=source.astype(np.int32),
+            masks=_masks_of(masks, piece) if masks.samples else None,
         )
         return self._sampler.sample(self._decoder.logits(hidden[ship(packing.last[chunks], self._rows.device)]), batch)
 
@@ -212,6 +242,14 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
+
+
+def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:
+    """Those of the samples in ``piece``, counted from its first."""
+    samples = np.array(masks.samples, dtype=np.int32)
+    inside = (samples >= piece.start) & (samples < piece.stop)
+    words = np.frombuffer(masks.words, dtype=np.int32).reshape(len(samples), masks.words_each)
+    return RowMasks(samples[inside] - piece.start, words[inside]) if inside.any() else None
 
 
 def _to_host(step: Sampled) -> Sampled:

@@ -10,21 +10,27 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.errors import StepFailed
-from headrace.request import StepPlan, StepResult
+from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.failure import failure_of
-from headrace.worker.model_runner import Sampled
+from headrace.worker.model_runner import Launched, Sampled
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class QueuesPlans(Protocol):
     def launch(self, plan: StepPlan) -> Sampled: ...
+
+    def launch_forward(self, plan: StepPlan) -> Launched: ...
+
+    def launch_sample(self, step: Launched, masks: TokenMasks) -> Sampled: ...
 
     def read(self, step: Sampled) -> StepResult: ...
 
@@ -32,8 +38,8 @@ class QueuesPlans(Protocol):
 
 
 class QueuedExecutor:
-    """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every later
-    one, untouched, until ``recover``; that calls ``restore`` first, with nothing of the failed step left on the device."""
+    """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every one submitted
+    after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops it); that calls ``restore`` first, with nothing of the failed step left on the device."""
 
     def __init__(self, runner: QueuesPlans, info: ExecutorInfo, restore: Callable[[], None]) -> None:
         self.info = info
@@ -41,10 +47,22 @@ class QueuedExecutor:
         self._runner: QueuesPlans | None = runner  # None: closed
         self._broken = False
         self._queued: deque[tuple[StepPlan, Sampled | StepFailed]] = deque()
+        self._launched: tuple[StepPlan, Launched | StepFailed] | None = None  # the last one, while it waits for its masks
 
     def submit(self, plan: StepPlan) -> Ticket:
-        self._queued.append((plan, self._launch(plan)))
+        assert self._runner is not None, "a closed executor runs nothing"
+        assert self._launched is None, "a step waits for its masks"
+        if plan.masked:
+            self._launched = plan, self._guarded(plan, self._runner.launch_forward)
+        else:
+            self._queued.append((plan, self._guarded(plan, self._runner.launch)))
         return Ticket(plan.step_id)
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        assert self._runner is not None and self._launched is not None and self._launched[0].step_id == ticket.step_id
+        (plan, step), self._launched, runner = self._launched, None, self._runner
+        sampled = step if isinstance(step, StepFailed) else self._guarded(plan, lambda _: runner.launch_sample(step, masks))
+        self._queued.append((plan, sampled))
 
     def collect(self, ticket: Ticket) -> StepResult:
         plan, step = self._queued.popleft()
@@ -70,12 +88,11 @@ class QueuedExecutor:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def _launch(self, plan: StepPlan) -> Sampled | StepFailed:
-        assert self._runner is not None, "a closed executor runs nothing"
+    def _guarded(self, plan: StepPlan, launch: Callable[[StepPlan], T]) -> T | StepFailed:
         if self._broken:
             return StepFailed("This step builds on one that failed. Try again.")
         try:
-            return self._runner.launch(plan)
+            return launch(plan)
         except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
             return self._fail(error, plan)
 

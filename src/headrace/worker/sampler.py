@@ -1,7 +1,7 @@
 """From logits to tokens, for all sampled rows of a step at once.
 
 What lives here: what each row asked for, turned into index lists and calls of the sampling kernels, in the order
-raw logits → logprobs; allowed ids, bias, bad words, min_tokens → penalties → temperature → min-p → top-k → top-p → pick.
+raw logits → logprobs; masks, allowed ids, bias, bad words, min_tokens → penalties → temperature → min-p → top-k → top-p → pick.
 What may not: the mathematics (kernels/sampling.py), the forward pass, reading results on the host (model_runner.py).
 
 Everything the host decides here follows from plans and requests; no device value is looked at.
@@ -21,9 +21,18 @@ from headrace.kernels.sampling import apply_penalties
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait, ship
 
 _PENALISED_AT_ONCE = 2**21  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
+_MASKED_AT_ONCE = 2**22  # logits of masked rows looked at together; each takes about 13 bytes
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
 _INT = {name: column for column, name in enumerate(INT_COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """What samples may be, on the host: one bit a token id, from the lowest bit of the first word."""
+
+    which: Ints  # [masked]: samples
+    words: Ints  # [masked, ceil(vocab / 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ class SampleBatch:
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
+    masks: RowMasks | None = None
 
 
 class Draw(IntEnum):
@@ -162,6 +172,8 @@ class Sampler:
         edited = np.flatnonzero(traits & Trait.EDITED)
         if len(edited):
             hosts = [(int(j), self._rows.host[int(batch.rows[j])]) for j in edited]
+            if batch.masks is not None:
+                self._mask(logits, batch.masks)
             self._allow(logits, hosts)
             self._add(logits, hosts, batch)
             self._ban_words(logits, hosts, batch)
@@ -170,6 +182,21 @@ class Sampler:
             at_once = max(1, _PENALISED_AT_ONCE // int(batch.positions[penalised].max()))
             for start in range(0, len(penalised), at_once):
                 self._penalise(logits, penalised[start : start + at_once], batch)
+
+    def _mask(self, logits: Tensor, masks: RowMasks) -> None:
+        """Every id whose bit is 0 gets -inf."""
+        staging = Staging(self._rows.device)
+        staging.put(masks.which)
+        staging.put(masks.words)
+        which, words = staging.ship()
+        which, words = which.long(), words.view(masks.words.shape)
+        bit = torch.arange(32, dtype=torch.int32, device=words.device)
+        at_once = max(1, _MASKED_AT_ONCE // logits.shape[1])
+        for start in range(0, len(which), at_once):
+            rows = which[start : start + at_once]
+            bits = (words[start : start + at_once, :, None] >> bit) & 1
+            forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+            logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
 
     def _allow(self, logits: Tensor, hosts: list[tuple[int, HostRow]]) -> None:
         """Every id that is not allowed gets -inf."""
@@ -190,6 +217,7 @@ class Sampler:
         at, ids, values = [], [], []
         for j, host in hosts:
             early = batch.positions[j] - self._rows.num_prompt_tokens[batch.rows[j]] < host.params.min_tokens
+            early = early and host.params.structured_outputs is None  # a mask says itself where the end is open
             stops = host.stop_ids if early else host.stop_ids[:0]
             ids += [host.bias_ids, stops]
             values += [host.bias_values, np.full(len(stops), _NEVER, dtype=np.float32)]

@@ -1,0 +1,207 @@
+"""Grammars followed token by token: compiled in a thread beside the engine's loop, kept by size, asked for masks between two steps.
+
+A matcher is a cache of (grammar, tokens of one answer): it catches up with what is known when its mask is wanted, so preemption, failed
+steps and steps in flight are nothing to it. What a grammar may cost was tried out elsewhere (grammar_check.py).
+
+What lives here: compiled grammars, matchers of live answers, masks. What may not: what a grammar is (grammar.py), scheduling, torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.masks import GrammarStats
+from headrace.request import Request, StructuredOutputs, TokenMasks
+from headrace.sequence import Sequence as LiveSequence
+
+CACHE_BYTES = 256 * 2**20
+_BYTES_EACH, _BYTES_A_CHARACTER = 2**18, 160  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
+_MAX_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Follower:
+    """One answer's matcher and how many of its tokens it has seen."""
+
+    matcher: LLMatcher
+    seen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: LLMatcher
+    seconds: float = 0.0  # 0: it was there already
+
+
+@dataclass(slots=True)
+class _Live:
+    """One request's: ``start`` stands at the beginning of an answer, whoever follows has a copy of it."""
+
+    start: LLMatcher
+    followers: dict[int, _Follower] = field(default_factory=dict)  # by index of the answer
+
+
+class GrammarMasks:
+    """See the module and ``masks.Masks``. ``vocabulary`` is asked once, in the thread, when the first grammar comes."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._eos: tuple[int, ...] = ()
+        self._words = 0
+        self._limits = create_limits()
+        self._executor: LLExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "headrace-grammar")
+        self._cache: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._compiling: dict[int, tuple[Request, Future[_Compiled]]] = {}
+        self._live: dict[int, _Live] = {}
+        self._stats = GrammarStats()
+
+    @property
+    def compiling(self) -> bool:
+        return bool(self._compiling)
+
+    @property
+    def stats(self) -> GrammarStats:
+        return replace(self._stats, cached=len(self._cache))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # --- requests
+
+    def begin(self, request: Request) -> None:
+        wanted = request.params.structured_outputs
+        assert wanted is not None
+        known = self._cache.get(wanted)
+        if known is not None:
+            self._cache.move_to_end(wanted)
+            future: Future[_Compiled] = Future()
+            future.set_result(_Compiled(known))
+        else:
+            future = self._thread.submit(self._compile, wanted)
+        self._compiling[request.request_id] = request, future
+
+    def take_compiled(self, wait_seconds: float) -> list[tuple[Request, str | None]]:
+        if wait_seconds:
+            wait([future for _, future in self._compiling.values()], wait_seconds, FIRST_COMPLETED)
+        ready = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
+        return [self._take(*self._compiling.pop(request_id)) for request_id in ready]
+
+    def drop(self, request_id: int) -> None:
+        dropped = self._compiling.pop(request_id, None)
+        if dropped is not None:
+            dropped[1].cancel()
+
+    def keep(self, request_ids: Container[int]) -> None:
+        for request_id in [each for each in self._live if each not in request_ids]:
+            del self._live[request_id]
+
+    def _take(self, request: Request, future: Future[_Compiled]) -> tuple[Request, str | None]:
+        try:
+            compiled = future.result()
+        except GrammarError as error:
+            return request, f"the grammar cannot be followed with this model's tokens: {error}"
+        assert request.params.structured_outputs is not None
+        self._remember(request.params.structured_outputs, compiled)
+        self._live[request.request_id] = _Live(compiled.matcher)
+        return request, None
+
+    def _remember(self, wanted: StructuredOutputs, compiled: _Compiled) -> None:
+        """The least recently used give way; one that is larger than the whole cache is not kept."""
+        stats = self._stats
+        held = stats.cached_bytes
+        if wanted not in self._cache:
+            self._cache[wanted] = compiled.matcher
+            held += _size(wanted)
+        self._cache.move_to_end(wanted)
+        while held > self._cache_bytes:
+            held -= _size(self._cache.popitem(last=False)[0])
+        total, seconds = stats.compiled + (compiled.seconds > 0.0), stats.compile_seconds + compiled.seconds
+        self._stats = replace(stats, compiled=total, compile_seconds=seconds, cached_bytes=held)
+
+    # --- in the thread
+
+    def _compile(self, wanted: StructuredOutputs) -> _Compiled:
+        """Raises GrammarError."""
+        tokenizer = self._tokenizer or self._load_tokenizer()
+        begin = time.perf_counter()
+        matcher = create_matcher(tokenizer, wanted, self._limits)
+        check_start(matcher)  # also makes the first mask quick
+        return _Compiled(matcher, time.perf_counter() - begin)
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        vocabulary = self._vocabulary()
+        if not vocabulary.eos:
+            raise GrammarError("the model names no end-of-sequence token, which would end it")
+        self._eos = tuple(vocabulary.eos)
+        self._words = -(-len(vocabulary.tokens) // 32)
+        self._tokenizer = create_tokenizer(vocabulary)
+        return self._tokenizer
+
+    # --- masks
+
+    def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+        begin = time.perf_counter()
+        words = np.zeros((len(wanted), self._words), dtype=np.uint32)
+        jobs = [(self._caught_up(sequence), row) for row, (_, sequence) in enumerate(wanted)]
+        self._fill(words, [(matcher, row) for matcher, row in jobs if not matcher.is_error()])
+        for row, (_, sequence) in enumerate(wanted):
+            self._hold_open(words[row], sequence)
+        stats = self._stats
+        self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
+        return TokenMasks(tuple(j for j, _ in wanted), self._words, words.tobytes())
+
+    def _caught_up(self, sequence: LiveSequence) -> LLMatcher:
+        live = self._live[sequence.request_id]
+        follower = live.followers.get(sequence.index)
+        if follower is None:
+            follower = live.followers[sequence.index] = _Follower(live.start.deep_copy())
+        known = sequence.token_ids[sequence.num_prompt_tokens + follower.seen :].tolist()
+        if known:
+            follower.matcher.consume_tokens(known)
+            follower.seen += len(known)
+        return follower.matcher
+
+    def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
+        """An error of one matcher leaves its row empty: nothing is allowed."""
+        size = 4 * self._words
+        if len(jobs) == 1:
+            matcher, row = jobs[0]
+            matcher.unsafe_compute_mask_ptr(words[row].ctypes.data, size)
+        elif jobs:
+            self._executor = self._executor or LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)))
+            self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, size, len(words))
+
+    def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence) -> None:
+        """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""
+        params = sequence.request.params
+        if sequence.num_output_tokens < params.min_tokens:
+            ends = tuple(sequence.stop_ids)
+        elif params.ignore_eos:
+            ends = self._eos
+        else:
+            return
+        before = mask.copy()
+        for token in ends:
+            if token < 32 * self._words:
+                mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if not mask.any():
+            mask[:] = before
+
+
+def _size(wanted: StructuredOutputs) -> int:
+    """Bytes that a compiled grammar takes, about."""
+    characters = sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, *wanted.choice) if text is not None)
+    return _BYTES_EACH + _BYTES_A_CHARACTER * characters

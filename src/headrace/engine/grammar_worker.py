@@ -1,0 +1,84 @@
+"""The process that tries grammars out before the engine follows them. A grammar is somebody else's program for a compiler: here it may
+use two seconds of CPU, 256 MiB and a small stack, and what it does beyond is the end of this process alone.
+
+What lives here: the loop (constraint in, verdict out) and its limits. What may not: state between grammars, anything of the engine's.
+
+Started as ``python -S -P -m headrace.engine.grammar_worker``; ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.template_frames import encode_frame, read_frame
+from headrace.request import StructuredOutputs
+
+MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
+STACK_BYTES = 2 * 2**20  # a quarter of what the engine's threads have: what fits here fits there
+
+
+def limit_resources() -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    for kind, limit in ((resource.RLIMIT_AS, used + MEMORY_BYTES), (resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+class Trial:
+    """Compiles under a timer of CPU time; the kernel ends this process when that is used up first.
+
+    The vocabulary is each byte alone and the model's special tokens: what a grammar costs to compile hardly depends on it.
+    """
+
+    def __init__(self, special: list[str]) -> None:
+        tokens = [bytes([byte]) for byte in range(256)] + [name.encode() for name in special] + [b"<eos>"]
+        self._tokenizer = create_tokenizer(Vocabulary(tokens, range(256, len(tokens)), (len(tokens) - 1,)))
+        self._limits = create_limits()
+
+    def run(self, wanted: StructuredOutputs, seconds: float) -> None:
+        """Raises GrammarError."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            check_start(create_matcher(self._tokenizer, wanted, self._limits))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def answer(trial: Trial, body: bytes) -> dict[str, Any]:
+    """{"wanted": fields of StructuredOutputs, "seconds"} → {"fine": true} or {"error": reason}."""
+    frame = json.loads(body)
+    fields = frame["wanted"]
+    try:
+        trial.run(StructuredOutputs(**fields), frame["seconds"])
+    except GrammarError as error:
+        return {"error": str(error)}
+    except (MemoryError, RecursionError):
+        return {"error": "it is too large to compile"}
+    return {"fine": True}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    opening = read_frame(sys.stdin.buffer)
+    if opening is None:
+        return
+    trial = Trial(json.loads(opening)["special"])
+    limit_resources()
+    reply: dict[str, Any] = {"fine": True}
+    while True:
+        sys.stdout.buffer.write(encode_frame(reply))
+        sys.stdout.buffer.flush()
+        frame = read_frame(sys.stdin.buffer)
+        if frame is None:
+            return
+        reply = answer(trial, frame)
+
+
+if __name__ == "__main__":
+    main()
