@@ -155,6 +155,35 @@ def _repetition_detection(value: Any) -> RepetitionDetection | None:
         raise InvalidRequest(error.message, param="repetition_detection") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a number. ``open_low``: the lower one itself is not taken. ``optional``: None is."""
+
+    low: float
+    high: float
+    integer: bool = False
+    open_low: bool = False
+    optional: bool = False
+
+
+# Numbers among the sampling parameters; the server's schema is written from the same table.
+BOUNDS: Mapping[str, Bounds] = {
+    "n": Bounds(1, MAX_N, integer=True),
+    "temperature": Bounds(0.0, 100.0),
+    "top_p": Bounds(0.0, 1.0, open_low=True),
+    "top_k": Bounds(-1, 2**31 - 1, integer=True),
+    "min_p": Bounds(0.0, 1.0),
+    "presence_penalty": Bounds(-2.0, 2.0),
+    "frequency_penalty": Bounds(-2.0, 2.0),
+    "repetition_penalty": Bounds(0.0, 100.0, open_low=True),
+    "max_tokens": Bounds(1, 2**31 - 1, integer=True, optional=True),
+    "min_tokens": Bounds(0, 2**31 - 1, integer=True),
+    "seed": Bounds(-(2**63), 2**64 - 1, integer=True, optional=True),
+    "logprobs": Bounds(0, MAX_LOGPROBS, integer=True, optional=True),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS, integer=True, optional=True),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are picked. Field names and meanings are those of vLLM; everything is validated here, once, for every route.
@@ -194,14 +223,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._accept_lists()
         object.__setattr__(self, "repetition_detection", _repetition_detection(self.repetition_detection))
-        _integer("n", self.n, 1, MAX_N)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        for name, bounds in BOUNDS.items():
+            self._check_bounds(name, bounds)
         self._check_logit_bias()
         if self.allowed_token_ids is not None:
             _id_list("allowed_token_ids", self.allowed_token_ids, 2**18)
@@ -217,16 +240,19 @@ class SamplingParams:
             _boolean(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings are found in text, but detokenize is false; use stop_token_ids or set detokenize.", param="stop")
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.structured_outputs is not None:
             self._check_structured_outputs()
+
+    def _check_bounds(self, name: str, bounds: Bounds) -> None:
+        value = getattr(self, name)
+        if value is None and bounds.optional:
+            return
+        if bounds.integer:
+            _integer(name, value, int(bounds.low), int(bounds.high))
+        else:
+            _number(name, value, bounds.low, bounds.high, open_low=bounds.open_low)
 
     def _check_structured_outputs(self) -> None:
         """What only forbids tokens could leave a grammar none."""
@@ -295,6 +321,7 @@ class Request:
     cache_salt: str = ""
     adapter: str | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    explain: bool = False  # its steps are counted
 
 
 class FinishReason(str, Enum):
@@ -407,6 +434,14 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAccount:
+    """The steps that computed a request. ``limit_share``: the mean of their fractions of the physical limit, where that is known."""
+
+    steps: int
+    limit_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """How a sequence ended. ``stop_reason`` is the stop token id, REPETITION, or (set by the output processor) the stop string."""
 
@@ -415,6 +450,7 @@ class Finished:
     message: str | None = None  # with ERROR
     num_preemptions: int = 0
     times: RequestTimes | None = None
+    account: StepAccount | None = None  # where the request asked for it
 
 
 class SequenceOutput(NamedTuple):
