@@ -184,7 +184,7 @@ class Unpacker:
     def _decoded(self, body: bytes) -> Any:
         try:
             return self._decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadFrame(str(error)) from error
 
 
