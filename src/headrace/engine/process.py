@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from headrace.engine.info import EngineInfo
 from headrace.request import Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs
 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
+MAX_ASKED = 64  # requests that one question may be about
 MAX_FRAME = 256 * 2**20  # bytes; a peer that announces more is cut off
 
 
@@ -113,6 +114,7 @@ class Add(Frame):
     cache_salt: str
     adapter: str | None
     bad_word_ids: tuple[tuple[int, ...], ...]
+    explain: bool = False
 
 
 class Abort(Frame):
@@ -137,11 +139,18 @@ class AskRecent(Frame):
     decision: int
 
 
+class AskRequests(Frame):
+    """Where these requests stand (at most MAX_ASKED); the answer is a StatsReply with "requests", None for those that are not there."""
+
+    number: int
+    request_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ASKED)]
+
+
 class Shutdown(Frame):
     pass
 
 
-Command = Add | Abort | Finish | AskStats | AskRecent | Shutdown
+Command = Add | Abort | Finish | AskStats | AskRecent | AskRequests | Shutdown
 Event = Hello | Started | StartFailed | Beat | Died | StatsReply | Step
 
 _encoder = msgspec.msgpack.Encoder()
@@ -200,6 +209,7 @@ def pack_request(request: Request) -> bytes:
             request.cache_salt,
             request.adapter,
             request.bad_word_ids,
+            request.explain,
         )
     )
 
@@ -215,6 +225,7 @@ def unpack_request(frame: Add) -> Request:
         cache_salt=frame.cache_salt,
         adapter=frame.adapter,
         bad_word_ids=frame.bad_word_ids,
+        explain=frame.explain,
     )
 
 

@@ -169,8 +169,8 @@ class Planner:
                 return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
             if sequence.last_step > self.roster.retired:  # its last tokens are not known yet
                 return
-            if rows < _rows_wanted(sequence):
-                return log.add_wait("waits_rows", request_id, _rows_wanted(sequence), rows)
+            if rows < rows_wanted(sequence):
+                return log.add_wait("waits_rows", request_id, rows_wanted(sequence), rows)
             match = self._lookup(sequence)
             if self._chunk(sequence, match.num_tokens, plan) == 0:
                 return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
@@ -178,6 +178,11 @@ class Planner:
                 return log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
             self._admit(match, plan, now)
             self._try_chunk(sequence, plan)
+
+    @property
+    def admits(self) -> bool:
+        """Static batching does until its batch is formed, and again when that has ended."""
+        return self.config.continuous_batching or self._batch_quota > 0 or not self.roster.running
 
     def _batch_is_open(self, idle: bool) -> bool:
         """Continuous batching admits at every step; static batching forms a batch only when the last one has ended."""
@@ -202,7 +207,7 @@ class Planner:
     def _admit(self, match: PrefixMatch, plan: PlanBuilder, now: float) -> None:
         head = self.roster.waiting.peek()
         assert head is not None
-        sequence = self.roster.admit_head(_rows_wanted(head))
+        sequence = self.roster.admit_head(rows_wanted(head))
         assert sequence.row is not None
         self._batch_quota -= 1
         self.cache.attach(sequence.kv, match)
@@ -230,10 +235,11 @@ class Planner:
         while roster.running and self.policy.preempts(head.order, roster.running[-1].order):
             if self.cache.num_leaving or roster.rows_are_leaving:
                 return  # room is on its way
-            if len(roster.free_rows) >= _rows_wanted(head) and self._fits(head, self._lookup(head)):
+            if len(roster.free_rows) >= rows_wanted(head) and self._fits(head, self._lookup(head)):
                 return
             roster.preempt_last()
 
 
-def _rows_wanted(sequence: Sequence) -> int:
+def rows_wanted(sequence: Sequence) -> int:
+    """One for each of its answers, until they go alone."""
     return 1 if sequence.forked else sequence.request.params.n

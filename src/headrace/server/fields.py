@@ -70,7 +70,10 @@ _GENERATING = (
     _sampling("skip_special_tokens", "boolean", "leave special tokens out of the text"),
     _sampling("bad_words", "array", "strings never to generate"),
     _sampling("allowed_token_ids", "array", "the only token ids to generate"),
-    _sampling("repetition_detection", ("boolean", "object"), "end an answer that loops: true, or max_pattern_size, min_pattern_size, min_count, min_tokens"),
+    _sampling(
+        "repetition_detection", ("boolean", "object"), "end an answer that loops: true, or max_pattern_size, min_pattern_size, min_count, min_tokens"
+    ),
+    _option("explain", "boolean", "add an explain block: where the time went"),
     _label("user"),
     _label("metadata", "object"),
     _label("prompt_cache_key"),

@@ -17,8 +17,9 @@ from headrace.server.protocol.body import Body, check_size
 
 MAX_SALT = 1024  # characters; the engine takes no more
 
-# A model's generation_config.json, by the names of SamplingParams.
-_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")} | {"max_new_tokens": "max_tokens"}
+# A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
+_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")
+_DEFAULTS = {name: name for name in _SAME} | {"max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class AnswerOptions:
     cache_salt: str
     truncate_prompt_tokens: int | None  # -1: as many as fit
     limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
+    explain: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ def answer_options(body: Body) -> AnswerOptions:
         cache_salt=body.get("cache_salt", ""),
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
         limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
+        explain=body.get("explain", False),
     )
     _check_options(options)
     return options
