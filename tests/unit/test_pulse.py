@@ -1,0 +1,66 @@
+"""What counts as a hang: one turn of the loop, one call to the device, or silence, each longer than it may take."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.engine import loop
+from headrace.engine.client import AsyncLLM
+from headrace.engine.loop import Pulse, StampedExecutor
+from headrace.engine.process import Beat
+
+
+class Device:
+    """Steps that take ``seconds`` while they are collected; notes how the pulse stood then."""
+
+    info: Any = None
+
+    def __init__(self, pulse: Pulse, seconds: float = 0.0) -> None:
+        self._pulse, self.seconds = pulse, seconds
+        self.limits: list[float] = []
+
+    def submit(self, plan: Any) -> Any:
+        return SimpleNamespace(step_id=plan.step_id)
+
+    def collect(self, ticket: Any) -> Any:
+        assert self._pulse.phase == "device"
+        self.limits.append(self._pulse.limit)
+        time.sleep(self.seconds)
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, tokens: list[int], *, predicted: float, least: float = 0.0, seconds: float = 0.0) -> list[float]:
+    monkeypatch.setattr(loop, "_SLOW_SECONDS", 0.01)
+    pulse = Pulse()
+    device = Device(pulse, seconds)
+    executor = StampedExecutor(device, SimpleNamespace(predict=lambda plan: predicted), pulse, least)  # type: ignore[arg-type]
+    for step, count in enumerate(tokens):
+        executor.collect(executor.submit(SimpleNamespace(step_id=step, num_tokens=count)))  # type: ignore[arg-type]
+        assert (pulse.phase, pulse.limit) == ("host", loop.HOST_LIMIT)
+    return device.limits
+
+
+def test_a_device_call_may_take_thirty_seconds_or_ten_times_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits(monkeypatch, [1, 4096], predicted=6.0) == [30.0, 60.0]
+    assert limits(monkeypatch, [4096], predicted=1.0) == [30.0]
+    assert limits(monkeypatch, [1], predicted=0.0, least=60.0) == [600.0]
+
+
+def test_after_a_slow_step_the_next_small_one_is_predicted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits(monkeypatch, [1, 1], predicted=6.0, seconds=0.02) == [30.0, 60.0]
+
+
+def ailment(beat: Beat, silence: float = 0.0, death: Any = None) -> str | None:
+    connection = SimpleNamespace(death=death, last_beat=beat, last_heard=time.perf_counter() - silence)
+    found: str | None = AsyncLLM.ailment.fget(SimpleNamespace(_connection=connection))  # type: ignore[attr-defined]
+    return found
+
+
+def test_health_is_what_the_stamps_say() -> None:
+    assert ailment(Beat(1, "idle", 9999.0, 0.0)) is None
+    assert ailment(Beat(1, "host", 4.9, 5.0)) is None and "host" in str(ailment(Beat(1, "host", 5.1, 5.0)))
+    assert ailment(Beat(1, "device", 59.0, 60.0)) is None and "device" in str(ailment(Beat(1, "device", 61.0, 60.0)))
+    assert ailment(Beat(1, "idle", 0.0, 0.0), silence=4.5) is None and "silent" in str(ailment(Beat(1, "idle", 0.0, 0.0), silence=5.5))
