@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,25 @@ def test_one_failure_ends_all_readers(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gone"):
         stream(sources, CPU, readers=1)
     assert not any((target == 0.0).any() for target in targets)
+
+
+def test_an_interrupted_load_does_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, begun = tmp_path / "weights", threading.Event()
+    file.write_bytes(bytes(4096))
+    targets = [torch.full((1024,), 1.0) for _ in range(300)]
+    fill = streaming._Lane.fill
+
+    def slowly(self: streaming._Lane, span: Source) -> None:
+        begun.set()
+        time.sleep(0.01)
+        fill(self, span)
+
+    def interrupted(self: Future[None]) -> None:
+        begun.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streaming._Lane, "fill", slowly)
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream([Source(file, 0, torch.float32, (1024,), target) for target in targets], CPU, readers=2)
+    assert sum(bool((target == 0.0).all()) for target in targets) < 20

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from headrace.bench import table_start
+from headrace.bench import table as bench_table
+from headrace.bench import table_run, table_start
 from headrace.bench.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured, TableBench
 from headrace.bench.table_peers import Peer, differences, load_peer
 from headrace.bench.table_rows import ROWS, Row, requests_of, scaled, select_rows
 from headrace.bench.table_show import lines_of, markdown, refusals, terminal
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, ModelConfig
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecord
@@ -211,6 +212,19 @@ def test_measured_keeps_its_median() -> None:
 def test_a_config_survives_the_way_to_a_child() -> None:
     config = create_config("some/model", disabled_kernels=("a", "b"), technique={"cuda_graphs": False}, max_num_seqs=3, kv_cache_memory=2**20)
     assert config_of(json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_the_command_beside_a_table_makes_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rows, repeats and flags it was made with; weights that were read are not called random."""
+    monkeypatch.setattr(bench_table, "run_child", lambda *_, **__: ({"rows": []}, 0))
+    rows, flags = select_rows(["decode-1"]), ["--enforce-eager", "--dtype", "float16"]
+    measured = bench_table.measure_model("Llama-3.2-1B", EngineConfig(), flags, rows, scale=1.0, repeats=5)
+    wanted = "headrace bench table --model Llama-3.2-1B --rows decode-1 --repeats 5 -- --enforce-eager --dtype float16"
+    assert measured["command"] == wanted
+    plain = bench_table.measure_model("Llama-3.2-1B", EngineConfig(), [], rows, scale=1.0, repeats=3)
+    assert plain["command"] == "headrace bench table --model Llama-3.2-1B --rows decode-1"
+    said = [table_run._said(EngineConfig(model=ModelConfig(load_format=name))) for name in ("dummy", "safetensors")]
+    assert said[0].startswith("random weights") and said[1].startswith("weights of the checkpoint")
 
 
 def test_the_engine_of_a_model_has_random_weights_and_strict_kernels() -> None:

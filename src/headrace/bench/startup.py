@@ -31,6 +31,7 @@ from headrace.bench.workload import Lengths, random_dialogues
 
 READY_TIMEOUT = 600.0  # s
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind; the median is shown (default: 3)")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")

@@ -24,12 +24,14 @@ from headrace.bench.table_start import measure_starts
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
+REPEATS = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(known_shapes())
     parser.add_argument("--model", nargs="+", metavar="PATH", help=f"folders with a config.json, or of these shapes: {known} (default: all of these)")
     parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="rows, or the word before their hyphen (default: all)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of a row, each with ids of its own (default: 3)")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"timed repeats of a row, each with ids of its own (default: {REPEATS})")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies requests and lengths: to try it out, comparable with nothing")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="show the models of earlier --output-json files too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown")
@@ -73,12 +75,14 @@ def measure_model(name: str, config: EngineConfig, flags: Sequence[str], rows: S
     others = [row for row in rows if row.group != "start"]
     result: dict[str, Any] = _rows_of(config, others, scale, repeats) if others else {"facts": machine_facts(), "rows": []}
     result["rows"] += [asdict(measured) for measured in starts]
-    return {"name": Path(name).name, "command": _command(name, rows, scale), "scale": scale, "repeats": repeats, **result}
+    return {"name": Path(name).name, "command": _command(name, rows, scale, repeats, flags), "scale": scale, "repeats": repeats, **result}
 
 
-def _command(model: str, rows: Sequence[Row], scale: float) -> str:
+def _command(model: str, rows: Sequence[Row], scale: float, repeats: int, flags: Sequence[str]) -> str:
+    """What makes these figures again."""
     some = ["--rows", *(row.name for row in rows)] if len(rows) < len(select_rows([])) else []
-    return shlex.join(["headrace", "bench", "table", "--model", model, *some, *(["--scale", f"{scale:g}"] if scale != 1 else [])])
+    unusual = [*(["--scale", f"{scale:g}"] if scale != 1 else []), *(["--repeats", str(repeats)] if repeats != REPEATS else [])]
+    return shlex.join(["headrace", "bench", "table", "--model", model, *some, *unusual, *(["--", *flags] if flags else [])])
 
 
 def _rows_of(config: EngineConfig, rows: Sequence[Row], scale: float, repeats: int) -> dict[str, Any]:

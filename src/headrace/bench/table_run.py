@@ -44,7 +44,8 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
 
 def _said(config: EngineConfig) -> str:
     longest = f", {config.model.max_model_len} positions" if config.model.max_model_len else ""
-    return f"random weights, greedy, EOS ignored, prompts of random ids{longest}, strict kernels"
+    weights = "random weights" if config.model.load_format == "dummy" else "weights of the checkpoint"
+    return f"{weights}, greedy, EOS ignored, prompts of random ids{longest}, strict kernels"
 
 
 def limits_of(limits: Limits) -> dict[str, float]:

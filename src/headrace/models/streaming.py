@@ -50,10 +50,14 @@ def stream(sources: Iterable[Source], device: torch.device, *, readers: int = RE
     for source in sources:
         for span in _spans(source):
             spans.put(span)
-    failed = Event()
+    ended = Event()
     with ThreadPoolExecutor(readers, "headrace-load") as pool:
-        for lane in [pool.submit(_read_all, spans, device, buffer_bytes, failed) for _ in range(readers)]:
-            lane.result()
+        lanes = [pool.submit(_read_all, spans, device, buffer_bytes, ended) for _ in range(readers)]
+        try:
+            for lane in lanes:
+                lane.result()
+        finally:
+            ended.set()  # whoever interrupts this thread need not wait for the whole model
 
 
 def _spans(source: Source) -> Iterator[Source]:
@@ -67,16 +71,16 @@ def _spans(source: Source) -> Iterator[Source]:
         yield Source(source.file, source.start + first * source.dtype.itemsize, source.dtype, (len(piece),), piece)
 
 
-def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, failed: Event) -> None:
-    """One reader: takes spans until there are none, or another reader has failed."""
+def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, ended: Event) -> None:
+    """One reader: takes spans until there are none, or another reader has failed, or nobody waits."""
     try:
         with torch.inference_mode(), _Lane(device, buffer_bytes) as lane:
-            while not failed.is_set():
+            while not ended.is_set():
                 lane.fill(spans.get_nowait())
     except Empty:
         return
     except BaseException:
-        failed.set()
+        ended.set()
         raise
 
 

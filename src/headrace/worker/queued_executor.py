@@ -39,7 +39,8 @@ class QueuesPlans(Protocol):
 
 class QueuedExecutor:
     """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every one submitted
-    after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops it); that calls ``restore`` first, with nothing of the failed step left on the device."""
+    after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops it); that calls
+    ``restore`` first, with nothing of the failed step left on the device."""
 
     def __init__(self, runner: QueuesPlans, info: ExecutorInfo, restore: Callable[[], None]) -> None:
         self.info = info

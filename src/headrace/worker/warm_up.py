@@ -98,6 +98,6 @@ def warm_linears(decoder: nn.Module, device: torch.device, *, max_num_seqs: int,
     with torch.inference_mode():
         for (ins, outs), layer in layers.items():
             counts = few if outs == widest else [*few, *(count for count in many if count <= max_num_batched_tokens)]
-            x = torch.zeros(counts[-1], ins, dtype=layer.shape.dtype, device=device)
+            x = torch.zeros(max(counts), ins, dtype=layer.shape.dtype, device=device)
             for count in counts:
                 layer.forward(x[:count])

@@ -173,6 +173,8 @@ class _Start:
         if not self._cuda:
             return draft
         rows, tokens = self._demand.most_rows, self._setting.tokens_a_step
+        if self._ahead is not None and self._kernels.batch_invariant:
+            self._ahead.finish()  # products are kernels of our own then, and are built by the threads
         with self._allotment.explaining("activations"):
             warm_linears(decoder, self._setting.device, max_num_seqs=rows, max_num_batched_tokens=tokens)
         self._stages.done("matrix products")
