@@ -61,7 +61,7 @@ class GrammarCheck:
                 if len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
         if reason:
-            raise InvalidRequest(f"{_name(wanted)} cannot be followed: {reason}. Change or simplify it.", param=_PARAM)
+            raise InvalidRequest(f"the {_name(wanted)} cannot be followed: {reason}. Change or simplify it.", param=_PARAM)
 
     async def require_soon(self, wanted: StructuredOutputs) -> None:
         """``require`` beside the event loop; afterwards it answers at once."""
@@ -100,5 +100,5 @@ def _digest(wanted: StructuredOutputs) -> bytes:
 
 
 def _name(wanted: StructuredOutputs) -> str:
-    names = ("json", "json_object", "regex", "choice", "grammar")
-    return f"structured_outputs.{next(name for name in names if getattr(wanted, name))}"
+    names = {"json": "JSON schema", "json_object": "JSON object", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
+    return next(name for field, name in names.items() if getattr(wanted, field) not in (None, False, ()))
