@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import headrace.kernels as registry
 from headrace import LLM, SamplingParams
 from headrace.clock import VirtualClock
+from headrace.errors import OutOfMemory
 from headrace.kernels import StrictKernelError
 from headrace.kernels.candidate import Candidate
+from headrace.models import loader
 from headrace.worker.stages import Stages
 from support import tiny
 
@@ -71,3 +74,12 @@ def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(folder: str, 
         assert said[f"kernel {op}"].reason == "planted declined: did not compile: error: no such instruction"
     with pytest.raises(StrictKernelError, match="did not compile"):
         LLM(folder, **options(strict_kernels=True))
+
+
+def test_weights_that_find_no_room_while_they_are_read_say_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(loader, "load_weights", full)
+    with pytest.raises(OutOfMemory, match=r"GiB for weights could not be allocated.*Use a smaller model"):
+        LLM(folder, **options())

@@ -7,6 +7,7 @@ import torch
 
 import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
+from headrace.kernels.triton import prefill
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.prefill import bulk_keys
 from support.kernel_cases import PagedCase, assert_close
@@ -55,6 +56,16 @@ def test_attention_with_a_window_and_a_cap(window: int | None, soft_cap: float |
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_tiles_brought_by_the_copy_engine(lengths: list[tuple[int, int]], window: int | None, dim: int) -> None:
     check(PagedCase(lengths, heads=4, kv_heads=2, dim=dim, dtype=torch.bfloat16, block_size=128), window, bulk=True)
+
+
+def test_more_runs_of_queries_than_a_grid_is_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PagedCase(MIXED, heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16)
+    want, grids = run(case), []
+    launch = prefill._prefill_kernel.__class__.__getitem__
+    monkeypatch.setattr(prefill, "_MOST_RUNS", 1)
+    monkeypatch.setattr(prefill._prefill_kernel.__class__, "__getitem__", lambda self, grid: (grids.append(grid), launch(self, grid))[1])
+    assert torch.equal(run(case), want)
+    assert any(grid[0] > 1 and grid[1:] == (2,) for grid in grids)
 
 
 def test_the_copy_engine_counts_rows_in_32_bits() -> None:

@@ -85,6 +85,7 @@ class QueuedExecutor:
     def close(self) -> None:
         """Lets go of the model and gives its memory back to the device. Nothing can be submitted any more."""
         self._queued.clear()
+        self._launched = None
         self._runner = None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

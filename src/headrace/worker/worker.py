@@ -139,7 +139,8 @@ class _Start:
             decoder = Decoder(self._spec, kernels=self._kernels, dtype=setting.dtype, device=setting.device, max_model_len=max_model_len)
         self._build_kernels(max_model_len)
         self._stages.done("decoder")
-        self._fill(decoder)
+        with self._allotment.explaining("weights"):
+            self._fill(decoder)
         with torch.inference_mode(), self._allotment.explaining("weights"):
             decoder.finish_loading()
         self._build_kernels(max_model_len)  # of what layers chose now that they have their weights

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+_MOST_RUNS = 65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
 MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
 
 
@@ -140,11 +141,13 @@ def _prefill_kernel(
     tokens, sequences, few, window,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, MANY_RUNS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
-    run = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries see most: they go first
+    RUNS: tl.constexpr = 0 if MANY_RUNS else 1  # the dimension of the grid
+    kv_head = tl.program_id(1 - RUNS)
+    run = tl.num_programs(RUNS) - 1 - tl.program_id(RUNS)  # the last queries see most: they go first
     if PDL:
         gdc_wait()
     sequence = _sequence_of(run, query_start_ptr, sequences, QUERIES)
@@ -192,7 +195,7 @@ def _prefill_kernel(
         )  # fmt: skip
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         tl.store(out_ptr + (token * out_token + head * out_head)[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-    if run == tl.num_programs(1) - 1:  # tokens of no sequence
+    if run == tl.num_programs(RUNS) - 1:  # tokens of no sequence
         for token in range(tl.load(query_start_ptr + sequences), tokens):
             at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
             mask = (lane < GROUP)[:, None] & (element < DIM)[None, :]
@@ -253,11 +256,12 @@ def attend(
     group = heads // kv_heads
     runs = tokens // (tiles.rows // group) + sequences
     keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
-    _prefill_kernel[(kv_heads, runs)](
+    many = runs > _MOST_RUNS
+    _prefill_kernel[(runs, kv_heads) if many else (kv_heads, runs)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
         tokens, sequences, few, window or MAX_WINDOW,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
         BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
-        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, UNIFORM=tiles.uniform,
+        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, UNIFORM=tiles.uniform, MANY_RUNS=many,
         PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
