@@ -135,6 +135,13 @@ class ServerConfig:
     api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
+    tool_call_parser: str = option(
+        "auto", "how the model writes tool calls; automatic by its chat template",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2"),
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "auto", "how the model writes reasoning; automatic by its chat template", choices=("auto", "none", "qwen3", "deepseek_r1", "mistral")
+    )
     repetition_detection: bool = option(False, "end answers that loop, also where a request does not ask for it (it may say false)")
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
     supervise: bool = option(False, "a parent process starts the server again when it dies")

@@ -181,8 +181,6 @@ def test_tools_go_to_the_template_unless_none_shall_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert chat(tools=tools).conversation.tools == tools and chat(tools=tools, tool_choice="auto").conversation.tools == tools
     assert chat(tools=tools, tool_choice="none").conversation.tools is None and chat(tools=[]).conversation.tools is None
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        assert error_of(chat, tools=tools, tool_choice=choice).param == "tool_choice"
     assert error_of(chat, tools=[{"type": "web"}]).param == "tools[0]"
     assert error_of(chat, tools=[{"type": "function"}]).param == "tools[0].function"
     assert error_of(chat, tools=tools * 129).param == "tools"

@@ -6,19 +6,21 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
+from headrace.config import ServerConfig
 from headrace.server.parsing import create_call_id, create_parser
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, choose_dialect
-from headrace.server.parsing.parser import FormatParser
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.tools import Mode, ToolChoice
+from support.outside import shared
 
 NAMES = ("f", "get_weather")
 ARGUMENTS = '{"city": "Besançon \\"x\\" \\u00e9😀", "days": [1, -2.5e3, {"a": null}], "b": {}}'
@@ -44,7 +46,7 @@ def written(name: str) -> str:
 
 def make(tools: str | None, reasoning: str | None = None, *, prompt: str = "", single: bool = False) -> OutputParser:
     dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    parser = create_parser(dialect, prompt, NAMES, single=single)
+    parser = create_parser(dialect, prompt, NAMES, ToolChoice(parallel=not single))
     assert parser is not None
     return parser
 
@@ -120,10 +122,21 @@ def test_single_ends_after_the_first_call() -> None:
     assert (found, reason) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, ARGUMENTS)], "tool_calls")
 
 
-def test_a_fixed_name_takes_the_whole_answer_as_arguments() -> None:
-    parser = FormatParser(None, None, create_id=str, fixed_name="f")
-    assert parse(parser, ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
-    assert parse(FormatParser(None, None, create_id=str, fixed_name="f"), ['{"a": '])[1] == "length"
+def forced(choice: ToolChoice) -> OutputParser:
+    parser = create_parser(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["deepseek_r1"]), "<think>", NAMES, choice)
+    assert parser is not None
+    return parser
+
+
+def test_forced_calls_are_plain_json() -> None:
+    named = ToolChoice(Mode.NAMED, "f", parallel=False)
+    assert parse(forced(named), ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
+    assert parse(forced(named), ['{"a": '])[1] == "length"
+    calls = '[{"name": "f", "parameters": {}}, {"name": "get_weather", "parameters": {"a": "[1"}}]'
+    found, reason = parse(forced(ToolChoice(Mode.REQUIRED)), calls)
+    assert arguments(found) == {0: "{}", 1: '{"a": "[1"}'} and reason == "tool_calls" and content(found) == ""
+    assert parse(forced(ToolChoice(Mode.REQUIRED)), [calls[:-30]])[1] == "length"
+    assert arguments(parse(forced(ToolChoice(Mode.REQUIRED, parallel=False)), calls)[0]) == {0: "{}"}
 
 
 def test_ids_have_the_length_that_templates_want() -> None:
@@ -143,7 +156,7 @@ def test_reasoning_then_content_then_calls() -> None:
 
 def test_the_prompt_may_have_begun_or_ended_it() -> None:
     assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
-    assert whole("a </think> b", None, "qwen3", prompt="…<think>\n\n</think>\n\n")[0] == [Content("a </think> b")]
+    assert create_parser(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n") is None
     assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
     assert whole("a </think> b", None, "deepseek_r1")[0] == [Reasoning("a"), Content("b")]
     assert whole("Yes <think>no</think>", None, "qwen3")[0] == [Content("Yes <think>no</think>")]
@@ -254,7 +267,7 @@ def damaged(draw: Callable[..., Any]) -> str:
 
 def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    return [text[begin:end] for begin, end in pairwise(places)]
 
 
 @settings(max_examples=600, deadline=None)
@@ -340,11 +353,36 @@ def test_nothing_is_evaluated() -> None:
 
 
 def test_a_description_is_chosen_from_the_template() -> None:
-    dialect, decisions = choose_dialect('<tool_call> "arguments" {{ tools }} <think> </think>', None, None)
+    dialect, decisions = choose_dialect('<tool_call> "arguments" {{ tools }} <think> </think>')
     assert dialect == Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"])
     assert [(each.name, each.value) for each in decisions] == [("tool_call_parser", "hermes"), ("reasoning_parser", "qwen3")]
-    assert choose_dialect("{{ messages }}", None, None) == (Dialect(), ())
+    assert choose_dialect("{{ messages }}") == (Dialect(), ())
     assert choose_dialect("<tool_call> arguments <think></think>", "none", "none") == (Dialect(), ())
     assert choose_dialect("", "mistral", "deepseek_r1")[0] == Dialect(TOOL_FORMATS["mistral"], REASONING_FORMATS["deepseek_r1"])
-    with pytest.raises(ConfigError, match="tool_call_parser is 'nope'; give one of hermes, "):
-        choose_dialect("", "nope", None)
+
+
+def test_flags_know_every_description() -> None:
+    for flag, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        (choices,) = (each.metadata["choices"] for each in fields(ServerConfig) if each.name == flag)
+        assert choices == ("auto", "none", *formats)
+
+
+OF_TEMPLATES = {
+    "Kimi-K2-Instruct": ("kimi_k2", None),
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
+    "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
+    "Reka-Edge": ("hermes", "qwen3"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "deepseek_r1"),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "microsoft-Phi-3.5-mini-instruct": (None, None),
+    "unsloth-mistral-Devstral-Small-2507": ("mistral_args", None),
+    "GLM-4.7-Flash": (None, "qwen3"),
+    "MiniMax-M2": (None, "qwen3"),
+    "google-gemma-4-31B-it": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", OF_TEMPLATES)
+def test_descriptions_of_real_templates(name: str) -> None:
+    dialect, _ = choose_dialect(shared("data", "chat_templates", f"{name}.jinja").read_text())
+    assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[name]

@@ -78,11 +78,16 @@ class Tokenizer:
         self._pieces = _Pieces(self._backend, self._special_ids)
         templates = dict(files.templates) if chat_template is None else {"default": chat_template}
         self._template = ChatTemplate(templates, named)
+        self.chat_templates: Mapping[str, str] = templates
         self.has_chat_template = bool(templates)
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         return self._special_ids
+
+    def is_special(self, text: str) -> bool:
+        """Whether ``text`` is one token that ``skip_special_tokens`` leaves out."""
+        return self._backend.token_to_id(text) in self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""

@@ -171,7 +171,7 @@ class ChatAnswer(_Base):
             text = f"{self._plain_heads[choice]}{quote(delta.text)}{self._plain_tail}" if delta.text or delta.finish_reason is None else ""
         else:
             text = self._rich(choice, delta) if delta.text or delta.token_ids or delta.finish_reason is None else ""
-        return text if delta.finish_reason is None else text + self._end(choice, delta)
+        return text if delta.finish_reason is None else text + self.end(choice, delta.finish_reason, delta.stop_reason)
 
     def _rich(self, choice: int, delta: RequestDelta) -> str:
         logprobs = self.format.chat(delta.logprobs) if self.shape.logprobs else None
@@ -180,11 +180,11 @@ class ChatAnswer(_Base):
             shown["token_ids"] = list(delta.token_ids)
         return self.event_of(shown)
 
-    def _end(self, choice: int, delta: RequestDelta) -> str:
-        return self.event_of({"index": choice, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+    def end(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> str:
+        return self.event_of({"index": choice, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason})
 
     def whole(self) -> dict[str, Any]:
-        whole = self._whole([self._choice(index, choice) for index, choice in enumerate(self.choices)])
+        whole = self._whole([self.choice(index, choice) for index, choice in enumerate(self.choices)])
         prompt = self.prompts[0]
         if self.shape.token_ids:
             whole["prompt_token_ids"] = list(prompt.token_ids)
@@ -192,7 +192,7 @@ class ChatAnswer(_Base):
             whole["prompt_logprobs"] = self.format.prompt(prompt.logprobs)
         return whole
 
-    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},

@@ -16,7 +16,7 @@ from headrace.server.parsing.segments import OutputParser
 from headrace.server.parts import Kind, Part, PartsAnswer
 from headrace.server.protocol.anthropic import parse_count_tokens, parse_messages
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.service import Service, Tokenizer
+from headrace.server.service import CreateParser, Service, Tokenizer
 from headrace.server.wire import ErrorShape, decode_object, encode, error_object, quote
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -28,8 +28,10 @@ async def messages(service: Service, exchange: Exchange) -> None:
     await generate.converse(service, exchange, parse_messages, _create_answer)
 
 
-def _create_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> MessageAnswer:
-    return MessageAnswer(shape, prompt, None, request.params.stop)
+def _create_answer(
+    request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+) -> MessageAnswer:
+    return MessageAnswer(shape, prompt, create_parser(), request.params.stop)
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

@@ -11,24 +11,28 @@ import contextlib
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import Request, SamplingParams
+from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.parsed_answers import ParsedChatAnswer
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
-from headrace.server.service import DeltaStream, Service, Tokenizer
+from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
 from headrace.server.threads import INLINE_BYTES
+from headrace.server.tools import forced_schema, names_of
 from headrace.server.wire import encode
 
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _SCORE_BYTES = 64  # of an answer, about, for each logprob
+_ENDING = 256  # characters
 
 Asked = TypeVar("Asked", bound=ChatRequest)
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
@@ -38,29 +42,53 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     await converse(service, exchange, parse_chat, _chat_answer)
 
 
-def _chat_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> Answer:
-    return ChatAnswer(shape, prompt, request.params.n, tokenizer)
+def _chat_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser) -> Answer:
+    """Without a parser the text is content throughout, and nothing looks at it."""
+    parsers = [parser for _ in range(request.params.n) if (parser := create_parser()) is not None]
+    return ParsedChatAnswer(shape, prompt, parsers, tokenizer) if parsers else ChatAnswer(shape, prompt, request.params.n, tokenizer)
 
 
 async def converse(
     service: Service,
     exchange: Exchange,
     parse: Callable[[Mapping[str, Any], Mapping[str, Any]], Asked],
-    create_answer: Callable[[Asked, Shape, PromptState, Tokenizer | None], Answer],
+    create_answer: Callable[[Asked, Shape, PromptState, Tokenizer | None, CreateParser], Answer],
     param: str = "messages",
 ) -> None:
-    """Every route that answers a conversation. ``param`` is what the client calls the conversation."""
+    """Every route that answers a conversation. ``param`` is what the client calls the conversation.
+
+    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content.
+    """
     engine = service.engine
     request = await service.bodies.read(exchange, lambda raw: parse(raw, service.defaults))
     model = service.check_model(request.options.model)
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
         parsed = await render_chat(service, request.messages, request.conversation, param)
-        params, options = request.params, request.options
-        prepared = _prepare(service, parsed, params, options, param)
-        answer = create_answer(request, _shape(service, model, params, options), PromptState(prepared.prompt_token_ids), engine.tokenizer)
+        create_parser = partial(service.create_parser, _ending(parsed.text), names_of(request.conversation.tools), request.conversation.choice)
+        params, options = _forced(request)
+        params = service.parsed_params(params, create_parser)
+        prepared = await _prepare(service, parsed, params, options, param)
+        shape, state = _shape(service, model, params, options), PromptState(prepared.prompt_token_ids)
+        answer = create_answer(request, shape, state, engine.tokenizer, create_parser)
         del request, parsed  # their texts may be large, and the answer may take long
         await _deliver(service, exchange, answer, [prepared], options)
+
+
+def _ending(prompt: str | None) -> str:
+    """As much of a prompt as tells whether it begins the answer's reasoning."""
+    return (prompt or "")[-_ENDING:]
+
+
+def _forced(request: ChatRequest) -> tuple[SamplingParams, AnswerOptions]:
+    """A call that must come is written under a grammar, which is made of the tools."""
+    params, options, conversation = request.params, request.options, request.conversation
+    if not conversation.choice.forced or conversation.tools is None:
+        return params, options
+    if params.structured_outputs is not None:
+        raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
+    grammar = StructuredOutputs(json=forced_schema(conversation.tools, conversation.choice))
+    return replace(params, structured_outputs=grammar), replace(options, grammar_name="tools")
 
 
 async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions, param: str = "messages") -> ParsedPrompt:
@@ -88,7 +116,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         prepared = []
         for prompt in request.prompts:
             parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
-            prepared.append(_prepare(service, parsed, params, options, "prompt"))
+            prepared.append(await _prepare(service, parsed, params, options, "prompt"))
             await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if options.truncate_prompt_tokens is None else [list(each.prompt_token_ids) for each in prepared]
         states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
@@ -106,13 +134,15 @@ async def encode_prompt(service: Service, prompt: str | list[int], add_special_t
     return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode)))
 
 
-def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
+async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
     """The engine's own validator: nothing is submitted before every prompt of the request has passed."""
     if options.priority and not service.priority_scheduling:
         raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
     text_only = ParsedPrompt(None, parsed.token_ids)
+    inputs = service.any_engine().inputs
     try:
-        return service.any_engine().inputs.request(
+        await inputs.check_grammar_soon(params)
+        return inputs.request(
             0,
             text_only,
             params,
@@ -122,7 +152,7 @@ def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, opt
             clamp=options.limit_name is None,
         )
     except InvalidRequest as error:
-        names = {"prompt_token_ids": param, "max_tokens": options.limit_name or "max_tokens"}
+        names = {"prompt_token_ids": param, "max_tokens": options.limit_name or "max_tokens", "structured_outputs": options.grammar_name}
         error.param = names.get(error.param or "", error.param)
         raise
 

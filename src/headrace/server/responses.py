@@ -19,7 +19,7 @@ from headrace.server.exchange import Exchange
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.parts import Kind, Part, PartsAnswer
 from headrace.server.protocol.responses import ResponsesRequest, parse_responses
-from headrace.server.service import Service, Tokenizer
+from headrace.server.service import CreateParser, Service, Tokenizer
 from headrace.server.wire import ErrorShape, encode, error_object, quote
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -30,8 +30,10 @@ async def responses(service: Service, exchange: Exchange) -> None:
     await generate.converse(service, exchange, parse_responses, partial(_create_answer, exchange), param="input")
 
 
-def _create_answer(exchange: Exchange, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None) -> ResponseAnswer:
-    answer = ResponseAnswer(shape, prompt, None, request.shown)
+def _create_answer(
+    exchange: Exchange, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+) -> ResponseAnswer:
+    answer = ResponseAnswer(shape, prompt, create_parser(), request.shown)
     exchange.errors = ResponseErrors(answer)
     return answer
 

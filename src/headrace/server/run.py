@@ -12,11 +12,11 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from headrace import logs
-from headrace.config import EngineConfig, ServerConfig
+from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
@@ -86,7 +86,7 @@ async def _serve(
     announce(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
 
     def ready(engine: Engine) -> None:
-        for line in describe(engine):
+        for line in describe(engine, service.decisions):
             announce(line)
         announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
         started()
@@ -94,12 +94,13 @@ async def _serve(
     return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
 
 
-def describe(engine: Engine) -> list[str]:
-    """The model and every automatic choice with its reason; kernels, of which there are many, only by number."""
+def describe(engine: Engine, decisions: Sequence[Decision] = ()) -> list[str]:
+    """The model and every automatic choice (``decisions``: the server's own) with its reason; kernels, of which there are many, only by number."""
     info = engine.info
     lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]
     kernels = Counter(str(decision.value) for decision in info.decisions if decision.name.startswith("kernel "))
-    shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in info.decisions if not decision.name.startswith("kernel ")]
+    plain = (*(decision for decision in info.decisions if not decision.name.startswith("kernel ")), *decisions)
+    shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in plain]
     if kernels:
         shown.append(("kernels", ", ".join(f"{count} {name}" for name, count in kernels.items()) + ": headrace doctor says which and why"))
     width = max((len(name) for name, _ in shown), default=0)

@@ -10,11 +10,12 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
 
-from headrace.config import ServerConfig
+from headrace.config import Decision, ServerConfig
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
@@ -24,8 +25,12 @@ from headrace.server.bodies import Bodies
 from headrace.server.dashboard import History
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.parsing import create_parser
+from headrace.server.parsing.formats import Dialect, choose_dialect
+from headrace.server.parsing.segments import OutputParser
 from headrace.server.stream import Pulse
 from headrace.server.threads import Threads
+from headrace.server.tools import ToolChoice
 
 STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 
@@ -39,7 +44,16 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]: ...
+
+    def is_special(self, text: str) -> bool:
+        """It is one token that decoding leaves out."""
+
     def warm_up(self) -> None: ...
+
+
+CreateParser = Callable[[], OutputParser | None]
 
 
 class DeltaStream(Protocol):
@@ -68,6 +82,10 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool:
         """It makes progress."""
+
+    @property
+    def ailment(self) -> str | None:
+        """Why it makes none."""
 
     @property
     def dead(self) -> bool:
@@ -109,6 +127,9 @@ class Service:
         self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"
         self.max_queue = config.max_queue
+        self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
+        self._dialect = Dialect()
+        self._special_markers = False
         self._engine: Engine | None = None
         self._last_stats: Mapping[str, Any] = {}
         self._live = 0
@@ -121,7 +142,22 @@ class Service:
         self.fingerprint = f"headrace-{self.version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
         if engine.tokenizer is not None:
             engine.tokenizer.warm_up()
+            self._choose_dialect(engine.tokenizer)
         self.state = State.READY
+
+    def _choose_dialect(self, tokenizer: Tokenizer) -> None:
+        template = "\n".join(tokenizer.chat_templates.values())
+        self._dialect, self.decisions = choose_dialect(template, self.config.tool_call_parser, self.config.reasoning_parser)
+        self._special_markers = any(map(tokenizer.is_special, self._dialect.markers))
+
+    def create_parser(self, prompt: str, names: Sequence[str], choice: ToolChoice) -> OutputParser | None:
+        """For one answer to ``prompt``; None where its text is content throughout."""
+        return create_parser(self._dialect, prompt, names, choice)
+
+    def parsed_params(self, params: SamplingParams, create_parser: CreateParser) -> SamplingParams:
+        """A parser must see the markers, also those that decoding would leave out."""
+        hidden = self._special_markers and params.skip_special_tokens and create_parser() is not None
+        return replace(params, skip_special_tokens=False) if hidden else params
 
     @property
     def engine(self) -> Engine:

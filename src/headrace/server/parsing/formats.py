@@ -5,11 +5,10 @@ What lives here: data and its choice. What may not: parsing (parser.py), request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.config import Decision
-from headrace.errors import ConfigError
 
 _WHOLE = r"(?P<name>\S+)"
 
@@ -19,7 +18,8 @@ class ToolFormat:
     """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all parts.
 
     A call is ``begin``, then either an object with a name and arguments, or (``name_end``) a name up to there and the bare
-    arguments, then ``end``. Ends may be missing. ``bare``: calls stand at the start of the answer, and its section need not begin.
+    arguments, then ``end``. Ends may be missing.
+    ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and nowhere else.
     """
 
     name: str
@@ -29,6 +29,7 @@ class ToolFormat:
     end: tuple[str, ...] = ()
     separator: str = ""
     bare: bool = False
+    only: bool = False
     name_end: str = ""
     name_pattern: str = _WHOLE  # of what stands before name_end
     id_length: int = 0  # letters and digits of a call's id, where the model's template insists on so many; 0: call_ and more
@@ -82,6 +83,10 @@ _TOOL_FORMATS = (
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _TOOL_FORMATS}
 
+# What a grammar makes of an answer whose calls are forced: a list of calls, or the arguments of one function.
+FORCED_CALLS = ToolFormat(name="forced", section_begin=("[",), section_end=("]",), separator=",", bare=True, only=True)
+FORCED_ARGUMENTS = ToolFormat(name="forced", bare=True, only=True)
+
 _REASONING_FORMATS = (
     ReasoningFormat(name="qwen3"),
     ReasoningFormat(name="deepseek_r1", implied=True),
@@ -107,7 +112,8 @@ class Dialect:
 
 
 # Which format a chat template speaks of: the first whose texts are all there and of whose others none is.
-_TOOL_SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+_Sign = tuple[str, tuple[str, ...], tuple[str, ...]]
+_TOOL_SIGNS: tuple[_Sign, ...] = (
     ("hermes", ("<tool_call>", "arguments"), ("<arg_key>", "<function=")),
     ("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), ()),
     ("mistral", ("[TOOL_CALLS]",), ()),
@@ -116,26 +122,22 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_call_begin|>",), ()),
     ("llama3_json", ("<|start_header_id|>", '"parameters": '), ()),
 )
-_REASONING_SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+_REASONING_SIGNS: tuple[_Sign, ...] = (
     ("deepseek_r1", ("</think>", "<｜Assistant｜>"), ()),
     ("qwen3", ("<think>", "</think>"), ()),
     ("mistral", ("[THINK]",), ()),
 )
 
 
-def choose_dialect(template: str, tool_parser: str | None, reasoning_parser: str | None) -> tuple[Dialect, tuple[Decision, ...]]:
-    """From the chat template's text, unless named. ``none`` switches off. Raises ConfigError for a name that is not known."""
-    tools, of_tools = _choose("tool_call_parser", tool_parser, tuple(TOOL_FORMATS), template, _TOOL_SIGNS)
-    reasoning, of_reasoning = _choose("reasoning_parser", reasoning_parser, tuple(REASONING_FORMATS), template, _REASONING_SIGNS)
+def choose_dialect(template: str, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[Dialect, tuple[Decision, ...]]:
+    """From the chat template's text, unless named; ``none`` takes nothing out of the text."""
+    tools, of_tools = _choose("tool_call_parser", tool_parser, template, _TOOL_SIGNS)
+    reasoning, of_reasoning = _choose("reasoning_parser", reasoning_parser, template, _REASONING_SIGNS)
     return Dialect(TOOL_FORMATS.get(tools), REASONING_FORMATS.get(reasoning)), (*of_tools, *of_reasoning)
 
 
-def _choose(
-    flag: str, named: str | None, known: tuple[str, ...], template: str, signs: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
-) -> tuple[str, tuple[Decision, ...]]:
-    if named is not None:
-        if named not in (*known, "none"):
-            raise ConfigError(f"{flag} is {named!r}; give one of {', '.join(known)}, or none.")
+def _choose(flag: str, named: str, template: str, signs: Iterable[_Sign]) -> tuple[str, tuple[Decision, ...]]:
+    if named != "auto":
         return named, ()
     for name, present, absent in signs:
         if all(text in template for text in present) and not any(text in template for text in absent):

@@ -24,14 +24,14 @@ _TRAILING = re.compile(r"[ \t\r\n]+\Z")
 _ARGUMENTS = ("arguments", "parameters")
 _ASIDE = ("id", "type")  # what some models add to a call
 
-CreateId = Callable[[int], str]
+CreateId = Callable[[], str]
 
 
 class FormatParser:
     """``tools``: the format of calls, None: there are none. ``reasoning``: None: there is none. ``opened``: the prompt began it.
 
     ``names``: functions that may be called; only a format without a marker must name one of them to be taken for a call.
-    ``fixed_name``: the answer is that function's arguments and nothing else. ``single``: nothing follows the first call.
+    ``fixed_name``: calls are of this function, and only their arguments are written. ``single``: nothing follows the first call.
     """
 
     def __init__(
@@ -90,9 +90,7 @@ class FormatParser:
     def _run(self) -> Wait:
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
-        if self._fixed_name:
-            yield from self._read_section(ToolFormat(name="fixed", bare=True))
-        elif self._tools is not None:
+        if self._tools is not None:
             yield from self._read_calls(self._tools)
         yield from self._until("", self._say)
 
@@ -106,7 +104,7 @@ class FormatParser:
     def _read_calls(self, tools: ToolFormat) -> Wait:
         if tools.bare:
             yield from self._read_section(tools)
-        while tools.marker and (yield from self._until(tools.marker, self._say)):
+        while not tools.only and (yield from self._until(tools.marker, self._say)):
             yield from self._read_section(tools)
 
     # --- running text
@@ -255,7 +253,7 @@ class FormatParser:
             return
         self._cursor.head()
         call.index, self._count = self._count, self._count + 1
-        self._out.append(ToolCallStart(call.index, self._create_id(call.index), call.name))
+        self._out.append(ToolCallStart(call.index, self._create_id(), call.name))
         held, call.held = "".join(call.held), []
         if held:
             self._argue(held)

@@ -27,7 +27,8 @@ from headrace.server.protocol.blocks import (
 )
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params, tools_are_shown
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params
+from headrace.server.tools import read_tool_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,10 @@ def parse_count_tokens(raw: Mapping[str, Any]) -> CountRequest:
 
 def _template_options(body: Body) -> TemplateOptions:
     tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
-    shown = tools_are_shown(_read_choice(body.get("tool_choice", {"type": "auto"})))
+    given = body.get("tool_choice", {"type": "auto"})
+    choice = read_tool_choice(_read_choice(given), tools, parallel=not given.get("disable_parallel_tool_use"))
     variables = {**_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
-    return TemplateOptions(tools=tools if tools and shown else None, add_generation_prompt=True, variables=variables)
+    return TemplateOptions(tools=tools if tools and choice.shown else None, choice=choice, variables=variables)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:
@@ -73,12 +75,9 @@ def _read_tool(where: str, tool: Any) -> dict[str, Any]:
 
 def _read_choice(choice: dict[str, Any]) -> Any:
     """``tool_choice`` as chat completions have it."""
-    if choice.get("disable_parallel_tool_use"):
-        raise InvalidRequest(
-            "tool_choice.disable_parallel_tool_use is not supported; leave it out.",
-            param="tool_choice.disable_parallel_tool_use",
-            code="unsupported_parameter",
-        )
+    if choice.get("disable_parallel_tool_use") not in (None, True, False):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise InvalidRequest(f"{where} must be a boolean.", param=where, code="invalid_type")
     kind = read_type("tool_choice", choice)
     if kind == "tool":
         return {"type": "function", "function": {"name": read_text("tool_choice", choice, "name")}}

@@ -21,7 +21,6 @@ from headrace.server.protocol.sampling import (
     model_defaults,
     sampling_params,
     template_options,
-    tools_are_shown,
 )
 
 
@@ -48,7 +47,7 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
     return ChatRequest(
         messages=read_messages(body.require("messages")),
-        conversation=template_options(body, with_tools=tools_are_shown(body.get("tool_choice", "auto"))),
+        conversation=template_options(body),
         params=sampling_params(body, values, {"max_tokens": limit_name, "logprobs": "top_logprobs"}),
         options=answer_options(body),
     )

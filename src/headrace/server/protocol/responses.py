@@ -28,7 +28,8 @@ from headrace.server.protocol.blocks import (
 )
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params, tools_are_shown
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params
+from headrace.server.tools import read_tool_choice
 
 _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -86,9 +87,9 @@ def _check_text(text: dict[str, Any]) -> None:
 
 def _template_options(body: Body) -> TemplateOptions:
     tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
-    shown = tools_are_shown(_read_choice(body.get("tool_choice", "auto")))
+    choice = read_tool_choice(_read_choice(body.get("tool_choice", "auto")), tools, parallel=body.get("parallel_tool_calls", True))
     variables = {**_effort(body.get("reasoning", {})), **check_template_kwargs(body.get("chat_template_kwargs"))}
-    return TemplateOptions(tools=tools if tools and shown else None, add_generation_prompt=True, variables=variables)
+    return TemplateOptions(tools=tools if tools and choice.shown else None, choice=choice, variables=variables)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from headrace.errors import InvalidRequest
 from headrace.request import SamplingParams
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
+from headrace.server.protocol.structured import read_structured_outputs
+from headrace.server.tools import ToolChoice, read_tool_choice
 
 MAX_SALT = 1024  # characters; the engine takes no more
 
@@ -36,32 +38,29 @@ class AnswerOptions:
     truncate_prompt_tokens: int | None  # -1: as many as fit
     limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
     explain: bool = False
+    grammar_name: str = "structured_outputs"  # of the field that says what the answer must be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """What a chat template gets besides messages. ``tools`` is None where it shall not see any."""
+    """What a chat template gets besides messages. ``tools`` is None where it shall not see any; ``choice`` says what is made of them."""
 
     tools: list[dict[str, Any]] | None
-    add_generation_prompt: bool
+    choice: ToolChoice
+    add_generation_prompt: bool = True
     variables: dict[str, Any]
 
 
-def template_options(body: Body, *, with_tools: bool) -> TemplateOptions:
+def template_options(body: Body) -> TemplateOptions:
     """For the routes that take tools and variables as chat completions do."""
     tools = read_tools(body.get("tools"))
+    choice = read_tool_choice(body.get("tool_choice", "auto"), tools, parallel=body.get("parallel_tool_calls", True))
     return TemplateOptions(
-        tools=tools if with_tools else None,
+        tools=tools if choice.shown else None,
+        choice=choice,
         add_generation_prompt=body.get("add_generation_prompt", True),
         variables=check_template_kwargs(body.get("chat_template_kwargs")),
     )
-
-
-def tools_are_shown(choice: Any) -> bool:
-    """What ``tool_choice`` (as chat completions have it) says of the template's tools."""
-    if choice not in ("auto", "none"):
-        raise InvalidRequest("tool_choice is supported as auto or none only; leave it out.", param="tool_choice", code="unsupported_parameter")
-    return bool(choice == "auto")
 
 
 def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +75,7 @@ def sampling_params(body: Body, values: dict[str, Any], wire_names: Mapping[str,
         values["prompt_logprobs"] = values.get("logprobs")
     if "logit_bias" in body:
         values["logit_bias"] = _read_logit_bias(body.get("logit_bias"))
+    values["structured_outputs"] = read_structured_outputs(body)
     try:
         return SamplingParams(**values)
     except InvalidRequest as error:
@@ -107,6 +107,7 @@ def answer_options(body: Body) -> AnswerOptions:
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
         limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
         explain=body.get("explain", False),
+        grammar_name="structured_outputs" if "structured_outputs" in body else "response_format",
     )
     _check_options(options)
     return options

@@ -47,7 +47,7 @@ def parse_tokenize(raw: Mapping[str, Any]) -> TokenizeRequest:
         model=body.get("model"),
         prompt=body.get("prompt"),
         messages=messages,
-        conversation=template_options(body, with_tools=True),
+        conversation=template_options(body),
         add_special_tokens=body.get("add_special_tokens", messages is None),
         return_token_strs=body.get("return_token_strs", False),
     )

@@ -1,0 +1,91 @@
+"""Chat completions whose text is taken apart: reasoning, content and tool calls in fields of their own.
+
+What lives here: segments as messages and deltas. What may not: parsing, answers that are content throughout (answers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.engine.output import RequestDelta
+from headrace.server.answers import ChatAnswer, ChoiceState, PromptState, Shape
+from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
+
+
+class ParsedChatAnswer(ChatAnswer):
+    """``parsers``: one a choice."""
+
+    def __init__(self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser], tokenizer: Any) -> None:
+        super().__init__(shape, prompt, len(parsers), tokenizer)
+        self._parsers = parsers
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        parser = self._parsers[choice]
+        segments = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            segments += parser.finish()
+        shown = [_delta_of(segment) for segment in segments]
+        if not shown and not self.shape.plain and delta.token_ids:
+            shown = [{}]  # text is held back, but what is told of each token is not
+        events = [self._chunk(choice, each, delta if index == 0 else None) for index, each in enumerate(shown)]
+        if delta.finish_reason is not None:
+            events.append(self.end(choice, parser.end_reason(delta.finish_reason), delta.stop_reason))
+        return "".join(events)
+
+    def _chunk(self, choice: int, shown: dict[str, Any], told: RequestDelta | None) -> str:
+        """``told``: whose tokens this chunk tells of, if it is asked to."""
+        logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
+        chunk: dict[str, Any] = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        if self.shape.token_ids:
+            chunk["token_ids"] = list(told.token_ids) if told is not None else []
+        return self.event_of(chunk)
+
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        parser = self._parsers[index]
+        segments = [*parser.push("".join(choice.texts)), *parser.finish()]
+        shown = super().choice(index, choice)
+        shown["message"] = message_of(segments)
+        shown["finish_reason"] = parser.end_reason(choice.finish_reason or "")
+        return shown
+
+
+def _delta_of(segment: Segment) -> dict[str, Any]:
+    if isinstance(segment, Content):
+        return {"content": segment.text}
+    if isinstance(segment, Reasoning):
+        return _reasoning(segment.text)
+    if isinstance(segment, ToolCallStart):
+        call = {"index": segment.index, "id": segment.id, "type": "function", "function": {"name": segment.name, "arguments": ""}}
+        return {"tool_calls": [call]}
+    return {"tool_calls": [{"index": segment.index, "function": {"arguments": segment.text}}]}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def message_of(segments: Sequence[Segment]) -> dict[str, Any]:
+    """``content`` is null where the model only thought or called."""
+    content = "".join(each.text for each in segments if isinstance(each, Content))
+    reasoning = "".join(each.text for each in segments if isinstance(each, Reasoning))
+    calls = _calls_of(segments)
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if reasoning or calls else ""), "refusal": None}
+    if reasoning:
+        message |= _reasoning(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _calls_of(segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    texts: dict[int, list[str]] = {}
+    for each in segments:
+        if isinstance(each, ToolCallArguments):
+            texts.setdefault(each.index, []).append(each.text)
+    return [
+        {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": "".join(texts.get(each.index, ()))}}
+        for each in segments
+        if isinstance(each, ToolCallStart)
+    ]

@@ -1,0 +1,110 @@
+"""What a request lets the model do with its tools: as it likes, none, some call, or one named call.
+
+What lives here: tool_choice, and the JSON schema that forces a call. What may not: reading tools (messages.py), parsing answers (parsing/).
+
+A forced call needs no family's way of writing: its answer is JSON by grammar, a list of calls or one function's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from headrace.errors import InvalidRequest
+
+Tool = Mapping[str, Any]
+
+
+class Mode(Enum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome."""
+
+    mode: Mode = Mode.AUTO
+    name: str = ""
+    parallel: bool = True
+
+    @property
+    def shown(self) -> bool:
+        """The chat template gets the tools."""
+        return self.mode is not Mode.NONE
+
+    @property
+    def forced(self) -> bool:
+        return self.mode in (Mode.REQUIRED, Mode.NAMED)
+
+
+def read_tool_choice(choice: Any, tools: Sequence[Tool] | None, *, parallel: bool = True) -> ToolChoice:
+    """``choice`` as chat completions have it. Raises InvalidRequest."""
+    if choice in ("auto", "none"):
+        return ToolChoice(Mode(choice), parallel=parallel)
+    name = _named(choice)
+    if not tools:
+        raise InvalidRequest("tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice")
+    if name is None:
+        return ToolChoice(Mode.REQUIRED, parallel=parallel)
+    if name not in names_of(tools):
+        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
+    return ToolChoice(Mode.NAMED, name, parallel=False)
+
+
+def _named(choice: Any) -> str | None:
+    """The function's name; None for ``required``."""
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = 'auto, none, required or {"type": "function", "function": {"name": …}}'
+        raise InvalidRequest(f"tool_choice must be {wanted}.", param="tool_choice", code="unsupported_parameter")
+    return name
+
+
+def names_of(tools: Sequence[Tool] | None) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools or ())
+
+
+def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
+    """What the answer must be: the named function's arguments, or a list of calls."""
+    if choice.mode is Mode.NAMED:
+        return json.dumps(next(_parameters(tool) for tool in tools if tool["function"]["name"] == choice.name))
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
+    if not choice.parallel:
+        calls["maxItems"] = 1
+    return json.dumps({**calls, **_definitions(tools)})
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    given: Mapping[str, Any] | None = tool["function"].get("parameters")
+    return given or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _call(tool: Tool) -> dict[str, Any]:
+    parameters = {name: value for name, value in _parameters(tool).items() if name not in ("$defs", "definitions")}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+    """References in a function's schema are from its root, which is now the list's."""
+    found: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        for place in ("$defs", "definitions"):
+            for name, value in (_parameters(tool).get(place) or {}).items():
+                if found.setdefault(place, {}).setdefault(name, value) != value:
+                    where = f"tools[{index}].function.parameters.{place}"
+                    raise InvalidRequest(f"{where} defines {name[:100]!r} otherwise than another tool; rename one.", param=where)
+    return found
