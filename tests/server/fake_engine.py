@@ -54,6 +54,10 @@ class FakeEngine:
         self.alive, self.dead = True, False
         self.live = 0
 
+    @property
+    def ailment(self) -> str | None:
+        return None if self.alive else "it was told to"
+
     def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Deltas:
         return self._stream(prompt, params)
 

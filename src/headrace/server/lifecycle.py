@@ -122,7 +122,7 @@ class Lifecycle:
             if self._signals:
                 return await self._drain(engine)
             hung = 0.0 if engine.alive else hung + WATCH_SECONDS
-        return await self._bury()
+        return await self._bury(engine)
 
     async def _drain(self, engine: Engine) -> int:
         """New requests get 503 from now on; those that run may finish."""
@@ -136,14 +136,14 @@ class Lifecycle:
         while service.exchanges and time.monotonic() < deadline and self._signals < 2 and not engine.dead:
             await asyncio.sleep(0.02)
         if engine.dead:
-            return await self._bury()
+            return await self._bury(engine)
         forced = self._signals >= 2
         await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
         return 1 if forced else 0
 
-    async def _bury(self) -> int:
+    async def _bury(self, engine: Engine) -> int:
         self._service.state = State.DEAD
-        log.error("The engine has died or hangs; the server ends.")
+        log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
         return 1
 
