@@ -6,37 +6,19 @@ What may not: HTTP mechanics (app.py, exchange.py), generation (generate.py).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
+from headrace.server import answer_schemas as answers
 from headrace.server import anthropic, dashboard, fields, generate, pages, responses
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
+from headrace.server.openapi import document
 from headrace.server.protocol import parse_detokenize, parse_tokenize
+from headrace.server.route import Route
 from headrace.server.service import Service
-from headrace.server.wire import ErrorShape
-
-Handler = Callable[[Service, Exchange], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One route. ``path`` may end in ``{name}``, which takes the rest.
-
-    ``open``: needs no key. ``body``: its request fields. ``errors``: how they read.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    open: bool = False
-    body: tuple[fields.Field, ...] = ()
-    errors: ErrorShape = field(default_factory=ErrorShape)
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -108,39 +90,45 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"prompt": text})
 
 
+async def openapi(service: Service, exchange: Exchange) -> None:
+    await exchange.reply_json(document(ROUTES, service.version, keys=bool(service.config.api_key)))
+
+
 async def embeddings(service: Service, exchange: Exchange) -> None:
     raise NotFound("This server has no embeddings: it serves models that generate text; use a server for embedding models.", code="route_not_found")
 
 
+_PAGE = ("text/html",)
+_ASSETS = ("text/css", "text/javascript", "image/svg+xml", "text/html")
+_AS_ANTHROPIC = anthropic.AnthropicErrors()
+
 ROUTES = (
-    Route("GET", "/", pages.chat, "the chat in the browser", open=True),
-    Route("GET", "/dashboard", pages.dashboard, "the dashboard in the browser", open=True),
-    Route("GET", "/web/{name}", pages.asset, "files of the two pages", open=True),
+    Route("GET", "/", pages.chat, "the chat in the browser", open=True, answer=answers.PAGE, content_types=_PAGE),
+    Route("GET", "/dashboard", pages.dashboard, "the dashboard in the browser", open=True, answer=answers.PAGE, content_types=_PAGE),
+    Route("GET", "/web/{name}", pages.asset, "files of the two pages", open=True, answer=answers.PAGE, content_types=_ASSETS),
     Route("GET", "/v1/dashboard", dashboard.data, "what the dashboard shows, as JSON"),
-    Route("GET", "/health", health, "200 while the engine lives", open=True),
-    Route("GET", "/ready", ready, "200 while new requests are taken", open=True),
-    Route("GET", "/version", version, "the version of Headrace"),
-    Route("GET", "/metrics", metrics, "Prometheus metrics"),
-    Route("GET", "/v1/models", models, "the names of the model"),
-    Route("GET", "/v1/models/{name}", model, "one name of the model"),
-    Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT),
-    Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION),
-    Route("POST", "/v1/responses", responses.responses, "answer a conversation, as OpenAI's Responses API", body=fields.RESPONSES),
+    Route("GET", "/health", health, "200 while the engine lives", open=True, answer=answers.STATUS),
+    Route("GET", "/ready", ready, "200 while new requests are taken", open=True, answer=answers.STATUS),
+    Route("GET", "/version", version, "the version of Headrace", answer=answers.VERSION),
+    Route("GET", "/metrics", metrics, "Prometheus metrics", answer=answers.PAGE, content_types=("text/plain",)),
+    Route("GET", "/openapi.json", openapi, "this description", answer=answers.DOCUMENT),
+    Route("GET", "/v1/models", models, "the names of the model", answer=answers.MODELS),
+    Route("GET", "/v1/models/{name}", model, "one name of the model", answer=answers.MODEL),
+    Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT, answer=answers.CHAT),
+    Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION, answer=answers.COMPLETION),
+    Route("POST", "/v1/responses", responses.responses, "the same, as OpenAI's Responses API", body=fields.RESPONSES, answer=answers.RESPONSE),
     Route(
-        "POST", "/v1/messages", anthropic.messages, "answer a conversation, as Anthropic", body=fields.MESSAGES, errors=anthropic.AnthropicErrors()
+        "POST", "/v1/messages", anthropic.messages, "the same, as Anthropic's Messages API",
+        body=fields.MESSAGES, answer=answers.MESSAGE, errors=_AS_ANTHROPIC,
     ),
     Route(
-        "POST",
-        "/v1/messages/count_tokens",
-        anthropic.count_tokens,
-        "the length of a conversation in tokens",
-        body=fields.COUNT_TOKENS,
-        errors=anthropic.AnthropicErrors(),
+        "POST", "/v1/messages/count_tokens", anthropic.count_tokens, "the length of a conversation in tokens",
+        body=fields.COUNT_TOKENS, answer=answers.TOKEN_COUNT, errors=_AS_ANTHROPIC,
     ),
-    Route("POST", "/v1/embeddings", embeddings, "404: embeddings are not offered"),
-    Route("POST", "/tokenize", tokenize, "text or a conversation to token ids", body=fields.TOKENIZE),
-    Route("POST", "/detokenize", detokenize, "token ids to text", body=fields.DETOKENIZE),
-)
+    Route("POST", "/v1/embeddings", embeddings, "404: embeddings are not offered", answer=None),
+    Route("POST", "/tokenize", tokenize, "text or a conversation to token ids", body=fields.TOKENIZE, answer=answers.TOKENS),
+    Route("POST", "/detokenize", detokenize, "token ids to text", body=fields.DETOKENIZE, answer=answers.PROMPT),
+)  # fmt: skip
 
 
 class RouteTable:

@@ -14,10 +14,11 @@ from typing import Any
 
 from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.server.access_log import AccessLog
-from headrace.server.api import Handler, RouteTable
+from headrace.server.api import RouteTable
 from headrace.server.auth import Guard
 from headrace.server.exchange import Exchange, Receive, Send
 from headrace.server.http_errors import ClientLeft, ClientTooSlow, HttpError, MethodNotAllowed
+from headrace.server.route import Handler
 from headrace.server.service import Service
 from headrace.server.stream import fail_stream
 

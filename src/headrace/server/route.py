@@ -1,0 +1,36 @@
+"""One row of the route table.
+
+What lives here: the type. What may not: the table (api.py), handlers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.server.exchange import Exchange
+from headrace.server.fields import Field
+from headrace.server.service import Service
+from headrace.server.wire import ErrorShape
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route. ``path`` may end in ``{name}``, which takes the rest.
+
+    ``open``: needs no key. ``body``: its request fields. ``answer``: the JSON schema of what a success says, in one of
+    ``content_types``; None: it never succeeds. ``errors``: how they read.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    open: bool = False
+    body: tuple[Field, ...] = ()
+    answer: dict[str, Any] | None = field(default_factory=dict)
+    content_types: tuple[str, ...] = ("application/json",)
+    errors: ErrorShape = field(default_factory=ErrorShape)
