@@ -439,6 +439,7 @@ class StepAccount:
 
     steps: int
     limit_share: float | None
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

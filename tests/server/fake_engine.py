@@ -58,7 +58,7 @@ class FakeEngine:
     def ailment(self) -> str | None:
         return None if self.alive else "it was told to"
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Deltas:
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> Deltas:
         return self._stream(prompt, params)
 
     async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> Deltas:
@@ -114,6 +114,9 @@ class FakeEngine:
         more = {"num_cached_blocks": 0, "num_prefilling": 0, "num_preempted": 0, "records": [], "decisions": []}
         counters = {"prefix_queries": 0, "prefix_hits": 0, "preemptions": 0}
         return {**await self.stats(), **more, "counters": counters, "steps": StepRecorder().summary()}
+
+    async def explain(self, streams: Sequence[Any]) -> Mapping[str, Any]:
+        return {"requests": [None] * len(streams), "accounts": [None] * len(streams)}
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         self.alive = False

@@ -10,7 +10,7 @@ from headrace.config import CacheConfig
 from headrace.engine.accounts import MAX_KEPT, StepAccounts
 from headrace.engine.core import EngineCore
 from headrace.engine.outlook import Pace, outlook, pace_of
-from headrace.request import Finished, FinishReason, SequenceOutput
+from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
 from headrace.scheduler.explain import RequestState
 from support.hash_engine import check_books, engine, request, run
 
@@ -147,7 +147,7 @@ def test_a_start_is_predicted_between_two_bounds() -> None:
 
 class Step:
     def __init__(self, request_id: int, explain: bool = True) -> None:
-        self.request_id = request_id
+        self.request_id, self.index, self.num_preemptions = request_id, 0, 3
         self.request = type("Asked", (), {"explain": explain})
 
 
@@ -159,7 +159,7 @@ def test_steps_are_counted_for_those_that_asked_alone() -> None:
     first, second = (SequenceOutput(1, index, (1,), finished=Finished(FinishReason.LENGTH)) for index in (0, 1))
     (out,) = accounts.settle([first])
     assert out.finished is not None and out.finished.account is not None
-    assert (out.finished.account.steps, out.finished.account.limit_share) == (2, 0.5) and accounts
+    assert out.finished.account == StepAccount(2, 0.5, 3) and accounts
     accounts.settle([second])
     found = accounts.find(1)
     assert not accounts and found is not None and found.steps == 2 and accounts.find(2) is None

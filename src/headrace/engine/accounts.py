@@ -6,7 +6,7 @@ What lives here: counting. What may not: pricing steps (metrics.py), words. Noth
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from headrace.request import Request, SequenceOutput, StepAccount
 from headrace.sequence import Sequence
@@ -20,9 +20,16 @@ class _Account:
     steps: int = 0
     shares: int = 0  # steps whose share of the limit is known
     total_share: float = 0.0
+    preemptions: dict[int, int] = field(default_factory=dict)  # by answer
+
+    def add_step(self, share: float | None) -> None:
+        self.steps += 1
+        if share is not None:
+            self.shares += 1
+            self.total_share += share
 
     def read(self) -> StepAccount:
-        return StepAccount(self.steps, self.total_share / self.shares if self.shares else None)
+        return StepAccount(self.steps, self.total_share / self.shares if self.shares else None, sum(self.preemptions.values()))
 
 
 class StepAccounts:
@@ -55,13 +62,15 @@ class StepAccounts:
 
     def count(self, work: Iterable[Sequence], share: float | None) -> None:
         """One step computed tokens of these sequences, at this fraction of the limit."""
-        for request_id in {sequence.request_id for sequence in work if sequence.request.explain}:
-            account = self._open.get(request_id)
-            if account is not None:
-                account.steps += 1
-                if share is not None:
-                    account.shares += 1
-                    account.total_share += share
+        counted = set()
+        for sequence in work:
+            account = self._open.get(sequence.request_id) if sequence.request.explain else None
+            if account is None:
+                continue
+            account.preemptions[sequence.index] = sequence.num_preemptions
+            if sequence.request_id not in counted:
+                counted.add(sequence.request_id)
+                account.add_step(share)
 
     def settle(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         """The same outputs; ends carry what was counted."""

@@ -13,6 +13,7 @@ import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -185,8 +186,11 @@ class AsyncLLM:
         cache_salt: str = "",
         truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
+        explain: bool = False,
     ) -> Stream:
-        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``."""
+        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``.
+        ``explain``: the steps that compute it are counted; its last deltas say how many.
+        """
         self._check_ready()
         request = self.inputs.request(
             next(self._ids),
@@ -199,6 +203,8 @@ class AsyncLLM:
             param=param,
             clamp=params is None,
         )
+        if explain:
+            request = replace(request, explain=True)
         stream = Stream(self, request, request_id)
         self._outputs.add(request)
         self._streams[request.request_id] = stream

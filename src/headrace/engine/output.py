@@ -25,6 +25,7 @@ from headrace.request import (
     RequestOutput,
     RequestTimes,
     SequenceOutput,
+    StepAccount,
     TokenLogprobs,
 )
 
@@ -67,6 +68,7 @@ class RequestDelta:
     times: RequestTimes | None = None
     error: str | None = None
     last: bool = False
+    account: StepAccount | None = None  # with finish_reason, where it was asked for
 
     def absorb(self, later: RequestDelta) -> None:
         """Becomes the sum of itself and the next delta of the same index."""
@@ -75,7 +77,7 @@ class RequestDelta:
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.times, self.error, self.last = later.times, later.error, later.last
+        self.times, self.error, self.last, self.account = later.times, later.error, later.last, later.account
         if self.num_cached_tokens is None:
             self.num_cached_tokens = later.num_cached_tokens
 
@@ -234,7 +236,7 @@ class OutputProcessor:
         delta.finish_reason, delta.stop_reason = finished.reason.value, finished.stop_reason
         if stop is not None and finished.reason is not FinishReason.ERROR:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
-        delta.times, delta.error = finished.times, finished.message
+        delta.times, delta.error, delta.account = finished.times, finished.message, finished.account
         self._close(request_id, live, delta)
 
     def _close(self, request_id: int, live: _LiveRequest, delta: RequestDelta) -> None:

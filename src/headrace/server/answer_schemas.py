@@ -22,6 +22,14 @@ VERSION = record({"version": TEXT})
 MODEL = record({"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT})
 MODELS = record({"object": {"const": "list"}, "data": array(MODEL, minItems=1)})
 
+_NUMBER: Schema = {"type": "number"}
+_STANDING = {"id": TEXT, "object": {"const": "request"}, "route": TEXT, "created": COUNT, "state": {"enum": ["waiting", "running", "finished"]}}
+_PROGRESS = {"seconds": _NUMBER, "prompt_tokens": COUNT, "completion_tokens": COUNT, "finish_reasons": array(nullable(TEXT))}
+REQUEST = record(
+    {**_STANDING, **_PROGRESS}, {name: OBJECT for name in ("prompts", "queue", "waits_for", "predicted_start", "explain")} | {"preemptions": COUNT}
+)
+REQUESTS = record({"object": {"const": "list"}, "data": array(REQUEST)})
+
 _USAGE = record(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": record({"cached_tokens": COUNT})}
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,8 +78,10 @@ class ChoiceState:
 class Answer(Protocol):
     """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt."""
 
+    id: str
     choices: list[ChoiceState]
     prompts: Sequence[PromptState]
+    explained: Mapping[str, Any] | None  # set before the end, where the request asked for it
 
     def opening(self) -> str:
         """Events before the first token."""
@@ -100,6 +102,7 @@ class _Base:
     kind: str
     chunk_kind: str
     prefix: str
+    explained: Mapping[str, Any] | None = None
 
     def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any) -> None:
         self.shape = shape
@@ -126,9 +129,9 @@ class _Base:
         }
 
     def closing(self) -> str:
-        if not self.shape.include_usage:
-            return DONE
-        return f'{self._head}],"usage":{encode(self.usage()).decode()}}}\n\n{DONE}'
+        usage = f',"usage":{encode(self.usage()).decode()}' if self.shape.include_usage else ""
+        explain = f',"explain":{encode(self.explained).decode()}' if self.explained is not None else ""
+        return f"{self._head}]{usage}{explain}}}\n\n{DONE}" if usage or explain else DONE
 
     def event_of(self, choice: dict[str, Any], **extra: Any) -> str:
         """An event that is not worth prerendering."""
@@ -144,6 +147,7 @@ class _Base:
             "system_fingerprint": self.shape.fingerprint,
             "choices": choices,
             "usage": self.usage(),
+            **({} if self.explained is None else {"explain": self.explained}),
         }
 
 

@@ -59,7 +59,7 @@ class MessageAnswer(PartsAnswer):
 
     def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, stops: tuple[str, ...]) -> None:
         super().__init__(shape, prompt, parser)
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self.id = self._id = f"msg_{uuid.uuid4().hex}"
         self._stops = stops
         self._heads: list[str] = []  # of each part's deltas, but for the text
 

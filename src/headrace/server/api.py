@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import InvalidRequest, NotFound
 from headrace.request import check_token_ids
 from headrace.server import answer_schemas as answers
-from headrace.server import anthropic, dashboard, fields, generate, pages, responses
+from headrace.server import anthropic, dashboard, fields, generate, pages, requests, responses
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.openapi import document
@@ -114,6 +114,8 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.DOCUMENT),
     Route("GET", "/v1/models", models, "the names of the model", answer=answers.MODELS),
     Route("GET", "/v1/models/{name}", model, "one name of the model", answer=answers.MODEL),
+    Route("GET", "/v1/requests", requests.list_requests, "your requests that have not ended", answer=answers.REQUESTS),
+    Route("GET", "/v1/requests/{id}", requests.show_request, "where one of your requests stands, and why it waits", answer=answers.REQUEST),
     Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT, answer=answers.CHAT),
     Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION, answer=answers.COMPLETION),
     Route("POST", "/v1/responses", responses.responses, "the same, as OpenAI's Responses API", body=fields.RESPONSES, answer=answers.RESPONSE),

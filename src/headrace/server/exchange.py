@@ -57,6 +57,11 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
 
+    @property
+    def client_named(self) -> bool:
+        """``request_id`` is the client's."""
+        return self._client_request_id() is not None
+
     def _client_request_id(self) -> str | None:
         """The client's own name for the request, if it is harmless to repeat; it is never a key."""
         text = (self.header(b"x-request-id") or b"").decode("latin-1").strip()

@@ -99,6 +99,7 @@ _COMMON = (
     _option("max_tokens", "integer", "most tokens to generate"),
     _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
     _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
+    _option("explain", "boolean", "add an explain block: where the time went"),
     _sampling("n", "integer", "answers to each prompt"),
     _sampling("stop", ("string", "array"), "strings that end the answer"),
     _option("response_format", "object", "what the answer must be: type text, json_object or json_schema"),
@@ -155,6 +156,7 @@ _IN_PARTS = (
     _refused("stream_options", "usage always comes with the last event; leave it out", {}, {"include_usage": True}, {"include_obfuscation": False}),
     _refused("prompt_logprobs", "use /v1/chat/completions"),
     _refused("return_token_ids", "use /v1/chat/completions", False),
+    _refused("explain", "use /v1/chat/completions", False),
     _refused("response_format", "use structured_outputs", {"type": "text"}),
     _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
 )

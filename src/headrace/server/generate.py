@@ -22,8 +22,10 @@ from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.inflight import Job
 from headrace.server.parsed_answers import ParsedChatAnswer
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
+from headrace.server.requests import explained
 from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
 from headrace.server.threads import INLINE_BYTES
@@ -181,22 +183,24 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
     engine = service.engine
     service.bodies.release(exchange)
-    sources = []
+    sources, salt = [], service.cache_salt(exchange, options.cache_salt)
     for each in prepared:
         prompt = ParsedPrompt(None, each.prompt_token_ids)
-        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=service.cache_salt(exchange, options.cache_salt)))
+        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=salt, explain=options.explain))
         if len(sources) % _STREAMS_A_TURN == 0:
             await asyncio.sleep(0)
-    run = _Run(service.metrics, exchange, answer, n=prepared[0].params.n)
-    run.begin(sum(len(each.prompt_token_ids) for each in prepared))
-    try:
-        async with contextlib.aclosing(merge(sources)) as merged:
-            if options.stream:
-                await _stream(service, exchange, answer, merged, run)
-            else:
-                await _collect(answer, merged, run)
-    finally:
-        run.end()
+    with service.inflight.follow(exchange, answer, sources, prepared, explain=options.explain) as job:
+        run = _Run(service.metrics, exchange, answer, job)
+        run.begin(job.prompt_tokens)
+        try:
+            async with contextlib.aclosing(merge(sources)) as merged:
+                if options.stream:
+                    await _stream(service, exchange, answer, merged, run)
+                else:
+                    await _collect(answer, merged, run)
+                    answer.explained = await explained(service, job)
+        finally:
+            run.end()
     if not options.stream:
         scored = [*(state.logprobs for state in answer.prompts), *(choice.logprobs for choice in answer.choices)]
         size = _SCORE_BYTES * sum(len(entry.token_ids) for entries in scored for entry in entries)
@@ -217,6 +221,7 @@ async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: 
                     text += event(choice, delta)
             if text:
                 await write(text)
+        answer.explained = await explained(service, run.job)
         await events.finish(answer.closing())
     finally:
         forget()
@@ -231,14 +236,15 @@ async def _collect(answer: Answer, merged: Merged, run: _Run) -> None:
 class _Run:
     """One answer's way through the engine: its counts and times."""
 
-    __slots__ = ("_answer", "_choices", "_exchange", "_last", "_metrics", "_n", "_started")
+    __slots__ = ("_answer", "_choices", "_exchange", "_last", "_metrics", "_n", "_started", "job")
 
-    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, n: int) -> None:
+    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, job: Job) -> None:
+        self.job = job
         self._metrics = metrics
         self._exchange = exchange
         self._answer = answer
         self._choices = answer.choices
-        self._n = n
+        self._n = job.n
         self._last = [0.0] * len(answer.choices)
         self._started = False
 
@@ -260,6 +266,7 @@ class _Run:
                 self._started = True
                 self._metrics.time_to_first_token.observe(now - self._exchange.arrival)
         if delta.finish_reason is not None:
+            self.job.take(choice, delta)
             self._finished(delta)
         return choice
 

@@ -6,7 +6,7 @@ how text is parsed (parsing/).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -56,6 +56,8 @@ class PartsAnswer:
     Whole answers come from the same changes as streams do. An answer always has a part: an empty text where the model said nothing.
     ``end_reason``: how it ended, once it has. ``reasoning_tokens``: to within those at its edges, whose text comes with the next ones.
     """
+
+    explained: Mapping[str, Any] | None = None
 
     def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None) -> None:
         self.shape = shape

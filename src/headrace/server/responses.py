@@ -43,7 +43,7 @@ class ResponseAnswer(PartsAnswer):
 
     def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, shown: Mapping[str, Any]) -> None:
         super().__init__(shape, prompt, parser)
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self.id = self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._shown = shown
         self._number = 0

@@ -25,6 +25,7 @@ from headrace.server.bodies import Bodies
 from headrace.server.dashboard import History
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.inflight import Inflight
 from headrace.server.parsing import create_parser
 from headrace.server.parsing.formats import Dialect, choose_dialect
 from headrace.server.parsing.segments import OutputParser
@@ -91,13 +92,16 @@ class Engine(Protocol):
     def dead(self) -> bool:
         """It is gone for good."""
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> DeltaStream:
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> DeltaStream:
         """Submits at once. The stream raises EngineDead when the engine is gone."""
 
     async def stats(self) -> Mapping[str, Any]: ...
 
     async def recent(self, step: int, decision: int) -> Mapping[str, Any]:
         """``stats()`` with the steps and decisions that came after these."""
+
+    async def explain(self, streams: Sequence[Any]) -> Mapping[str, Any]:
+        """Where these streams' requests stand, and the steps of those that asked: AsyncLLM.explain."""
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """Ends its process, by force after ``kill_after`` seconds."""
@@ -123,6 +127,7 @@ class Service:
         self.history = History()
         self.threads = Threads()
         self.bodies = Bodies(config.max_body_bytes, self.threads)
+        self.inflight = Inflight()
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
         self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"
