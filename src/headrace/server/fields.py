@@ -74,7 +74,6 @@ _GENERATING = (
         "repetition_detection", ("boolean", "object"), "end an answer that loops: true, or max_pattern_size, min_pattern_size, min_count, min_tokens"
     ),
     _option("structured_outputs", "object", "what the answer must be: one of json (a schema), json_object, regex, choice, grammar"),
-    _option("explain", "boolean", "add an explain block: where the time went"),
     _label("user"),
     _label("metadata", "object"),
     _label("prompt_cache_key"),
