@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
@@ -33,6 +33,7 @@ SEPARATORS = 1006  # text with what some clients take for line ends
 FAST = 1007  # no waiting between tokens
 HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
 STALLS = 1009  # so for a while, then it goes on
+SCRIPTED = 1010  # says what stands between ⟦ and ⟧ in the prompt, three characters a token, and stops
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
@@ -68,6 +69,10 @@ class FakeEngine:
                 await asyncio.sleep(SILENT_SECONDS)
             if params.seed == DEFECT:
                 raise KeyError("planted")
+            if params.seed == SCRIPTED:
+                for deltas in self._scripted(prompt, params):
+                    yield deltas
+                return
             for position in range(params.max_tokens or 1):
                 await asyncio.sleep(0 if params.seed in (ENDLESS, FAST) else self._token_seconds)
                 self._misbehave(params.seed, position)
@@ -76,6 +81,15 @@ class FakeEngine:
                 yield [self._delta(index, position, prompt, params) for index in range(params.n)]
         finally:
             self.live -= 1
+
+    def _scripted(self, prompt: ParsedPrompt, params: SamplingParams) -> Iterator[list[RequestDelta]]:
+        assert self.tokenizer is not None and prompt.token_ids is not None
+        text = self.tokenizer.decode(prompt.token_ids, False).rpartition("⟦")[2].partition("⟧")[0]
+        pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
+        for position, piece in enumerate(pieces[: params.max_tokens]):
+            yield [RequestDelta(index, piece, (position,)) for index in range(params.n)]
+        reason = "stop" if len(pieces) <= (params.max_tokens or 0) else "length"
+        yield [RequestDelta(index, "", (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)]
 
     def _misbehave(self, seed: int | None, position: int) -> None:
         if position == 2 and seed == DIES:
@@ -133,6 +147,7 @@ def main() -> int:
     parser.add_argument("--token-seconds", type=float, default=0.01)
     parser.add_argument("--ping-seconds", type=float, default=0.3)
     parser.add_argument("--laggard-seconds", type=float, default=2.0)
+    parser.add_argument("--reasoning-parser", default="auto")
     parser.add_argument("--max-connections", type=int, default=1024)
     parser.add_argument("--unread-seconds", type=float, default=3.0)
     args = parser.parse_args()
@@ -144,7 +159,7 @@ def main() -> int:
         await asyncio.sleep(args.load_seconds)
         return FakeEngine(args.max_model_len, args.token_seconds)
 
-    names = ("max_queue", "max_body_bytes", "shutdown_timeout")
+    names = ("max_queue", "max_body_bytes", "shutdown_timeout", "reasoning_parser")
     config = ServerConfig(port=0, api_key=tuple(args.api_key), **{name: getattr(args, name) for name in names})
     return run_server(EngineConfig(), config, "0", create)
 

@@ -1,0 +1,67 @@
+"""Chat templates of many model makers read as the reference library reads them: with and without tools, calls, results, reasoning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.engine.template import ChatTemplate
+from headrace.errors import InvalidRequest
+from support.outside import shared
+
+FOLDER = shared("data", "chat_templates")
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather <b>é</b>",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "c"}, "n": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL: Any = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bézier", "n": 2}}}
+USER = {"role": "user", "content": " hi <&> "}
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": '{"t": 5}'}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "user": [USER],
+    "system": [{"role": "system", "content": "be <kind>"}, USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    "result": [*CALLED, RESULT],
+    "after a result": [*CALLED, RESULT, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "ok"}],
+    "reasoning": [USER, {"role": "assistant", "content": "a", "reasoning_content": "hm"}, {"role": "user", "content": "r"}],
+}
+
+
+def reference(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> str | None:
+    """None where the template refuses the conversation."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template([messages], tools=tools, chat_template=text, add_generation_prompt=add_generation_prompt, **SPECIAL)
+    except Exception:  # whatever a template raises
+        return None
+    return str(rendered[0])
+
+
+def ours(chat: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> str | None:
+    try:
+        return chat.render(messages, tools, add_generation_prompt, {})
+    except InvalidRequest:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.jinja")))
+def test_rendered_as_the_reference_renders(name: str) -> None:
+    text = (FOLDER / f"{name}.jinja").read_text()
+    chat = ChatTemplate({"default": text}, SPECIAL, seconds=5)
+    cases = [(messages, tools, prompt) for messages in CONVERSATIONS.values() for tools in (None, [TOOL]) for prompt in (True, False)]
+    expected = [reference(text, *case) for case in cases]
+    assert [ours(chat, *case) for case in cases] == expected
+    assert sum(each is not None for each in expected) >= 8
+    chat.close()

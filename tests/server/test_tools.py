@@ -1,0 +1,206 @@
+"""Tool calls and reasoning over the wire, seen by the real client; tool_choice and the schema that forces a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from headrace.errors import InvalidRequest
+from headrace.server.protocol import ChatRequest, parse_chat
+from headrace.server.tools import Mode, ToolChoice, forced_schema, read_tool_choice
+from server.fake_engine import SCRIPTED
+from support.serving import Server, events_of, serving
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+}
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+TOOLS: Any = [WEATHER, TIME]
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bézier 😀"}}\n</tool_call>\n<tool_call>{"name":"get_time"}</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--token-seconds", "0", "--max-model-len", "2048", "--reasoning-parser", "qwen3") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20) as made:
+        yield made
+
+
+def asked(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "seed": SCRIPTED, "max_tokens": 200, "messages": [{"role": "user", "content": f"⟦{text}⟧"}], **fields}
+
+
+def streamed(client: openai.OpenAI, text: str, **fields: Any) -> tuple[dict[str, Any], str | None]:
+    """The message that a client puts together, and how it ended; checks what every stream must keep."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    reason, first = None, True
+    for chunk in client.chat.completions.create(**asked(text, stream=True, **fields)):
+        delta = chunk.choices[0].delta
+        assert (delta.role == "assistant") is first
+        first = False
+        message["content"] += delta.content or ""
+        extra = delta.model_extra or {}
+        message["reasoning"] += extra.get("reasoning_content", "")
+        assert extra.get("reasoning", "") == extra.get("reasoning_content", "")
+        for call in delta.tool_calls or []:
+            assert call.function is not None
+            if call.id is not None:
+                assert call.index == len(message["calls"]) and call.type == "function" and call.function.name
+                message["calls"].append([call.function.name, ""])
+            else:
+                assert call.function.name is None and call.index == len(message["calls"]) - 1
+            message["calls"][call.index][1] += call.function.arguments or ""
+        reason = chunk.choices[0].finish_reason or reason
+    return message, reason
+
+
+def whole(client: openai.OpenAI, text: str, **fields: Any) -> tuple[dict[str, Any], str | None]:
+    choice = client.chat.completions.create(**asked(text, **fields)).choices[0]
+    calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or [] if call.type == "function"]
+    extra = choice.message.model_extra or {}
+    assert extra.get("reasoning") == extra.get("reasoning_content")
+    return {"content": choice.message.content or "", "reasoning": extra.get("reasoning") or "", "calls": calls}, choice.finish_reason
+
+
+WEATHER_CALL = ["get_weather", '{"city": "Bézier 😀"}']
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [
+        (CALLS, {}, ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL, ["get_time", "{}"]]}, "tool_calls")),
+        (CALLS, {"parallel_tool_calls": False}, ({"content": "Let me see.", "reasoning": "", "calls": [WEATHER_CALL]}, "tool_calls")),
+        (CALLS, {"tool_choice": "none"}, ({"content": CALLS, "reasoning": "", "calls": []}, "stop")),
+        (CALLS, {"tools": openai.NOT_GIVEN}, ({"content": CALLS, "reasoning": "", "calls": []}, "stop")),
+        ("<think>\nhm\n</think>\n\nYes", {}, ({"content": "Yes", "reasoning": "hm", "calls": []}, "stop")),
+        ("<tool_call>junk</tool_call>", {}, ({"content": "<tool_call>junk</tool_call>", "reasoning": "", "calls": []}, "stop")),
+        (CALLS[:67], {}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"city']]}, "length")),
+        (CALLS, {"max_tokens": 22}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"cit']]}, "length")),
+    ],
+)
+def test_streamed_is_whole_is_what_was_written(client: openai.OpenAI, text: str, fields: dict[str, Any], expected: Any) -> None:
+    given = {"tools": TOOLS, **fields}
+    assert whole(client, text, **given) == expected
+    assert streamed(client, text, **given) == expected
+
+
+def test_the_wire_in_full(server: Server) -> None:
+    """content is null where there are only calls; a call's id and name come once; arguments come in pieces; the end says why."""
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    message = server.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS)).json["choices"][0]["message"]
+    call = message["tool_calls"][0]
+    assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    assert call == {"id": call["id"], "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
+    assert call["id"].startswith("call_")
+    *events, done = events_of(server.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS, stream=True)).body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert done == "[DONE]" and deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert len(deltas) > 6, "arguments come as they are written"
+    assert [name for delta in deltas for each in delta.get("tool_calls", ()) for name in each if name == "id"] == ["id"]
+    assert all(set(delta) == {"tool_calls"} for delta in deltas[1:-1])
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_tokens_are_told_of_while_text_is_held_back(server: Server) -> None:
+    answer = server.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True))
+    choices = [event["choices"][0] for event in events_of(answer.body)[:-1]]
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == list(range(-(-len(CALLS) // 3)))
+
+
+def test_each_of_n_answers_is_taken_apart(client: openai.OpenAI) -> None:
+    choices = client.chat.completions.create(**asked(CALLS, tools=TOOLS, n=3)).choices
+    ids = [call.id for choice in choices for call in choice.message.tool_calls or []]
+    assert len(set(ids)) == 6 and {choice.finish_reason for choice in choices} == {"tool_calls"}
+
+
+def test_the_other_routes_have_the_same_calls(server: Server) -> None:
+    messages = [{"role": "user", "content": f"⟦{CALLS}⟧"}]
+    tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
+    body = {"model": "demo", "seed": SCRIPTED, "tools": [tool]}
+    message = server.ask("POST", "/v1/messages", {**body, "max_tokens": 99, "messages": messages}).json
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use", "tool_use"] and message["stop_reason"] == "tool_use"
+    tool = {"type": "function", **WEATHER["function"]}
+    response = server.ask("POST", "/v1/responses", {**body, "input": messages, "tools": [tool]}).json
+    assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
+
+
+# --- what the model reads
+
+
+def test_calls_and_results_of_the_conversation_reach_the_template(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5 "}, {"type": "text", "text": "degrees"}]},
+    ]
+    ids = server.ask("POST", "/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
+    prompt = server.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
+    assert "<|im_start|>tool\n5 degrees<|im_end|>" in prompt and '"name": "get_time"' in prompt
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>' in prompt
+
+
+# --- tool_choice
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields}, {})
+
+
+def test_choices() -> None:
+    assert chat(tools=TOOLS).conversation.choice == ToolChoice()
+    assert chat(tools=TOOLS, parallel_tool_calls=False).conversation.choice == ToolChoice(parallel=False)
+    assert chat(tools=TOOLS, tool_choice="required").conversation.choice == ToolChoice(Mode.REQUIRED)
+    named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "get_time"}}).conversation
+    assert named.choice == ToolChoice(Mode.NAMED, "get_time", parallel=False) and named.tools == TOOLS
+    assert chat(tools=TOOLS, tool_choice="none").conversation.tools is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ("required", None),
+        ("some", TOOLS),
+        ({"type": "function", "function": {"name": "other"}}, TOOLS),
+        ({"type": "function", "function": {"name": "get_time"}}, None),
+        ({"type": "function", "function": "get_time"}, TOOLS),
+        ({"type": "function"}, TOOLS),
+        ({"type": "allowed_tools"}, TOOLS),
+        ({}, TOOLS),
+    ],
+)
+def test_choices_that_cannot_be_kept(choice: Any, tools: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(tool_choice=choice, **({} if tools is None else {"tools": tools}))
+    assert caught.value.param == "tool_choice"
+
+
+def test_the_schema_that_forces_a_call() -> None:
+    required = json.loads(forced_schema(TOOLS, read_tool_choice("required", TOOLS, parallel=False)))
+    assert required["minItems"] == required["maxItems"] == 1 and len(required["items"]["anyOf"]) == 2
+    assert required["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
+    named = ToolChoice(Mode.NAMED, "get_weather")
+    assert json.loads(forced_schema(TOOLS, named)) == WEATHER["function"]["parameters"]  # type: ignore[index]
+
+
+def test_definitions_move_to_the_root_of_the_schema() -> None:
+    def tool(name: str, definition: Any) -> Any:
+        return {"type": "function", "function": {"name": name, "parameters": {"$ref": "#/$defs/x", "$defs": {"x": definition}}}}
+
+    schema = json.loads(forced_schema([tool("f", {"type": "object"}), tool("g", {"type": "object"})], ToolChoice(Mode.REQUIRED)))
+    assert schema["$defs"] == {"x": {"type": "object"}} and "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+    with pytest.raises(InvalidRequest, match="defines 'x' otherwise") as caught:
+        forced_schema([tool("f", {"type": "object"}), tool("g", True)], ToolChoice(Mode.REQUIRED))
+    assert caught.value.param == "tools[1].function.parameters.$defs"
