@@ -72,6 +72,14 @@ def test_a_full_card_does_not_stop_an_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert found is None and "0.1 GiB left" in decision.reason
 
 
+def test_a_full_card_does_not_silence_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Limits:
+        raise ConfigError("The card has 0.1 GiB left.")
+
+    monkeypatch.setattr(profile, "card_limits", full)
+    assert doctor.found(1, "cuda")["limits now"] == "not measured: The card has 0.1 GiB left."
+
+
 def test_doctor_shows_a_cards_profile_in_its_own_words() -> None:
     facts = doctor._profile_facts(profile.measure_profile(device="cuda"))
     assert "Some Card (sm_90, 132 SMs, 140 GiB)" in facts["measured"] and "threads" not in facts["measured"]

@@ -147,7 +147,7 @@ def attention_variants(soft_cap: float | None, windows: tuple[int | None, ...], 
     for module, name in kernels.items():
         setattr(module, name, keys[name])
     try:
-        for call in attend.rehearse(8, 128, windows, soft_cap, 256):
+        for call in attend.rehearse(8, 128, windows, soft_cap):
             call()
         rehearsed = {name: set(each.seen) for name, each in keys.items()}
         for seed in range(60):

@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 from headrace.errors import HeadraceError
 
 ROUTES = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-START_SECONDS = 60.0
 _READ_BYTES = 1 << 16
 _TICKS = os.sysconf("SC_CLK_TCK")
 

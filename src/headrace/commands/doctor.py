@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.bench.report import machine_facts, table
 from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, find_profile, profile_folder, said_bandwidth, said_rate, save_profile
+from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 
 if TYPE_CHECKING:
@@ -55,13 +56,12 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
     from headrace.kernels.cpu.compiler import compiler_version, find_compiler
     from headrace.worker.eligibility import find_gpu
     from headrace.worker.host import available_memory, physical_cores
-    from headrace.worker.profile import limits_now
     from headrace.worker.settings import resolve_threads
 
     count, decision = resolve_threads(threads)
     torch.set_num_threads(count)
     compiler = find_compiler()
-    limits = limits_now(device)  # also makes torch start its threads: they are no part of a model's memory
+    limits = _limits_now(device)  # also makes torch start its threads: they are no part of a model's memory
     return {
         **{name: value for name, value in machine_facts().items() if name in ("machine", "versions")},
         "system": f"{platform.system()} {platform.release()}",
@@ -69,9 +69,19 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
         "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
         "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: no native kernels, torch twins run instead",
-        "limits now": str(limits),
+        "limits now": limits,
         "cuda": _card(find_gpu()),
     }
+
+
+def _limits_now(device: str) -> str:
+    """A card that is full is no reason to say nothing of it."""
+    from headrace.worker.profile import limits_now
+
+    try:
+        return str(limits_now(device))
+    except ConfigError as error:
+        return f"not measured: {error.message}"
 
 
 def _card(gpu: GPU) -> str:

@@ -125,9 +125,7 @@ class PagedAttention:
             decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, programs, small, self._scratch)
         return out
 
-    def rehearse(
-        self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None, max_num_seqs: int
-    ) -> list[Callable[[], object]]:
+    def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
 
         They share nothing, so threads may make them at once. ``windows`` of all layers; how many sequences a step has makes no difference.

@@ -76,7 +76,7 @@ def embeddings(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 def attentions(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec = sizes.spec
     windows = [layer.window for layer in spec.layers]
-    calls = run.rehearse(spec.num_heads, sizes.block_size, windows, spec.attention_soft_cap, sizes.max_num_seqs)  # type: ignore[attr-defined]
+    calls = run.rehearse(spec.num_heads, sizes.block_size, windows, spec.attention_soft_cap)  # type: ignore[attr-defined]
     yield from ((f"variant {index}", call) for index, call in enumerate(calls))
 
 

@@ -15,7 +15,7 @@ _ELEMENTS = 1024  # of q or k that a program turns
 
 
 @triton.jit
-def _turn(source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+def _turn(source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
     """Rotates [heads, 2 · HALF] from source to target. Heads' offsets are [BLOCK_H], ``there`` their mask."""
     pair = tl.arange(0, BLOCK_HALF)
     mask = there[:, None] & (pair < HALF)[None, :]
@@ -57,7 +57,7 @@ def _rotary_kernel(
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         at = token * q_token + head.to(tl.int64) * q_head
-        _turn(q_ptr, q_ptr, at, at, head < HEADS, cos, sin, DIM, HALF, BLOCK_HALF)
+        _turn(q_ptr, q_ptr, at, at, head < HEADS, cos, sin, HALF, BLOCK_HALF)
     else:
         slot = tl.load(slots_ptr + token)
         head = (part - q_parts) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -68,7 +68,7 @@ def _rotary_kernel(
         k_to = block * k_cache_block + head.to(tl.int64) * k_cache_head + row * k_cache_row
         v_to = block * v_cache_block + head.to(tl.int64) * v_cache_head + row * v_cache_row
         if HALF > 0:
-            _turn(k_ptr, k_cache_ptr, k_at, k_to, there, cos, sin, DIM, HALF, BLOCK_HALF)
+            _turn(k_ptr, k_cache_ptr, k_at, k_to, there, cos, sin, HALF, BLOCK_HALF)
         if 2 * HALF < DIM:
             _copy(k_ptr, k_cache_ptr, k_at, k_to, there, 2 * HALF, DIM, BLOCK_DIM)
         _copy(v_ptr, v_cache_ptr, v_at, v_to, there, 0, DIM, BLOCK_DIM)
