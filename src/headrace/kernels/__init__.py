@@ -213,8 +213,9 @@ class Kernels:
         with self._lock:
             first, self._failed[key, candidate.name] = (key, candidate.name) not in self._failed, said
             if self._chosen[key].candidate is candidate:
+                successor = self._choose(key)
                 self._retired.append(self._chosen[key].made)
-                self._chosen[key] = self._choose(key)
+                self._chosen[key] = successor
             if first:
                 chosen = self._chosen[key].choice.chosen
                 _log.warning("kernel %s of %s does not compile here: %s; %s runs instead", candidate.name, key[0], said, chosen)
