@@ -84,7 +84,7 @@ class MessageAnswer(PartsAnswer):
     def closing(self) -> str:
         reason, stop = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        return _event("message_delta", delta=delta, usage=self._usage(), **self.extras()) + _event("message_stop")
 
     def whole(self) -> dict[str, Any]:
         return self._message([_block(part) for part in self.parts], *self._stop())
@@ -99,6 +99,7 @@ class MessageAnswer(PartsAnswer):
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
             "usage": self._usage(),
+            **self.extras(),
         }
 
     def _stop(self) -> tuple[str, str | None]:

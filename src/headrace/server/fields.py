@@ -168,7 +168,6 @@ _MESSAGES_PROMPT = (
     _option("thinking", "object", "type disabled, enabled or adaptive; given to the chat template as enable_thinking"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     _label("cache_control", "object"),
-    _refused("output_config", "constrained output and effort are not supported on this route; leave it out", {}),
     _refused("speed", "there is one speed, the best; leave it out", "standard"),
     _refused("context_management", "nothing is edited out of a conversation; send what the model shall see"),
     _refused("mcp_servers", "this server calls nobody; run the tools yourself", []),
@@ -181,6 +180,7 @@ MESSAGES = (
     *_IN_PARTS,
     *_MESSAGES_PROMPT,
     _option("max_tokens", "integer", "most tokens to generate; required"),
+    _option("output_config", "object", "format: what the answer must be, of type json_schema"),
     _option("stop_sequences", "array", "strings that end the answer"),
     _label("inference_geo"),
     _refused("container", "no code is run here; leave it out"),
@@ -188,7 +188,11 @@ MESSAGES = (
     _refused("stop", "use stop_sequences"),
 )
 
-COUNT_TOKENS = (_option("model", "string", "a name from /v1/models; without it, the first"), *_MESSAGES_PROMPT)
+COUNT_TOKENS = (
+    _option("model", "string", "a name from /v1/models; without it, the first"),
+    *_MESSAGES_PROMPT,
+    _label("output_config", "object"),
+)
 
 RESPONSES = (
     *_GENERATING,
@@ -198,7 +202,7 @@ RESPONSES = (
     _option("max_output_tokens", "integer", "most tokens to generate"),
     _option("tools", "array", "functions the model may call"),
     _option("tool_choice", ("string", "object"), "auto, none, required or one function by name"),
-    _option("text", "object", "format: of type text"),
+    _option("text", "object", "format: what the answer must be, of type text, json_object or json_schema"),
     _option("reasoning", "object", "effort: given to the chat template as reasoning_effort (none: as enable_thinking false)"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     _option("parallel_tool_calls", "boolean", "false: one call at most"),

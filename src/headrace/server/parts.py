@@ -73,6 +73,10 @@ class PartsAnswer:
     def choice(self) -> ChoiceState:
         return self.choices[0]
 
+    def extras(self) -> dict[str, Any]:
+        """What the API does not know, for those who asked for it."""
+        return {} if self.explained is None else {"explain": self.explained}
+
     # --- what a format says
 
     def begin(self) -> str:

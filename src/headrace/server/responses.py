@@ -81,6 +81,7 @@ class ResponseAnswer(PartsAnswer):
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
             **self._shown,
+            **self.extras(),
         }
 
     def _item(self, index: int) -> dict[str, Any]:

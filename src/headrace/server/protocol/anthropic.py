@@ -43,6 +43,7 @@ class CountRequest:
 def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = Body(raw, MESSAGES)
+    _check_output_config(body.get("output_config", {}))
     values = {**model_defaults(defaults), **body.sampling(), "max_tokens": body.require("max_tokens"), "stop": body.get("stop_sequences")}
     return ChatRequest(
         messages=_read_conversation(body),
@@ -56,6 +57,14 @@ def parse_count_tokens(raw: Mapping[str, Any]) -> CountRequest:
     """Raises InvalidRequest naming the field."""
     body = Body(raw, COUNT_TOKENS)
     return CountRequest(model=body.get("model"), messages=_read_conversation(body), conversation=_template_options(body))
+
+
+def _check_output_config(given: dict[str, Any]) -> None:
+    """``format`` is read where all routes' are."""
+    further = next((name for name, value in given.items() if name != "format" and value is not None), None)
+    if further is not None:
+        name = f"output_config.{further[:100]}"
+        raise InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
 
 
 def _template_options(body: Body) -> TemplateOptions:

@@ -62,7 +62,7 @@ def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Resp
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "reasoning": {"effort": body.get("reasoning", {}).get("effort"), "summary": None},
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.get("text", {}).get("format") or {"type": "text"}},
             "tool_choice": body.get("tool_choice", "auto"),
             "tools": body.get("tools", []),
             "top_p": params.top_p,
@@ -77,12 +77,6 @@ def _check_text(text: dict[str, Any]) -> None:
             raise InvalidRequest(f"text has no field {name[:100]!r}; leave it out.", param=f"text.{name[:100]}", code="unknown_parameter")
         if name == "verbosity" and value not in (None, "medium"):
             raise InvalidRequest("text.verbosity is not supported; say it in a message.", param="text.verbosity", code="unsupported_parameter")
-    given = text.get("format")
-    if given is None:
-        return
-    kind = read_type("text.format", given)
-    if kind != "text":
-        raise InvalidRequest(f"text.format of type {kind[:40]!r} is not supported; leave it out.", param="text.format", code="unsupported_parameter")
 
 
 def _template_options(body: Body) -> TemplateOptions:

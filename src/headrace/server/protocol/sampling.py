@@ -14,7 +14,7 @@ from headrace.errors import InvalidRequest
 from headrace.request import SamplingParams
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
-from headrace.server.protocol.structured import read_structured_outputs
+from headrace.server.protocol.structured import format_name, read_structured_outputs
 from headrace.server.tools import ToolChoice, read_tool_choice
 
 MAX_SALT = 1024  # characters; the engine takes no more
@@ -107,7 +107,7 @@ def answer_options(body: Body) -> AnswerOptions:
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
         limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
         explain=body.get("explain", False),
-        grammar_name="structured_outputs" if "structured_outputs" in body else "response_format",
+        grammar_name=format_name(body),
     )
     _check_options(options)
     return options
