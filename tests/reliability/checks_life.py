@@ -12,17 +12,26 @@ import random
 import resource
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response
-from tests.support.snapshot import leftovers, listening, private_bytes
+from tests.support.snapshot import listening
 from tests.support.traffic import ask, together
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@contextlib.contextmanager
+def own_place() -> Iterator[tuple[dict[str, str], Callable[[], list[str]]]]:
+    """An environment whose temporary files are in a folder of its own, and what is left in there (and in /dev/shm) of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield {"TMPDIR": folder}, lambda: sorted(str(path) for place in (folder, "/dev/shm") for path in Path(place).glob("headrace-*"))
 
 
 def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> float:
@@ -59,51 +68,54 @@ def assert_told(data: bytes) -> None:
 # --- rows 39, 40
 
 
-def engine_killed(times: int, streams: int = 16) -> str:
+def engine_killed(times: int, streams: int = 16, *, command: Command = SERVE) -> str:
     """kill -9 of the engine mid-stream: every client is told, the server ends with an error, nothing is left."""
-    told, gone, before = [], [], leftovers()
-    for _ in range(times):
-        with serving(*HASH, command=SERVE) as server:
-            opened = _streams(server, streams)
-            os.kill(engine_of(server), signal.SIGKILL)
-            begun = time.monotonic()
-            for sock, data in opened:
-                assert_told(data + read_until_closed(sock))
-            told.append(time.monotonic() - begun)
-            assert server.wait(10) != 0
-            gone.append(time.monotonic() - begun)
-            wait_for(lambda server=server: not server.children(), 5, "children are gone")
-    assert max(told) < 5 and max(gone) < 10 and leftovers() == before, (max(told), max(gone), leftovers())
+    told, gone = [], []
+    with own_place() as (env, leftovers):
+        for _ in range(times):
+            with serving(*HASH, command=command, env=env) as server:
+                opened = _streams(server, streams)
+                os.kill(engine_of(server), signal.SIGKILL)
+                begun = time.monotonic()
+                for sock, data in opened:
+                    assert_told(data + read_until_closed(sock))
+                told.append(time.monotonic() - begun)
+                assert server.wait(10) != 0
+                gone.append(time.monotonic() - begun)
+                wait_for(lambda server=server: not server.children(), 5, "children are gone")
+            assert not leftovers(), leftovers()
+    assert max(told) < 5 and max(gone) < 10, (max(told), max(gone))
     return f"{times} × {streams} streams: told within {max(told):.2f} s, exit ≠ 0 within {max(gone):.2f} s, nothing left"
 
 
-def server_killed(times: int) -> str:
+def server_killed(times: int, *, command: Command = SERVE) -> str:
     """kill -9 of the front end: the engine ends too, the port can be taken again at once."""
-    took, before = [], leftovers()
-    for _ in range(times):
-        with serving(*HASH, command=SERVE) as server:
-            opened = _streams(server, 4)
-            os.kill(server.process.pid, signal.SIGKILL)
-            took.append(wait_for(lambda server=server: not server.children(), 5, "the engine is gone"))
-            for sock, data in opened:
-                assert b"[DONE]" not in data + read_until_closed(sock)
-            with socket.socket() as again:
-                again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                again.bind(("127.0.0.1", server.port))
-    assert leftovers() == before
+    took = []
+    with own_place() as (env, leftovers):
+        for _ in range(times):
+            with serving(*HASH, command=command, env=env) as server:
+                opened = _streams(server, 4)
+                os.kill(server.process.pid, signal.SIGKILL)
+                took.append(wait_for(lambda server=server: not server.children(), 5, "the engine is gone"))
+                for sock, data in opened:
+                    assert b"[DONE]" not in data + read_until_closed(sock)
+                with socket.socket() as again:
+                    again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    again.bind(("127.0.0.1", server.port))
+            assert not leftovers(), leftovers()
     return f"{times} times: the engine was gone after {max(took):.2f} s at most, port and files free"
 
 
 # --- rows 41, 42
 
 
-def frozen_engine(*, thaw: bool) -> str:
+def frozen_engine(*, thaw: bool, within: float = 10.0, command: Command = SERVE) -> str:
     """SIGSTOP of the engine: /health says so. Thawed in time it goes on; otherwise the server gives up and tells its clients."""
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         ((sock, data),) = _streams(server, 1)
         pid = engine_of(server)
         os.kill(pid, signal.SIGSTOP)
-        seen = wait_for(lambda: server.ask("GET", "/health").status == 503, 10, "the hang is seen")
+        seen = wait_for(lambda: server.ask("GET", "/health").status == 503, within, "the hang is seen")
         if thaw:
             os.kill(pid, signal.SIGCONT)
             wait_for(lambda: server.ask("GET", "/health").status == 200, 5, "it is healthy again")
@@ -117,10 +129,11 @@ def frozen_engine(*, thaw: bool) -> str:
     return f"unhealthy after {seen:.1f} s, given up by itself, the client told"
 
 
-def long_step(seconds: float) -> str:
+def long_step(seconds: float, *, command: Command = SERVE) -> str:
     """A step that takes long is no hang: no probe fails; a client with a short timeout hears comments (rows 37 and 41's control)."""
     flags = ("--executor", "keyed-hash", "--device-time", str(seconds))
-    with serving(*flags, command=SERVE) as server, server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")) as sock:
+    asked = post_bytes("/v1/completions", {**TEXT, "max_tokens": 1}, "Connection: close")
+    with serving(*flags, command=command) as server, server.raw(asked) as sock:
         sock.settimeout(15)
         sock.setblocking(False)
         begun, heard, data, quiet = time.monotonic(), time.monotonic(), b"", 0.0
@@ -134,10 +147,10 @@ def long_step(seconds: float) -> str:
     return f"a step of {seconds:.0f} s: no failed probe, a byte at least every {quiet:.1f} s"
 
 
-def saturated(seconds: float) -> str:
+def saturated(seconds: float, *, command: Command = SERVE) -> str:
     """Long prompts without pause: every probe of /health succeeds, and asks nothing of the engine."""
     flags = ("--executor", "keyed-hash", "--device-time", "0.02", "--max-num-seqs", "16", "--max-model-len", "4096")
-    with serving(*flags, command=SERVE) as server:
+    with serving(*flags, command=command) as server:
         pid, times, end = os.fork(), [], time.monotonic() + seconds
         if not pid:
             _saturate(server.port, end)
@@ -163,35 +176,40 @@ def _saturate(port: int, end: float) -> None:
 # --- row 43
 
 
-def crash_loop(times: int) -> str:
+def crash_loop(times: int, *, command: Command = SERVE) -> str:
     """kill -9 of front end or engine at random moments, the start included: each next start serves, nothing piles up."""
-    rng, before, starts = random.Random(43), leftovers(), []
-    for _ in range(times):
-        server = Server([*SERVE, *HASH])
-        try:
-            time.sleep(rng.uniform(0, 1.0))
-            victim = engine_of(server) if rng.random() < 0.5 else 0
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim or server.process.pid, signal.SIGKILL)
-            server.process.wait(15)
-            wait_for(lambda server=server: not server.children(), 5, "children are gone")
-        finally:
-            server.stop()
-        begun = time.monotonic()
-        with serving(*HASH, command=SERVE) as again:
-            starts.append(time.monotonic() - begun)
-            assert again.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
-    left = [each for each in leftovers() if each not in before]
-    assert len(left) == 0, f"{len(left)} left behind: {left[:3]}"
+    rng, starts = random.Random(43), []
+    with own_place() as (env, leftovers):
+        for _ in range(times):
+            _crash(rng, env)
+            begun = time.monotonic()
+            with serving(*HASH, command=command, env=env) as again:
+                starts.append(time.monotonic() - begun)
+                assert again.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
+                assert not leftovers(), f"the next start left what it found: {leftovers()}"
     return f"{times}/{times} restarts serve, after {max(starts):.1f} s at most, nothing left"
+
+
+def _crash(rng: random.Random, env: Mapping[str, str]) -> None:
+    """A server that is killed, or whose engine is, within its first second: it may still be loading."""
+    server = Server([*SERVE, *HASH], env)
+    try:
+        time.sleep(rng.uniform(0, 1.0))
+        victim = engine_of(server) if rng.random() < 0.5 else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim or server.process.pid, signal.SIGKILL)
+        server.process.wait(15)
+        wait_for(lambda: not server.children(), 5, "children are gone")
+    finally:
+        server.stop()
 
 
 # --- rows 48, 49
 
 
-def memory_ceiling(extra: int = 128 << 20) -> str:
+def memory_ceiling(extra: int = 128 << 20, *, command: Command = SERVE) -> str:
     """An address space that ends soon above what is used: bodies that would need more are refused, the process lives and serves."""
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         together(ask(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(32))
         size = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (size + extra, size + extra))
@@ -206,15 +224,10 @@ def memory_ceiling(extra: int = 128 << 20) -> str:
     return f"12 bodies of 4 MB in {extra >> 20} MiB: statuses {statuses}, the next request is served"
 
 
-def sockets() -> str:
+def sockets(*, command: Command = SERVE) -> str:
     """While it serves, one socket listens: the API's, on loopback; none of the engine's."""
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         pids = [server.process.pid, *server.children()]
         assert len(pids) >= 2
         assert listening(pids) == [f"tcp 0100007F:{server.port:04X}"], listening(pids)
     return "one: 127.0.0.1, the API's port"
-
-
-def memory_of(server: Server) -> tuple[int, int]:
-    """Private bytes of the front end and of the engine."""
-    return private_bytes(server.process.pid), private_bytes(engine_of(server))

@@ -12,6 +12,7 @@ import statistics
 import time
 from typing import Any
 
+from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, post_bytes, read_until, read_until_closed, serving, split_response
 from tests.support.snapshot import assert_back, canary, metric, private_bytes, take
 from tests.support.traffic import Reply, all_of, ask, together
@@ -31,10 +32,10 @@ def warm(server: Server) -> None:
 # --- row 34
 
 
-def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0) -> str:
+def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command: Command = SERVE) -> str:
     """Clients cut at random moments (queued, prefill, decode, flush): all is as before within ``seconds`` of each round's last cut."""
     rng, took = random.Random(34), []
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         warm(server)
         together(_cut_off(server, rng) for _ in range(clients))
         time.sleep(1.0)
@@ -56,10 +57,10 @@ async def _cut_off(server: Server, rng: random.Random) -> Reply:
 # --- row 20
 
 
-def equal_names(clients: int) -> str:
+def equal_names(clients: int, *, command: Command = SERVE) -> str:
     """Requests that all call themselves the same (or alike, or nothing); every third leaves. Nobody else's tokens change."""
     names = ("same", "same", "sam", "same1", "", "0", "1")
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         golden = {word: _tokens(server, word) for word in range(6)}
 
         async def one(number: int) -> list[int] | None:
@@ -84,10 +85,10 @@ def _tokens(server: Server, word: int) -> list[int]:
 # --- row 29
 
 
-def unservable(normal: int) -> str:
+def unservable(normal: int, *, command: Command = SERVE) -> str:
     """Prompts that the whole cache could not hold are refused at once; what comes after them is served."""
     small = ("--executor", "keyed-hash", "--num-blocks", "32", "--block-size", "16", "--max-num-seqs", "8")
-    with serving(*small, command=SERVE) as server:
+    with serving(*small, command=command) as server:
         times = []
         for length in (512, 600, 1500):
             answer, seconds = _timed(server, {"prompt": [9] * length, "max_tokens": 4})
@@ -108,7 +109,7 @@ def _timed(server: Server, body: Any) -> tuple[Any, float]:
 # --- row 30
 
 
-def overload(seconds: float, *, strict: bool = False) -> str:
+def overload(seconds: float, *, strict: bool = False, command: Command = SERVE) -> str:
     """Ten times what the server can do, in an open loop: the excess is told to come back, what was admitted ends, nothing is left.
 
     ``strict``: the figures in time and goodput too; they mean something on a quiet machine alone.
@@ -116,7 +117,7 @@ def overload(seconds: float, *, strict: bool = False) -> str:
     tokens, rows, step = 10, 4, 0.02
     flags = ("--executor", "keyed-hash", "--device-time", str(step), "--max-num-seqs", str(rows), "--max-queue", "16")
     body = {**TEXT, "max_tokens": tokens}
-    with serving(*flags, command=SERVE) as server:
+    with serving(*flags, command=command) as server:
         warm_up = together(ask(server.port, "/v1/completions", body) for _ in range(8))
         assert all(reply.complete for reply in warm_up)
         before, peak = take(server), asyncio.run(_closed_loop(server.port, body, 16, min(seconds, 10.0)))
@@ -165,10 +166,10 @@ def _share(values: list[float], share: float) -> float:
 # --- row 33
 
 
-def ledger(requests: int) -> str:
+def ledger(requests: int, *, command: Command = SERVE) -> str:
     """Everything that came in is counted once as what it became, and usage is the tokens that were given out."""
     rng = random.Random(33)
-    with serving(*HASH, command=SERVE) as server:
+    with serving(*HASH, command=command) as server:
         before = _books(server)
         replies = together(_mixed(server.port, rng) for _ in range(requests))
         server.wait_idle()
@@ -208,11 +209,11 @@ def _books(server: Server) -> dict[str, int]:
 # --- row 36
 
 
-def slow_readers(clients: int, seconds: float) -> str:
+def slow_readers(clients: int, seconds: float, *, command: Command = SERVE) -> str:
     """Clients that take a byte now and then cost little memory; others go on as before."""
     long = {**TEXT, "max_tokens": 3000, "logprobs": 5}
     flags = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", str(clients + 4), "--max-model-len", "4096")
-    with serving(*flags, command=SERVE) as server:
+    with serving(*flags, command=command) as server:
         warm(server)
         alone = _pace(server)
         before = private_bytes(server.process.pid)
@@ -242,9 +243,9 @@ def _pace(server: Server) -> float:
 # --- row 38
 
 
-def drain(streams: int) -> str:
+def drain(streams: int, *, command: Command = SERVE) -> str:
     """SIGTERM: not ready at once, new requests are sent away, every stream ends as it would have, and the exit is 0."""
-    with serving(*HASH, "--shutdown-timeout", "30", "--max-num-seqs", str(streams), command=SERVE) as server:
+    with serving(*HASH, "--shutdown-timeout", "30", "--max-num-seqs", str(streams), command=command) as server:
         socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 150}, "Connection: close")) for _ in range(streams)]
         heads = [read_until(sock, b"\n\n") for sock in socks]
         server.signal()
@@ -264,10 +265,10 @@ def drain(streams: int) -> str:
 # --- row 58
 
 
-def conforming_streams(count: int, at_once: int = 32) -> str:
+def conforming_streams(count: int, at_once: int = 32, *, command: Command = SERVE) -> str:
     """Streams of both routes with whatever can be asked: every byte as the rules have it."""
     rng, events = random.Random(58), 0
-    with serving(*HASH[:2], "--max-num-seqs", "64", command=SERVE) as server:
+    with serving(*HASH[:2], "--max-num-seqs", "64", command=command) as server:
         for _ in range(0, count, at_once):
             drawn = [_drawn(rng) for _ in range(at_once)]
             replies = together(ask(server.port, path, body) for path, body, _ in drawn)

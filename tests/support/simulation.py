@@ -26,14 +26,14 @@ class FaultyExecutor(KeyedHashExecutor):
     """Fails steps and spoils rows when told to, from the outside and once each."""
 
     fail_next = False
-    spoil_next: int | None = None  # index among the sampled rows of the next step that has so many
+    spoil_next: int | None = None  # index among the sampled rows of the next step to be collected that has so many
 
     def submit(self, plan: StepPlan) -> Ticket:  # type: ignore[override]
         self._broken, self.fail_next = self._broken or self.fail_next, False
         return super().submit(plan)
 
-    def _sample(self, plan: StepPlan, heads: list[int]) -> StepResult:
-        result = super()._sample(plan, heads)
+    def collect(self, ticket: Ticket) -> StepResult:
+        result = super().collect(ticket)
         if self.spoil_next is None or self.spoil_next >= len(result.tokens):
             return result
         spoilt, self.spoil_next = self.spoil_next, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +32,6 @@ class Snapshot:
     threads: int
     children: int
     sockets: int  # that listen
-    leftovers: int  # our files in /tmp and /dev/shm
     memory: tuple[int, ...]
 
     def differences(self, later: Snapshot, slack: int = MEMORY_SLACK) -> dict[str, tuple[Any, Any]]:
@@ -57,7 +55,6 @@ def take(server: Server, headers: dict[str, str] | None = None) -> Snapshot:
         threads=sum(_count(f"/proc/{pid}/task") for pid in pids),
         children=len(pids) - 1,
         sockets=len(listening(pids)),
-        leftovers=len(leftovers()),
         memory=tuple(private_bytes(pid) for pid in pids),
     )
 
@@ -78,11 +75,6 @@ def private_bytes(pid: int) -> int:
 
 def _count(folder: str) -> int:
     return len(os.listdir(folder))
-
-
-def leftovers() -> list[str]:
-    """What engines put where everybody may look, and must take away again."""
-    return sorted(str(path) for folder in (tempfile.gettempdir(), "/dev/shm") for path in Path(folder).glob("headrace-*"))
 
 
 def listening(pids: list[int]) -> list[str]:

@@ -1,0 +1,64 @@
+"""The checks of checks_life.py in their fast form, each with a planted defect that turns it red."""
+
+from __future__ import annotations
+
+import pytest
+from tests.reliability import checks_life
+from tests.support.planted import planted
+
+
+def test_a_killed_engine_is_told_to_sixteen_clients() -> None:
+    checks_life.engine_killed(2)
+
+
+def test_a_clean_end_after_a_failure_is_noticed() -> None:
+    defect = """
+        from headrace.server import app
+        async def hush(exchange, error):
+            await exchange.finish(b"")
+        app.fail_stream = hush
+    """
+    with pytest.raises(AssertionError):
+        checks_life.engine_killed(1, 2, command=planted(defect))
+
+
+def test_a_killed_front_end_takes_the_engine_along() -> None:
+    checks_life.server_killed(1)
+
+
+def test_a_frozen_engine_is_unhealthy_and_recovers() -> None:
+    checks_life.frozen_engine(thaw=True)
+
+
+def test_health_that_does_not_ask_is_noticed() -> None:
+    defect = "from headrace.engine import client; client.HANG_SECONDS = 1e9"
+    with pytest.raises(AssertionError, match="the hang is seen"):
+        checks_life.frozen_engine(thaw=True, within=5.6, command=planted(defect))
+
+
+def test_under_load_every_probe_succeeds() -> None:
+    checks_life.saturated(2.0)
+
+
+def test_killed_at_any_moment_it_starts_again() -> None:
+    checks_life.crash_loop(3)
+
+
+def test_a_memory_ceiling_refuses_requests_and_nothing_else() -> None:
+    checks_life.memory_ceiling()
+
+
+def test_an_error_of_memory_that_is_a_defect_of_ours_is_noticed() -> None:
+    defect = "from headrace.server import app; app.Unavailable = lambda *given, **named: app.HeadraceError('planted')"
+    with pytest.raises(AssertionError, match="500"):
+        checks_life.memory_ceiling(96 << 20, command=planted(defect))
+
+
+def test_one_socket_listens() -> None:
+    checks_life.sockets()
+
+
+@pytest.mark.parametrize("defect", ["import socket; kept = socket.create_server(('0.0.0.0', 0))"])
+def test_another_socket_is_noticed(defect: str) -> None:
+    with pytest.raises(AssertionError):
+        checks_life.sockets(command=planted(defect))

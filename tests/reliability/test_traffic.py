@@ -1,0 +1,87 @@
+"""The checks of checks_traffic.py in their fast form, each with a planted defect that turns it red."""
+
+from __future__ import annotations
+
+import pytest
+from tests.reliability import checks_traffic
+from tests.support.planted import planted
+
+PATIENCE = 6.0  # seconds where the promise is two: the machine may be busy with other tests
+
+
+def test_many_clients_that_are_cut_leave_nothing() -> None:
+    checks_traffic.mass_disconnect(80, 2, seconds=PATIENCE)
+
+
+def test_requests_that_go_on_without_their_client_are_noticed() -> None:
+    defect = "from headrace.engine import client; client.AsyncLLM.forget = lambda self, request_id: self._streams.pop(request_id, None)"
+    with pytest.raises(AssertionError, match="not as before"):
+        checks_traffic.mass_disconnect(12, 1, seconds=0.5, command=planted(defect))
+
+
+def test_equal_names_collide_with_nobody() -> None:
+    checks_traffic.equal_names(150)
+
+
+def test_names_that_are_keys_are_noticed() -> None:
+    defect = """
+        from types import SimpleNamespace
+        from headrace.engine import client
+        client.itertools = SimpleNamespace(count=lambda: iter(lambda: 7, 8))
+    """
+    with pytest.raises((AssertionError, KeyError)):
+        checks_traffic.equal_names(60, command=planted(defect))
+
+
+def test_what_the_cache_could_never_hold_is_refused_at_once() -> None:
+    checks_traffic.unservable(60)
+
+
+def test_a_prompt_that_is_refused_too_late_is_noticed() -> None:
+    defect = "from headrace.engine import inputs; inputs.ContextLengthExceeded = lambda *given, **named: KeyError('planted')"
+    with pytest.raises(AssertionError):
+        checks_traffic.unservable(1, command=planted(defect))
+
+
+def test_ten_times_too_much_is_told_to_come_back() -> None:
+    checks_traffic.overload(2.0)
+
+
+def test_refusals_that_do_not_say_when_are_noticed() -> None:
+    defect = "from headrace.server import exchange; exchange._error_headers = lambda *given: ()"
+    with pytest.raises(AssertionError):
+        checks_traffic.overload(0.5, command=planted(defect))
+
+
+def test_the_books_balance() -> None:
+    checks_traffic.ledger(200)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        "from headrace.server.exposition import ServerMetrics as M; M.count_answer = lambda *given: None",
+        "from headrace.server.exposition import ServerMetrics as M; M.count_end = lambda *given: None",
+    ],
+)
+def test_books_that_do_not_balance_are_noticed(defect: str) -> None:
+    with pytest.raises(AssertionError):
+        checks_traffic.ledger(60, command=planted(defect))
+
+
+def test_slow_readers_cost_little() -> None:
+    checks_traffic.slow_readers(8, 1.5)
+
+
+def test_sigterm_lets_thirty_two_streams_end() -> None:
+    checks_traffic.drain(32)
+
+
+def test_streams_that_sigterm_cuts_are_noticed() -> None:
+    defect = "from headrace.server.lifecycle import Lifecycle; Lifecycle._drain = lambda self, *given: self._bury()"
+    with pytest.raises(AssertionError):
+        checks_traffic.drain(4, command=planted(defect))
+
+
+def test_streams_of_both_routes_keep_the_rules() -> None:
+    checks_traffic.conforming_streams(320)
