@@ -238,6 +238,7 @@ def test_floods_of_refusals_become_a_count_and_probes_are_not_told(caplog: pytes
             now[0] = second
             for _ in range(100):
                 log.record(exchange, 404)
+        exchange.prompt_tokens = 5
         log.record(exchange, 200)
         exchange.route = "/ready"
         log.record(exchange, 503)
@@ -247,4 +248,4 @@ def test_floods_of_refusals_become_a_count_and_probes_are_not_told(caplog: pytes
     messages = [entry.getMessage() for entry in caplog.records]
     statuses = [entry.__dict__["facts"]["status"] for entry in caplog.records if entry.getMessage() == "request"]
     assert statuses.count(404) == 40 and statuses.count(200) == 1 and len(statuses) == 41
-    assert "… and 180 more requests that were refused" in messages
+    assert "… and 180 more requests without a generation" in messages

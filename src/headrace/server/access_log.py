@@ -1,4 +1,4 @@
-"""One line a request: figures, never anything of its body; a flood of refused requests becomes a count.
+"""One line a request: figures, never anything of its body; a flood of requests that cost their sender nothing becomes a count.
 
 What lives here: what is logged, how loud and how often. What may not: forms (logs.py).
 """
@@ -13,36 +13,45 @@ from typing import Any
 from headrace.request import RequestTimes
 from headrace.server.exchange import Exchange
 
-REFUSALS_A_SECOND = 20  # that get a line of their own
+LINES_A_SECOND = 20  # of one kind, that clients can cause at will
 
 log = logging.getLogger("headrace.access")
 
 _PROBES = frozenset(("/health", "/ready", "/metrics", "/v1/dashboard"))
 
 
-class AccessLog:
-    """``clock`` gives seconds."""
+class Rate:
+    """How many lines of one kind are written. ``clock`` gives seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kind: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kind = kind
         self._clock = clock
         self._second = clock()
-        self._refused = 0  # since then
+        self._seen = 0  # since then
+
+    def allows(self) -> bool:
+        """Tells how many it has held back, once that second is over."""
+        now = self._clock()
+        if now - self._second >= 1.0:
+            if self._seen > LINES_A_SECOND:
+                log.info("… and %d more %s", self._seen - LINES_A_SECOND, self._kind)
+            self._second, self._seen = now, 0
+        self._seen += 1
+        return self._seen <= LINES_A_SECOND
+
+
+class AccessLog:
+    """What was generated has a line of its own, always: a place in the queue was needed for it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._others = Rate("requests without a generation", clock)
 
     def record(self, exchange: Exchange, status: int) -> None:
         """Probes, whatever their answer, are for debugging only: they come by the second and their reason is told elsewhere."""
         if exchange.route in _PROBES:
             self._write(logging.DEBUG, exchange, status)
-        elif status < 400 or self._may_tell():
+        elif exchange.prompt_tokens or self._others.allows():
             self._write(logging.INFO, exchange, status)
-
-    def _may_tell(self) -> bool:
-        now = self._clock()
-        if now - self._second >= 1.0:
-            if self._refused > REFUSALS_A_SECOND:
-                log.info("… and %d more requests that were refused", self._refused - REFUSALS_A_SECOND)
-            self._second, self._refused = now, 0
-        self._refused += 1
-        return self._refused <= REFUSALS_A_SECOND
 
     def _write(self, level: int, exchange: Exchange, status: int) -> None:
         if log.isEnabledFor(level):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import HeadraceError, NotFound, Unavailable
-from headrace.server.access_log import AccessLog
+from headrace.server.access_log import AccessLog, Rate
 from headrace.server.api import RouteTable
 from headrace.server.auth import Guard
 from headrace.server.exchange import Exchange, Receive, Send
@@ -33,6 +33,7 @@ class App:
         self._guard = guard
         self._table = table
         self._access_log = AccessLog()
+        self._failures = Rate("failures")
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -50,7 +51,8 @@ class App:
             log.error("%s %s: out of memory", exchange.method, exchange.route)
             await self._end(exchange, Unavailable("There is no memory for this request now; send less at once or try again.", retry_after=5))
         except Exception:
-            log.exception("%s %s failed", exchange.method, exchange.route)
+            if self._failures.allows():
+                log.exception("%s %s failed", exchange.method, exchange.route)
             await self._end(exchange, HeadraceError("The server failed at this request; it is a defect of ours, please report it."))
         finally:
             exchange.close()
@@ -88,7 +90,7 @@ class App:
             await exchange.reply_error(error)
         elif not exchange.finished:
             await fail_stream(exchange, error)
-        if error.status == 500:  # 503 is a state that was told when it began
+        if error.status == 500 and self._failures.allows():  # 503 is a state that was told when it began
             log.warning("%s %s: %s", exchange.method, exchange.route, error.message)
 
     def _record(self, exchange: Exchange) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError
 from headrace.family import adopt_orphans, end_children, end_with_parent
 
-FIRST_WAIT, LONGEST_WAIT = 0.25, 4.0  # seconds before a restart; it doubles while lives are short
+FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before a restart; it doubles while lives are short
 SHORT_LIFE = 60.0  # seconds
 FAILED_STARTS = 5  # in a row, none of which became ready: the next would not either
 LEFTOVER_SECONDS = 5.0  # for the dead server's engine to be gone
