@@ -1,4 +1,4 @@
-"""Keys: every route of the table but /health, /ready and the static pages, whatever the path is dressed up as; and what a server refuses to start as."""
+"""Keys: every route but /health, /ready and the static pages, whatever the path is dressed up as; what a server refuses to start as."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ WRONG = {
 }
 DISGUISES = (
     "/health/", "//health", "/health/../v1/models", "/HEALTH", "/v1/models?x=/health", "/v1/%6dodels", "//v1/models", "/v1/models/", "/./health",
-    "/nowhere", "/health;x", "/health%00", "/health%2f..%2fmetrics", "/ready%20", "/web", "/web/", "/dashboard/", "/index.html", "/v1/dashboard?/web/", "*",
+    "/nowhere", "/health;x", "/health%00", "/health%2f..%2fmetrics",
+    "/ready%20", "/web", "/web/", "/dashboard/", "/index.html", "/v1/dashboard?/web/", "*",
 )  # fmt: skip
 
 

@@ -133,10 +133,11 @@ const KINDS = { decode: 1, prefill: 2, mixed: 4 };
 
 /** The last steps as bars: measured by kind, the prediction as a tick across, the floor as a shadow at the foot. */
 export function stepChart(box, steps) {
-  const sorted = steps.map((step) => Math.max(step.measured_seconds, step.predicted_seconds)).sort((a, b) => a - b);
-  const frame = new Frame(box, sorted.at(-1) ?? 1e-3, "seconds");
-  const slots = Math.max(Math.floor((frame.width - LEFT - RIGHT) / 7), 20);
+  const slots = Math.max(Math.floor((box.clientWidth - LEFT - RIGHT) / 7), 20);
   const shown = steps.slice(-slots);
+  const sorted = shown.map((step) => Math.max(step.measured_seconds, step.predicted_seconds)).sort((a, b) => a - b);
+  const usual = sorted[Math.floor(sorted.length * 0.95)] ?? 1e-3; // a few long steps must not flatten all others: they are cut, and marked
+  const frame = new Frame(box, Math.min(sorted.at(-1) ?? 1e-3, usual * 1.6), "seconds");
   const width = 1 / slots;
   const xs = shown.map((_, at) => frame.x((slots - shown.length + at) * width));
   const wide = (frame.width - LEFT - RIGHT) * width;
@@ -158,6 +159,7 @@ function stepBar(frame, step, x, wide) {
   const y = frame.y(step.predicted_seconds);
   return [
     bar(step.failed ? "f3" : `f${KINDS[step.kind]}`, step.measured_seconds, 0),
+    step.measured_seconds > frame.top ? svg("text", { class: "cut", x: x + wide / 2, y: TOP - 1, "text-anchor": "middle" }, format(step.measured_seconds, "seconds")) : "",
     step.floor_seconds ? bar("floor", step.floor_seconds, 0) : "",
     step.predicted_seconds ? svg("line", { class: "tick", x1: x - 0.5, x2: x + wide - 1, y1: y, y2: y }) : "",
   ].filter(Boolean);

@@ -44,7 +44,8 @@ function append(name, added) {
 
 function draw() {
   const { news, engine } = known;
-  const range = Number(byId("range").value);
+  const age = known.samples.length ? news.now - known.samples[0].time : 0;
+  const range = Math.min(Number(byId("range").value), Math.max(60, Math.ceil(age / 30) * 30)); // no wider than there is something to show
   const shown = known.samples.filter((sample) => sample.time >= news.now - range);
   drawState(news, engine);
   drawTiles(news, shown);
@@ -83,13 +84,13 @@ function drawTiles(news, samples) {
   const usage = samples.map((sample) => sample.used_blocks / (news.num_blocks || 1));
   const limit = ratios(samples, "floor_seconds", "measured_seconds");
   byId("tiles").replaceChildren(
-    tile("Running", last.decoding + last.prefilling, "count", `${last.prefilling ?? 0} computing their prompt`, samples.map((each) => each.decoding + each.prefilling), 1),
-    tile("Waiting", last.waiting + last.preempted, "count", last.preempted ? `${last.preempted} of them preempted` : `${last.preemptions ?? 0} preemptions so far`, samples.map((each) => each.waiting + each.preempted), 4),
+    tile("Running", last.decoding + last.prefilling, "count", `${last.prefilling ?? 0} in their prompt`, samples.map((each) => each.decoding + each.prefilling), 1),
+    tile("Waiting", last.waiting + last.preempted, "count", last.preempted ? `${last.preempted} preempted` : `${last.preemptions ?? 0} preemptions ever`, samples.map((each) => each.waiting + each.preempted), 4),
     tile("Generated", generated.at(-1), "count", "tokens/s", generated, 1),
-    tile("First token", last.ttft_p50, "seconds", `99 % within ${format(last.ttft_p99 ?? null, "seconds")}`, column("ttft_p50"), 2),
-    tile("Between tokens", last.tpot_p50, "seconds", `99 % within ${format(last.tpot_p99 ?? null, "seconds")}`, column("tpot_p50"), 2),
+    tile("First token", last.ttft_p50, "seconds", `99 %: ${format(last.ttft_p99 ?? null, "seconds")}`, column("ttft_p50"), 2),
+    tile("Between tokens", last.tpot_p50, "seconds", `99 %: ${format(last.tpot_p99 ?? null, "seconds")}`, column("tpot_p50"), 2),
     tile("KV cache in use", usage.at(-1), "percent", `${(last.used_blocks ?? 0).toLocaleString("en")} of ${news.num_blocks.toLocaleString("en")} blocks`, usage, 1),
-    tile("Of the physical limit", limit.at(-1) ?? null, "percent", "floor ÷ measured, last 10 s", limit, 4),
+    tile("Of the physical limit", limit.at(-1) ?? null, "percent", "over the last 10 s", limit, 4),
   );
 }
 
@@ -159,8 +160,20 @@ function drawEngine(engine) {
   byId("techniques").replaceChildren(...engine.techniques.map(technique));
   drawMemory(Object.entries(engine.memory).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]));
   const limits = [["max_num_seqs", engine.max_num_seqs, "sequences that run at once"], ["max_sequence_tokens", engine.max_sequence_tokens, "the longest sequence that is served"]];
-  const rows = [...limits, ...engine.decisions.map((each) => [each.name, each.value, each.reason])];
+  const rows = [...limits, ...grouped(engine.decisions)];
   byId("choices").replaceChildren(...rows.map(([name, value, reason]) => el("tr", {}, el("td", {}, name), el("td", { class: "value" }, typeof value === "number" ? value.toLocaleString("en") : value), el("td", { class: "reason" }, reason))));
+}
+
+/** Kernels that were chosen alike share a line. */
+function grouped(decisions) {
+  const rows = new Map();
+  for (const { name, value, reason } of decisions) {
+    const kernel = name.startsWith("kernel ") ? name.slice(7) : null;
+    const key = kernel ? JSON.stringify([value, reason]) : name;
+    if (!rows.has(key)) rows.set(key, { name: kernel ? "kernels" : name, value, reason, kernels: [] });
+    if (kernel) rows.get(key).kernels.push(kernel.replaceAll("_", " "));
+  }
+  return [...rows.values()].map(({ name, value, reason, kernels }) => [name, value, kernels.length ? `${reason}: ${kernels.join(", ")}` : reason]);
 }
 
 function technique({ name, state, improves, off_means: off, source }) {
@@ -173,8 +186,8 @@ function drawMemory(purposes) {
   const total = purposes.reduce((sum, [, size]) => sum + size, 0);
   const bar = el("div", { class: "split", "aria-hidden": "true" }, purposes.map((_, index) => el("i", { class: `b${(index % 5) + 1}` })));
   purposes.forEach(([, size], index) => (bar.children[index].style.flexGrow = String(size / total)));
-  const row = ([name, size], index) => el("tr", {}, el("td", {}, el("span", { class: "key" }, el("i", { class: `b${(index % 5) + 1}` }), name)), el("td", { class: "number" }, format(size, "bytes")), el("td", { class: "number" }, format(size / total, "percent")));
-  byId("memory").replaceChildren(...(total ? [bar, el("table", {}, purposes.map(row))] : [legend([["", "This engine holds no memory of note."]])]));
+  const entries = purposes.map(([name, size], index) => [`b${(index % 5) + 1}`, name.replaceAll("_", " "), `${format(size, "bytes")} (${format(size / total, "percent")})`]);
+  byId("memory").replaceChildren(...(total ? [bar] : []), legend(total ? entries : [["", "This engine holds no memory of note."]]));
 }
 
 // --- the clock

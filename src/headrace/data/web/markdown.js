@@ -12,12 +12,12 @@ const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$/;
 const MAX_DEPTH = 8; // of quotes and lists in one another
 const MAX_INLINE = 20_000; // characters of one paragraph in which spans are looked for
 
-/** Renders a text that grows. All blocks but the last are final: only the last is read again, so that long answers stay smooth. */
+/** Renders a text that grows. All blocks but the last are final (a list before it may still go on): only they are read again. */
 export class Growing {
   constructor(container) {
     this.container = container;
-    this.start = 0; // of the last block, in the text
-    this.last = [];
+    this.start = 0; // of what is not final, in the text
+    this.last = []; // its nodes
   }
 
   update(text) {
@@ -26,8 +26,9 @@ export class Growing {
     const nodes = found.map((block) => render(block, 0));
     for (const node of this.last) node.remove();
     this.container.append(...nodes);
-    this.last = nodes.slice(-1);
-    if (found.length) this.start += lines.slice(0, found.at(-1).line).reduce((sum, line) => sum + line.length + 1, 0);
+    const open = found.at(-2)?.kind === "list" ? 2 : 1;
+    this.last = nodes.slice(-open);
+    if (found.length) this.start += lines.slice(0, found.at(-open).line).reduce((sum, line) => sum + line.length + 1, 0);
   }
 }
 
