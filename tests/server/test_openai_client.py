@@ -179,6 +179,36 @@ def test_tools_reach_the_template(server: Server) -> None:
     assert answer.status == 200 and answer.json["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"], "additionalProperties": False}
+WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}], ids=["auto", "required", "named"])
+def test_the_bundled_model_calls_a_tool(client: openai.OpenAI, choice: Any) -> None:
+    """``auto`` in its own words, which it was taught; the others under a grammar."""
+    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "max_tokens": 80, "temperature": 0}
+    given: Any = {**asked, "tools": [WEATHER], "tool_choice": choice}
+    whole = client.chat.completions.create(**given).choices[0]
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function" and call.function.name == "get_weather" and whole.message.content is None
+    assert isinstance(json.loads(call.function.arguments)["city"], str) and whole.finish_reason == "tool_calls"
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+    pieces = [each.function.arguments or "" for chunk in chunks for each in chunk.delta.tool_calls or [] if each.function is not None]
+    assert "".join(pieces) == call.function.arguments and len(pieces) > 2 and chunks[-1].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    told = client.chat.completions.create(**{**asked, "messages": [*asked["messages"], whole.message.model_dump(), result], "tools": [WEATHER]})
+    assert told.usage is not None and told.usage.prompt_tokens > 0
+
+
+def test_a_schema_that_cannot_force_a_call_is_refused_by_name(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}}
+    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required", "max_tokens": 2})
+    assert answer.status == 400 and answer.error["param"] == "tools"
+    given = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"json_object": True}}
+    answer = server.ask("POST", "/v1/chat/completions", given)
+    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+
+
 def test_every_response_is_json_for_strict_readers(server: Server) -> None:
     answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20})
     json.loads(answer.body, parse_constant=lambda name: pytest.fail(name))

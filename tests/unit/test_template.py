@@ -59,6 +59,17 @@ def test_empty_keys_are_left_out_and_reasoning_has_every_name(render) -> None:
     assert render("{{ 'content' in messages[0] }}|{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}", messages) == "False|hm|hm"
 
 
+def test_arguments_are_a_text_where_the_template_wants_one(render) -> None:
+    def said(arguments: object) -> list[dict[str, object]]:
+        return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+    wants_text = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    assert render(wants_text, said({"a": "é"})) == render(wants_text, said('{"a": "é"}')) == 'f{"a": "é"}'
+    assert render("{{ messages[0].tool_calls[0].function.arguments.a }}", said({"a": "é"})) == "é"
+    with pytest.raises(InvalidRequest, match="can only concatenate"):
+        render("{{ 'x' + 1 }}", said({}))
+
+
 def test_a_template_can_refuse(render) -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages: no system here") as caught:
         render("{{ raise_exception('no system here') }}")

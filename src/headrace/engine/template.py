@@ -10,6 +10,7 @@ others serve, so a template that loops for its whole second holds up nobody else
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt. Raises InvalidRequest when the template refuses these messages or exceeds its limits."""
         name = self._choose(tools)
-        given = {
+        given: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
             **variables,
@@ -63,12 +64,20 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        reply = self._ask(name, given)
+        if reply is not None and reply.get("kind") == "raised" and any(message.get("tool_calls") for message in messages):
+            # Most templates want a call's arguments as an object, a few as a text of JSON: those fail at an object.
+            other = self._ask(name, {**given, "messages": [_with_argument_texts(message) for message in given["messages"]]})
+            reply = other if other is not None and "text" in other else reply
+        return _text(reply, self._seconds)
+
+    def _ask(self, name: str, given: Mapping[str, Any]) -> Reply | None:
         frame = _render_frame(name, given, self._seconds)
         with self._pool.borrowed() as renderer:
             reply = renderer.request(frame)
             if reply is None or reply.get("kind") in ("size", "memory"):
                 renderer.close()
-        return _text(reply, self._seconds)
+        return reply
 
     def _choose(self, tools: Sequence[Any] | None) -> str:
         if tools and "tool_use" in self._templates:
@@ -106,6 +115,18 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
+def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_argument_text(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_argument_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def _text(reply: Reply | None, seconds: float) -> str:
     if reply is None:
         raise InvalidRequest(f"the chat template did not finish these messages within {seconds:g} s and was stopped; shorten them.", param="messages")
@@ -113,7 +134,7 @@ def _text(reply: Reply | None, seconds: float) -> str:
         return str(reply["text"])
     if reply["kind"] in ("size", "memory"):
         raise InvalidRequest(f"the chat template makes more than {MAX_OUTPUT_BYTES} bytes of these messages; shorten them.", param="messages")
-    raise InvalidRequest(f"the chat template refuses these messages: {reply['error']}. Change them accordingly.", param="messages")
+    raise InvalidRequest(f"the chat template refuses these messages: {reply['error'].rstrip('.')}. Change them accordingly.", param="messages")
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
