@@ -14,6 +14,7 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash_info
 from headrace.engine.journal import Journal
+from headrace.engine.masks import Masks
 from headrace.request import Finished, Request, SamplingParams, SequenceOutput
 
 VOCAB = 512
@@ -46,6 +47,7 @@ def engine(
     cache: CacheConfig | None = None,
     executor: KeyedHashExecutor | None = None,
     check: bool = True,
+    masks: Masks | None = None,
     **scheduler: object,
 ) -> EngineCore:
     """A small core over a checking keyed-hash executor and a virtual clock."""
@@ -62,6 +64,7 @@ def engine(
         clock=clock,
         depth=depth,
         journal=journal,
+        masks=masks,
     )
 
 
@@ -114,7 +117,8 @@ def expected(request: Request, *, index: int = 0, max_model_len: int = 200, eos:
     return out
 
 
-def next_token(info: ExecutorInfo, context: list[int], request: Request, index: int) -> int:
+def next_token(info: ExecutorInfo, context: list[int], request: Request, index: int, width: int | None = None) -> int:
+    """``width``: out of so many instead of the whole vocabulary."""
     from headrace.engine.executor import _mix  # the oracle shares the hash, not the tables
 
     head = _mix(0, 0x5EED)
@@ -122,7 +126,7 @@ def next_token(info: ExecutorInfo, context: list[int], request: Request, index: 
         head = _mix(head, token)
     seed = (request.seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
     salt = seed if request.params.n > 1 else 0
-    return _mix(head ^ salt, 0x70C) % info.vocab_size
+    return _mix(head ^ salt, 0x70C) % (width or info.vocab_size)
 
 
 def assert_at_rest(core: EngineCore) -> None:

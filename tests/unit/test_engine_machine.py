@@ -13,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from tests.support.grammars import CONSTRAINTS, create_masks, expected_under_grammar
 from tests.support.hash_engine import Answers, assert_at_rest, check_books, engine, expected, request
 
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
-from headrace.request import FinishReason, Request, StepPlan
+from headrace.request import FinishReason, Request, StepPlan, StructuredOutputs
 
 PREFIX = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 LENGTH = 60
@@ -65,6 +66,7 @@ class ControlPlane(RuleBasedStateMachine):
             chunked_prefill=chunked,
             continuous_batching=continuous,
             max_logits_rows=4,
+            masks=create_masks(),
             cache=CacheConfig(**switches),
         )
         self.core.executor._fault = self._fault  # type: ignore[attr-defined]
@@ -92,6 +94,8 @@ class ControlPlane(RuleBasedStateMachine):
         scored=st.sampled_from([None, None, 1]),
         salt=st.sampled_from(["", "other"]),
         stops=st.lists(st.integers(0, 511), max_size=12),
+        min_tokens=st.sampled_from([0, 0, 6]),
+        wanted=st.sampled_from([None, None, *CONSTRAINTS]),
     )
     def add(
         self,
@@ -105,6 +109,8 @@ class ControlPlane(RuleBasedStateMachine):
         scored: int | None,
         salt: str,
         stops: list[int],
+        min_tokens: int,
+        wanted: StructuredOutputs | None,
     ) -> None:
         request_id = len(self.requests)
         prompt = (PREFIX[:shared] + own)[: self.limit - 1]
@@ -119,6 +125,8 @@ class ControlPlane(RuleBasedStateMachine):
             prompt_logprobs=scored,
             cache_salt=salt,
             stop_token_ids=stops,
+            min_tokens=0 if wanted is None else min(min_tokens, max_tokens),  # elsewhere it is the sampler that holds back ends
+            structured_outputs=wanted,
         )
         self.requests[request_id] = made
         self.core.add(made)
@@ -178,7 +186,8 @@ class ControlPlane(RuleBasedStateMachine):
     def _check_answer(self, made: Request) -> None:
         for index in range(made.params.n):
             key = (made.request_id, index)
-            want, got = expected(made, index=index, max_model_len=self.limit), self.answers.tokens.get(key, [])
+            oracle = expected if made.params.structured_outputs is None else expected_under_grammar
+            want, got = oracle(made, index=index, max_model_len=self.limit), self.answers.tokens.get(key, [])
             ended = self.answers.finished.get(key)
             if key in self.cut:
                 assert got[: self.cut[key]] == want[: self.cut[key]]
