@@ -114,6 +114,7 @@ def supervised(body: str) -> subprocess.CompletedProcess[str]:
     [
         ("return 0", 1, 0),
         ("return 2", 1, 2),  # wrong settings stay wrong
+        ("from headrace.errors import ModelError; raise ModelError('no such model')", 1, 1),
         ("return 3", 5, 3),
         ("os.kill(os.getpid(), 9)", 5, 137),
         ("os.kill(os.getppid(), 15); import time; time.sleep(9)", 1, 0),  # a signal before the server handles any

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.family import adopt_orphans, end_children, end_with_parent
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before a restart; it doubles while lives are short
@@ -24,6 +24,7 @@ FAILED_STARTS = 5  # in a row, none of which became ready: the next would not ei
 LEFTOVER_SECONDS = 5.0  # for the dead server's engine to be gone
 USAGE = 2  # the exit status for settings that cannot be honoured: a restart changes none of them
 
+_READY, _HOPELESS = b"1", b"0"  # what a life tells its parent
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 log = logging.getLogger("headrace.supervisor")
@@ -37,6 +38,7 @@ class Life:
 
     status: int
     was_ready: bool
+    was_hopeless: bool  # what it was to serve cannot be served
     seconds: float
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ class Supervisor:
             raise ConfigError("--supervise needs Linux; leave it out and let the system's own service manager restart the server.")
         self._start = start
         self._stopping = False
+        self._ever_ready = False
         self._short_lives = self._failed_starts = 0
 
     def run(self) -> int:
@@ -68,7 +71,8 @@ class Supervisor:
                     return self._live(me, before, tell)
                 os.close(tell)
                 status = self._watch(server)
-                life = Life(status, os.read(told, 1) != b"", time.monotonic() - began)
+                word = os.read(told, 1)
+                life = Life(status, word == _READY, word == _HOPELESS, time.monotonic() - began)
                 os.close(told)
                 if not end_children(LEFTOVER_SECONDS):
                     log.error("Processes of the dead server cannot be ended; their memory may be missing.")
@@ -86,9 +90,13 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
         def ready() -> None:
-            os.write(tell, b"1")
+            os.write(tell, _READY)
 
-        return self._start(ready)
+        try:
+            return self._start(ready)
+        except (ConfigError, ModelError):
+            os.write(tell, _HOPELESS)
+            raise
 
     def _watch(self, server: int) -> int:
         """Until the server has ended; signals are passed on to it."""
@@ -102,7 +110,8 @@ class Supervisor:
 
     def _is_last(self, life: Life) -> bool:
         """Ended as it was told to, or hopeless."""
-        if self._stopping or life.status in (0, USAGE):
+        self._ever_ready = self._ever_ready or life.was_ready
+        if self._stopping or life.status in (0, USAGE) or (life.was_hopeless and not self._ever_ready):
             return True
         self._failed_starts = 0 if life.was_ready else self._failed_starts + 1
         if self._failed_starts < FAILED_STARTS:
