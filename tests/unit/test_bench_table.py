@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,6 +226,22 @@ def test_the_command_beside_a_table_makes_it_again(monkeypatch: pytest.MonkeyPat
     assert plain["command"] == "headrace bench table --model Llama-3.2-1B --rows decode-1"
     said = [table_run._said(EngineConfig(model=ModelConfig(load_format=name))) for name in ("dummy", "safetensors")]
     assert said[0].startswith("random weights") and said[1].startswith("weights of the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no JSON", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"models": 3}', "cannot be read"),
+        ('{"models": [{"name": "a page of bench profile"}]}', "another benchmark.*'command'"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        bench_table.read_models(path)
 
 
 def test_the_engine_of_a_model_has_random_weights_and_strict_kernels() -> None:

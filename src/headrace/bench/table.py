@@ -25,6 +25,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
 REPEATS = 3
+_NEEDED = ("name", "command", "scale", "repeats", "rows", "facts")  # of a model, to show it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +100,9 @@ def read_models(path: Path) -> list[Mapping[str, Any]]:
     """The models of an earlier run. Raises ConfigError for what is no such file."""
     try:
         models: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["models"]
+        strange = [name for model in models for name in _NEEDED if name not in model]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote.") from error
+    if strange:
+        raise ConfigError(f"--merge {path} is of another benchmark: its models have no {strange[0]!r}; give a file that bench table wrote.")
     return models
