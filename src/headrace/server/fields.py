@@ -55,6 +55,7 @@ _GENERATING = (
     _option("priority", "integer", "lower goes first; needs --scheduling-policy priority"),
     _option("cache_salt", "string", "requests with different salts never share cached prefixes"),
     _option("truncate_prompt_tokens", "integer", "keep only the last so many tokens of the prompt; -1: as many as fit"),
+    _option("explain", "boolean", "add an explain block: where the time went"),
     _sampling("temperature", "number", "0 is greedy"),
     _sampling("top_p", "number", "smallest set of tokens with this much probability"),
     _sampling("top_k", "integer", "the k most probable tokens; 0 or -1: all"),
@@ -98,7 +99,6 @@ _COMMON = (
     _option("max_tokens", "integer", "most tokens to generate"),
     _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
     _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
-    _option("explain", "boolean", "add an explain block: where the time went"),
     _sampling("n", "integer", "answers to each prompt"),
     _sampling("stop", ("string", "array"), "strings that end the answer"),
     _option("response_format", "object", "what the answer must be: type text, json_object or json_schema"),
@@ -136,7 +136,7 @@ CHAT = (
     _refused("documents", "give them to the template in chat_template_kwargs"),
     _refused("continue_final_message", "use /v1/completions with the rendered prompt", False),
     _refused("add_special_tokens", "the chat template writes the special tokens", False),
-    _refused("include_reasoning", "reasoning is not parsed yet; it stays in the content", True),
+    _refused("include_reasoning", "reasoning comes in a field of its own; leave it out", True),
 )
 
 COMPLETION = (
@@ -155,7 +155,6 @@ _IN_PARTS = (
     _refused("stream_options", "usage always comes with the last event; leave it out", {}, {"include_usage": True}, {"include_obfuscation": False}),
     _refused("prompt_logprobs", "use /v1/chat/completions"),
     _refused("return_token_ids", "use /v1/chat/completions", False),
-    _refused("explain", "use /v1/chat/completions", False),
     _refused("response_format", "use structured_outputs", {"type": "text"}),
     _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
 )
