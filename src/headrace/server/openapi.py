@@ -12,7 +12,7 @@ from typing import Any
 from headrace.server.answer_schemas import ANTHROPIC_ERROR, ERROR
 from headrace.server.anthropic import AnthropicErrors
 from headrace.server.route import Route
-from headrace.server.schemas import Schema, body_schema
+from headrace.server.schemas import EXAMPLES, Schema, body_schema
 
 _STATUSES: Mapping[int, str] = {
     400: "a field's name, type or value; a prompt that does not fit; JSON or HTTP that cannot be read",
@@ -58,7 +58,8 @@ def _operation(route: Route, keys: bool) -> dict[str, Any]:
     if name:
         operation["parameters"] = [{"name": name[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     if route.body:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body_schema(route.path, route.body)}}}
+        content = {"schema": body_schema(route.path, route.body), "example": EXAMPLES[route.path]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if keys:
         operation["security"] = [] if route.open else _SECURITY
     return operation

@@ -18,6 +18,7 @@ from headrace.request import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     Bounds,
+    RepetitionDetection,
 )
 from headrace.server.fields import Field, Use
 from headrace.server.messages import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS, ROLES
@@ -87,6 +88,14 @@ _ITEM = either(
 )
 _ITEM_TOOL = _typed("function", {"name": _FUNCTION_NAME}, {"description": nullable(TEXT), "parameters": nullable(OBJECT)})
 
+
+def _format(**schema: Schema) -> Schema:
+    """What the answer must be, as the APIs have it. ``schema`` says where the JSON schema stands."""
+    return either(record({"type": {"enum": ["text", "json_object"]}}), _typed("json_schema", dict(schema)))
+
+
+_DETECTION = {name: {"type": "integer", "minimum": 1} for name in RepetitionDetection.__dataclass_fields__}
+
 # Where a field's JSON type is not all there is to say. Every route that has a field of that name takes the same.
 _BY_NAME: Mapping[str, Schema] = {
     "stop": either(_STOP, {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}),
@@ -113,6 +122,25 @@ _BY_NAME: Mapping[str, Schema] = {
     "tokens": array(_TOKEN_ID),
     "system": _TEXTS,
     "input": either(TEXT, array(_ITEM, minItems=1, maxItems=MAX_MESSAGES)),
+    "response_format": _format(json_schema=record({"schema": OBJECT})),
+    "text": {
+        "type": "object",
+        "properties": {"format": nullable(_format(schema=OBJECT)), "verbosity": {"enum": ["medium", None]}},
+        "additionalProperties": False,
+    },
+    "output_config": {"type": "object", "properties": {"format": nullable(_format(schema=OBJECT))}, "additionalProperties": {"type": "null"}},
+    "structured_outputs": {
+        "type": "object",
+        "properties": {
+            "json": {"type": ["object", "string", "boolean", "null"]},
+            "json_object": {"type": ["boolean", "null"]},
+            "regex": {"type": ["string", "null"]},
+            "choice": nullable(array(TEXT)),
+            "grammar": {"type": ["string", "null"]},
+        },
+        "additionalProperties": False,
+    },
+    "repetition_detection": either({"type": "boolean"}, {"type": "object", "properties": _DETECTION, "additionalProperties": False}),
     "thinking": {
         "type": "object",
         "required": ["type"],
@@ -157,7 +185,7 @@ _BY_ROUTE: Mapping[str, Mapping[str, Schema]] = {
     },
     "/v1/completions": {"stream_options": _STREAM_OPTIONS, "max_tokens": {**_ANSWER_TOKENS, "minimum": 0}},
     "/v1/messages": _ANTHROPIC,
-    "/v1/messages/count_tokens": _ANTHROPIC,
+    "/v1/messages/count_tokens": {**_ANTHROPIC, "output_config": OBJECT},
     "/v1/responses": {
         "tools": array(_ITEM_TOOL, maxItems=MAX_TOOLS),
         "tool_choice": either(_CHOICES, _typed("function", {"name": TEXT})),
@@ -172,6 +200,18 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "/v1/messages/count_tokens": ("messages",),
     "/v1/responses": ("input",),
     "/detokenize": ("tokens",),
+}
+
+
+_HELLO = [{"role": "user", "content": "Hello"}]
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 16},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 16},
+    "/v1/messages": {"messages": _HELLO, "max_tokens": 16},
+    "/v1/messages/count_tokens": {"messages": _HELLO},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 16},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1, 2, 3]},
 }
 
 
