@@ -190,6 +190,8 @@ class EngineCore:
         work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
         self._settle(result is None)
+        if self._masks is not None and not self._events:  # else some that have been taken are not in the roster yet
+            self._masks.keep(self.scheduler.roster.requests)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
         record = None

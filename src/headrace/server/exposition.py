@@ -13,6 +13,13 @@ from headrace.metrics import E2E_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKE
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_GRAMMARS = (
+    ("compiled_total", "compiled", "counter", "grammars compiled"),
+    ("compile_seconds_total", "compile_seconds", "counter", "compiling grammars, beside the steps"),
+    ("masks_total", "masks", "counter", "tokens that waited for a mask"),
+    ("mask_seconds_total", "mask_seconds", "counter", "making masks, while the device computes"),
+    ("cache_bytes", "cached_bytes", "gauge", "compiled grammars that are kept, about"),
+)
 _STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 
 
@@ -65,6 +72,9 @@ class ServerMetrics:
             # vLLM's own documents name them without the suffix that its Prometheus client then adds: dashboards ask for this.
             page.scalar(f"{name}_total", "counter", help, counters.get(key, 0), prefixes=("vllm:",))
         page.scalar("num_preemptions_total", "counter", "sequences whose blocks were taken back", counters.get("preemptions", 0))
+        grammars = engine.get("grammars") or {}
+        for name, key, kind, help in _GRAMMARS:
+            page.scalar(f"structured_output_{name}", kind, help, grammars.get(key, 0), prefixes=("headrace_",))
 
     def _answer_lines(self) -> Iterator[str]:
         yield "# HELP headrace_http_responses_total answers by route and status"

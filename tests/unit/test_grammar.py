@@ -1,0 +1,258 @@
+"""Grammars: what llguidance is told, what it may cost, and what is answered to those it cannot follow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.grammars import SPECIAL, create_masks, vocabulary
+from tests.support.hash_engine import EOS, engine, request, run
+
+from headrace.engine import grammar_check
+from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
+from headrace.engine.grammar_check import GrammarCheck
+from headrace.engine.grammar_masks import GrammarMasks
+from headrace.errors import InvalidRequest
+from headrace.request import SamplingParams, StructuredOutputs
+
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>", b"<end>", b"", b""], (256, 257), (256, 257))
+TOKENIZER = create_tokenizer(BYTES)
+
+
+def allowed(matcher) -> set[int]:
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    return {token for token in range(8 * len(matcher.compute_bitmask())) if bits >> token & 1}
+
+
+def start(**fields: object):
+    matcher = create_matcher(TOKENIZER, StructuredOutputs(**fields), create_limits())  # type: ignore[arg-type]
+    check_start(matcher)
+    return matcher
+
+
+def accepts(text: str, **fields: object) -> bool:
+    matcher = start(**fields)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+# --- the bridge
+
+
+def test_an_answer_may_end_only_where_it_is_complete_and_must_where_nothing_follows() -> None:
+    matcher = start(regex="ab?")
+    assert allowed(matcher) == {ord("a")}
+    matcher.consume_token(ord("a"))
+    assert allowed(matcher) == {ord("b"), 256, 257}
+    matcher.consume_token(ord("b"))
+    assert allowed(matcher) == {256, 257}
+
+
+def test_ids_without_a_token_are_never_allowed_and_special_ones_only_by_name() -> None:
+    tokenizer = create_tokenizer(vocabulary())
+    anything = create_matcher(tokenizer, StructuredOutputs(regex="(.|\n)*"), create_limits())
+    assert not allowed(anything) & ({*range(SPECIAL + 1), *range(300, 512)} - {EOS})
+    named = create_matcher(tokenizer, StructuredOutputs(grammar="start: <|x|>"), create_limits())
+    assert allowed(named) == {SPECIAL}
+    written = create_matcher(tokenizer, StructuredOutputs(choice=("<|x|>",)), create_limits())
+    assert allowed(written) == {8 + ord("<")}  # its letters, never the token
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5, unique=True))
+def test_a_choice_is_each_of_its_texts_and_nothing_else(texts: list[str]) -> None:
+    for text in texts:
+        assert accepts(text, choice=tuple(texts))
+    assert not accepts("".join(texts) + "!", choice=tuple(texts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"json_object": True}, '{"a": [1, null]}', "[1]"),
+        ({"json": "true"}, "[1, {}]", "x"),
+        ({"json": {"type": "integer", "minimum": 3}}, "12", "2"),
+        ({"json": {"type": "object"}}, '{\n    "a": 1\n}', '{"a": 1'),
+        ({"json": {"type": "object"}}, '{"a":' + " " * 64 + "1}", '{"a":' + " " * 65 + "1}"),  # indentation ends somewhere
+        ({"regex": "[0-9]{2}"}, "12", "123"),
+        ({"regex": ""}, "", "a"),
+        ({"grammar": 'start: "a" start | "b"'}, "aab", "ba"),
+        ({"grammar": 'root ::= "a" root | "b"'}, "aab", "ba"),
+    ],
+)
+def test_every_kind_of_constraint(fields: dict[str, object], good: str, bad: str) -> None:
+    assert accepts(good, **fields) and not accepts(bad, **fields)
+
+
+def test_a_tokenizer_that_does_not_say_what_its_tokens_write_is_refused() -> None:
+    with pytest.raises(GrammarError, match="no tokenizer"):
+        vocabulary_of(None, 10, (1,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "holds nothing"),
+        ({"regex": "a", "json_object": True}, "holds regex and json_object"),
+        ({"regex": 5}, "must be a text"),
+        ({"json": [1]}, "must be a text"),
+        ({"choice": "ab"}, "list of at most"),
+        ({"choice": [""]}, "non-empty"),
+        ({"json": {"a": float("nan")}}, "plain JSON"),
+        ({"regex": "a" * (2**20 + 1)}, "1048577 characters"),
+        ({"regex": "\ud800"}, "lone surrogate"),
+        ({"json_object": "yes"}, "true or false"),
+    ],
+)
+def test_what_is_no_constraint_is_said(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        StructuredOutputs(**fields)  # type: ignore[arg-type]
+    assert (caught.value.param or "").startswith("structured_outputs")
+
+
+def test_what_would_leave_no_token_is_not_combined() -> None:
+    with pytest.raises(InvalidRequest, match="may leave no token"):
+        SamplingParams(structured_outputs=StructuredOutputs(regex="a"), allowed_token_ids=[1])  # type: ignore[arg-type]
+
+
+# --- trying out
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[GrammarCheck]:
+    made = GrammarCheck(["<|x|>"])
+    yield made
+    made.close()
+
+
+def refusal(check: GrammarCheck, **fields: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        check.require(StructuredOutputs(**fields))  # type: ignore[arg-type]
+    assert caught.value.param == "structured_outputs" and len(caught.value.message) < 500 and "backtrace" not in caught.value.message
+    return caught.value.message
+
+
+DEEP = 30_000
+BOMBS: dict[str, dict[str, object]] = {
+    "nested repeats": {"regex": "(a+)+b"},
+    "parentheses": {"regex": "(" * DEEP + "a" + ")" * DEEP},
+    "lark parentheses": {"grammar": "start: " + "(" * DEEP + '"a"' + ")" * DEEP},
+    "BNF parentheses": {"grammar": "root ::= " + "(" * DEEP + '"a"' + ")" * DEEP},
+    "repeated repeats": {"regex": "(((a{1,1000}){1,1000}){1,1000}){1,1000}b"},
+    "brackets": {"json": "[" * 100_000},
+    "deep items": {"json": '{"items":' * DEEP + "{}" + "}" * DEEP},
+    "endless reference": {"json": '{"$ref": "#"}'},
+    "reference to itself in parts": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}},
+    "large enum": {"json": {"enum": list(range(100_000))}},
+    "many choices": {"choice": [f"v{index}" for index in range(100_000)]},
+    "branches of branches": {
+        "json": {"properties": {f"k{i}": {"anyOf": [{"properties": {f"z{j}": {} for j in range(30)}}] * 10} for i in range(60)}, "type": "object"}
+    },
+    "long strings": {"json": '{"type": "string", "minLength": 1000000000}'},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_followed_or_refused_in_bounded_time(name: str, check: GrammarCheck) -> None:
+    begin = time.perf_counter()
+    try:
+        check.require(StructuredOutputs(**BOMBS[name]))  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        assert error.param == "structured_outputs" and len(error.message) < 500
+    assert time.perf_counter() - begin < 10.0  # 2 s of CPU, on a machine that others use too
+    check.require(StructuredOutputs(regex="still [a-z]+"))
+
+
+def test_too_much_time_is_said_and_the_next_one_is_served() -> None:
+    check = GrammarCheck([], seconds=0.02)
+    assert "more than 0.02 s of CPU time" in refusal(check, choice=[f"v{index}" for index in range(20_000)])
+    check.require(StructuredOutputs(regex="a"))
+    check.close()
+
+
+def test_reasons_are_sentences_of_one_line(check: GrammarCheck) -> None:
+    assert "unclosed group" in refusal(check, regex="(")
+    assert "look-around" in refusal(check, regex="(?=a)b")
+    assert "Unimplemented keys" in refusal(check, json={"type": "array", "uniqueItems": True})
+    assert "nothing satisfies it" in refusal(check, json={"$ref": "#"})
+    assert "unknown name" in refusal(check, grammar="start: x")
+    assert "BNF" in refusal(check, grammar='root ::= (("a"')
+    assert "\n" not in refusal(check, regex="a\n(")
+
+
+def test_verdicts_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "MAX_VERDICTS", 50)
+    check = GrammarCheck([])
+    for index in range(100):
+        check.require(StructuredOutputs(regex=f"a{{{index}}}"))
+    assert len(check._verdicts) == 50
+    check._pool.close()  # what is remembered asks no process
+    begin = time.perf_counter()
+    for index in range(50, 100):
+        check.require(StructuredOutputs(regex=f"a{{{index}}}"))
+    assert time.perf_counter() - begin < 0.05 and not check._pool._idle
+    check.close()
+
+
+def test_the_event_loop_goes_on_while_a_grammar_is_tried_out() -> None:
+    check = GrammarCheck([])
+
+    async def both() -> int:
+        task = asyncio.create_task(check.require_soon(StructuredOutputs(choice=tuple(f"v{i}" for i in range(20_000)))))
+        turns = 0
+        while not task.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        await task
+        return turns
+
+    assert asyncio.run(both()) > 10
+    check.close()
+
+
+# --- in the engine
+
+
+def test_compiled_grammars_are_kept_by_size() -> None:
+    masks = GrammarMasks(vocabulary, cache_bytes=3 * 2**20)
+    core = engine(masks=masks)
+    for index in range(40):
+        core.add(request(index, [1, 2], max_tokens=6, structured_outputs=StructuredOutputs(regex=f"[ab]{{{index + 1}}}")))
+    answers = run(core)
+    assert len(answers.finished) == 40
+    stats = core.stats().grammars
+    assert stats is not None and stats.compiled == 40 and stats.cached_bytes <= 3 * 2**20 and 5 < stats.cached < 40
+    assert stats.masks > 40 and stats.mask_seconds > 0 and not masks._live
+    core.add(request(100, [1, 2], max_tokens=6, structured_outputs=StructuredOutputs(regex="[ab]{40}")))
+    run(core)
+    assert core.stats().grammars.compiled == 40  # type: ignore[union-attr]  # the last one was there
+    masks.close()
+
+
+def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does() -> None:
+    masks = create_masks()
+    core = engine(masks=masks)
+    core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(grammar="start: <|unheard|>")))
+    core.add(request(1, [1, 2], structured_outputs=StructuredOutputs(regex="[ab]+")))
+    answers = run(core)
+    assert "unknown special token" in (answers.finished[0, 0].message or "")
+    assert len(answers.tokens[1, 0]) == 8
+
+
+def test_a_request_that_leaves_while_it_is_compiled_never_begins() -> None:
+    masks = GrammarMasks(vocabulary)
+    core = engine(masks=masks)
+    core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(json=json.dumps({"enum": [str(i) for i in range(3000)]}))))
+    core.abort(0)
+    assert not run(core).tokens and not masks._live
+    masks.close()
+
+
+def test_an_engine_without_masks_refuses() -> None:
+    with pytest.raises(InvalidRequest, match="follows no grammars"):
+        engine().add(request(0, [1], structured_outputs=StructuredOutputs(regex="a")))
