@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import headrace.kernels as registry
 from headrace import LLM, SamplingParams
 from headrace.clock import VirtualClock
 from headrace.errors import OutOfMemory
-from headrace.kernels import StrictKernelError
+from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.candidate import Candidate
+from headrace.layers.linear import Linear
 from headrace.models import loader
+from headrace.quant.unquantized import Unquantized
+from headrace.worker.graphs import buckets_up_to
 from headrace.worker.stages import Stages
+from headrace.worker.warm_up import warm_linears
 from support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -83,3 +88,15 @@ def test_weights_that_find_no_room_while_they_are_read_say_so(folder: str, monke
     monkeypatch.setattr(loader, "load_weights", full)
     with pytest.raises(OutOfMemory, match=r"GiB for weights could not be allocated.*Use a smaller model"):
         LLM(folder, **options())
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (256, 8192), (400, 400), (1000, 512)])
+def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(Linear, "forward", lambda self, x: counts.append(len(x)))
+    kernels, cpu = Kernels(torch.device("cpu")), torch.device("cpu")
+    sizes = [(8, 16), (16, 8)]
+    layers = [Linear(*each, bias=False, dtype=torch.float32, device=cpu, kernels=kernels, method=Unquantized()) for each in sizes]
+    warm_linears(nn.ModuleList(layers), cpu, max_num_seqs=min(rows, tokens), max_num_batched_tokens=tokens)
+    assert set(buckets_up_to(min(rows, tokens))) <= set(counts)
+    assert [counts.count(count) for count in buckets_up_to(min(rows, tokens))][-1] >= 2  # for each shape

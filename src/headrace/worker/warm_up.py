@@ -15,6 +15,7 @@ from torch import nn
 from headrace.layers.linear import Linear
 from headrace.request import NewRow, SamplingParams, StepPlan
 from headrace.spec import KVGroup
+from headrace.worker.graphs import buckets_up_to
 from headrace.worker.rehearsal import RunsPlans
 
 _TOKENS = 16
@@ -88,10 +89,9 @@ def _edits(new: NewRow, groups: Sequence[KVGroup]) -> Iterator[tuple[int, int, i
 def warm_linears(decoder: nn.Module, device: torch.device, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
     """Every product's shape once for every number of tokens that matters: the library picks a kernel by it and loads it then.
 
-    Batches of up to ``max_num_seqs`` tokens (graphs are captured over them, and a capture must load nothing), then larger steps; the
-    widest layer, the head, for the former alone.
+    Batches that graphs are captured for (a capture must load nothing), then larger steps; the widest layer, the head, for the former alone.
     """
-    few = [count for count in (1, 2, 4, *range(8, max_num_seqs + 8, 8)) if count < max_num_seqs + 8]
+    few = buckets_up_to(max_num_seqs)
     many = [count for size in (512, 1024, 2048, 4096, 8192, 16384) for count in (size * 3 // 4, size)]
     layers = {(each.shape.in_features, each.shape.out_features): each for each in decoder.modules() if isinstance(each, Linear)}
     widest = max((out for _, out in layers), default=0)
