@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, post_bytes, serving
+from support.serving import FAKE, SERVE, Server, post_bytes, serving
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -213,24 +213,15 @@ def test_a_full_queue_and_a_wrong_field_are_told(browser: Any, visit: Open, watc
 
 
 def test_a_server_that_loads_is_waited_for(visit: Open, watch: Watch) -> None:
-    with contextlib.closing(_Loading()) as server:
-        page = visit(server.server)
+    server = Server([*FAKE, "--load-seconds", "1.5"])
+    try:
+        page = visit(server)
         page.wait_for_selector("#banner:text('still loading')")
         page.wait_for_selector("#model-name:text('demo')")
         assert not page.is_visible("#banner")
+    finally:
+        server.stop()
     watch.forgive("status of 503")
-
-
-class _Loading:
-    """A server that is asked before it is ready."""
-
-    def __init__(self) -> None:
-        from support.serving import FAKE
-
-        self.server = Server([*FAKE, "--load-seconds", "1.5"])
-
-    def close(self) -> None:
-        self.server.stop()
 
 
 def test_tool_calls_and_reasoning_are_shown(fake: Server, visit: Open) -> None:

@@ -142,12 +142,23 @@ export function stepChart(box, steps) {
   const xs = shown.map((_, at) => frame.x((slots - shown.length + at) * width));
   const wide = (frame.width - LEFT - RIGHT) * width;
   shown.forEach((step, at) => frame.svg.append(...stepBar(frame, step, xs[at], wide)));
+  markCut(frame, shown, xs);
   if (!shown.length) frame.say("No step has run yet");
   else for (const at of new Set([0, shown.length >> 1, shown.length - 1])) frame.below((slots - shown.length + at + 0.5) * width, `step ${shown[at].step_id.toLocaleString("en")}`, at === shown.length - 1 ? "end" : at ? "middle" : "start");
   const entries = [["b1", "decode"], ["b2", "prefill"], ["b4", "mixed"], ["btick", "predicted"], ["bfloor", "floor: the device's limit"]];
   const last = shown.at(-1);
   frame.svg.setAttribute("aria-label", last ? `Last step: measured ${format(last.measured_seconds, "seconds")}, predicted ${format(last.predicted_seconds, "seconds")}` : "No step yet");
   place(box, frame, legend(entries), (at) => stepFacts(shown[at]), xs.map((x) => x + wide / 2));
+}
+
+/** The time of each bar that goes beyond the chart, where there is room to write it. */
+function markCut(frame, steps, xs) {
+  let free = 0;
+  steps.forEach((step, at) => {
+    if (step.measured_seconds <= frame.top || xs[at] < free) return;
+    free = xs[at] + 48;
+    frame.svg.append(svg("text", { class: "cut", x: xs[at] + 3, y: TOP - 1, "text-anchor": "middle" }, format(step.measured_seconds, "seconds")));
+  });
 }
 
 function stepBar(frame, step, x, wide) {
@@ -159,7 +170,6 @@ function stepBar(frame, step, x, wide) {
   const y = frame.y(step.predicted_seconds);
   return [
     bar(step.failed ? "f3" : `f${KINDS[step.kind]}`, step.measured_seconds, 0),
-    step.measured_seconds > frame.top ? svg("text", { class: "cut", x: x + wide / 2, y: TOP - 1, "text-anchor": "middle" }, format(step.measured_seconds, "seconds")) : "",
     step.floor_seconds ? bar("floor", step.floor_seconds, 0) : "",
     step.predicted_seconds ? svg("line", { class: "tick", x1: x - 0.5, x2: x + wide - 1, y1: y, y2: y }) : "",
   ].filter(Boolean);

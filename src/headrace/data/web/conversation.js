@@ -4,6 +4,8 @@ const MESSAGES = "headrace.conversation";
 const SETTINGS = "headrace.settings";
 const NUMBERS = { temperature: Number, top_p: Number, top_k: toInteger, max_tokens: toInteger, seed: toInteger };
 
+const MOST = 0.8; // of the tokens, that came in events of their own
+
 function toInteger(text) {
   return Number.parseInt(text, 10);
 }
@@ -109,6 +111,7 @@ export class Answer {
     const tokens = this.usage?.completion_tokens ?? this.chunks;
     const cached = this.usage?.prompt_tokens_details?.cached_tokens ?? 0;
     const seconds = (this.last - this.first) / 1000;
-    return { tokens, first: this.first ? (this.first - this.begun) / 1000 : null, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null, cached };
+    const told = this.chunks > 1 && this.chunks >= MOST * tokens && seconds > 0; // else the first event held several: no rate can be told
+    return { tokens, first: this.first ? (this.first - this.begun) / 1000 : null, rate: told ? (tokens - 1) / seconds : null, cached };
   }
 }

@@ -85,7 +85,7 @@ function drawTiles(news, samples) {
   const limit = ratios(samples, "floor_seconds", "measured_seconds");
   byId("tiles").replaceChildren(
     tile("Running", last.decoding + last.prefilling, "count", `${last.prefilling ?? 0} in their prompt`, samples.map((each) => each.decoding + each.prefilling), 1),
-    tile("Waiting", last.waiting + last.preempted, "count", last.preempted ? `${last.preempted} preempted` : `${last.preemptions ?? 0} preemptions ever`, samples.map((each) => each.waiting + each.preempted), 4),
+    tile("Waiting", last.waiting + last.preempted, "count", last.preempted ? `${last.preempted} preempted` : `${last.preemptions ?? 0} preempted so far`, samples.map((each) => each.waiting + each.preempted), 4),
     tile("Generated", generated.at(-1), "count", "tokens/s", generated, 1),
     tile("First token", last.ttft_p50, "seconds", `99 %: ${format(last.ttft_p99 ?? null, "seconds")}`, column("ttft_p50"), 2),
     tile("Between tokens", last.tpot_p50, "seconds", `99 %: ${format(last.tpot_p99 ?? null, "seconds")}`, column("tpot_p50"), 2),
