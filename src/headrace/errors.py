@@ -99,6 +99,12 @@ class StepFailed(HeadraceError):
     """A whole step failed in the executor; its requests end with this error, others go on."""
 
 
+class ModerationFailed(HeadraceError):
+    """What judges answers could not judge this one, so it is not sent."""
+
+    type = "moderation_error"
+
+
 class EngineDead(HeadraceError):
     """The engine process is gone; nothing more will come from it."""
 

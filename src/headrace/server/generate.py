@@ -193,7 +193,8 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
         run = _Run(service.metrics, exchange, answer, job)
         run.begin(job.prompt_tokens)
         try:
-            async with contextlib.aclosing(merge(sources)) as merged:
+            judged = [service.judged(source, each) for source, each in zip(sources, prepared, strict=True)]
+            async with contextlib.aclosing(merge(judged)) as merged:
                 if options.stream:
                     await _stream(service, exchange, answer, merged, run)
                 else:

@@ -20,6 +20,7 @@ from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
+from headrace.server.moderation.watch import Moderator
 from headrace.server.service import Engine, Service
 from headrace.server.supervisor import Supervisor
 
@@ -91,7 +92,19 @@ async def _serve(
         announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
         started()
 
-    return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
+    service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
+    try:
+        return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
+    finally:
+        await service.moderator.close()
+
+
+def model_folders(model: str | None) -> tuple[str, ...]:
+    """Where models lie: the one that is served, and the hub's cache."""
+    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    if model is None or not os.path.exists(model):
+        return (hub,)
+    return (model if os.path.isdir(model) else os.path.dirname(model) or ".", hub)
 
 
 def describe(engine: Engine, decisions: Sequence[Decision] = ()) -> list[str]:

@@ -20,12 +20,13 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
-from headrace.request import SamplingParams
+from headrace.request import Request, SamplingParams
 from headrace.server.bodies import Bodies
 from headrace.server.dashboard import History
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.inflight import Inflight
+from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import create_parser
 from headrace.server.parsing.formats import Dialect, choose_dialect
 from headrace.server.parsing.segments import OutputParser
@@ -128,6 +129,7 @@ class Service:
         self.threads = Threads()
         self.bodies = Bodies(config.max_body_bytes, self.threads)
         self.inflight = Inflight()
+        self.moderator = Moderator()
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
         self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"
@@ -228,6 +230,15 @@ class Service:
             self._live -= count
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
+
+    def judged(self, stream: DeltaStream, request: Request) -> DeltaStream:
+        """The stream as moderation lets it through."""
+
+        async def prompt_text() -> str:
+            tokenizer, ids = self.any_engine().tokenizer, request.prompt_token_ids
+            return "" if tokenizer is None else await self.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
+
+        return self.moderator.watch(stream, request, prompt_text)
 
     def cache_salt(self, exchange: Exchange, salt: str) -> str:
         """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""

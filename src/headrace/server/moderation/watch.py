@@ -1,0 +1,178 @@
+"""Answers under moderation: nothing is let through before it has been judged, and a bad answer ends with ``content_filter``.
+
+What lives here: which part of a text is judged when, what of a stream may go on, how an answer ends. What may not: words.py, hook.py.
+
+A function is asked at places that the text alone decides (the end of a word, after some forty characters, later fewer times), so that
+the same answer is cut at the same place however it arrived. What it lets through is sent up to there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.config import ServerConfig
+from headrace.engine.output import RequestDelta
+from headrace.request import Request
+from headrace.server.moderation.hook import HookPool
+from headrace.server.moderation.words import WordList, WordMatcher, read_words
+
+if TYPE_CHECKING:
+    from headrace.server.service import DeltaStream
+
+STRIDE = 40  # characters between two questions to a function, at least
+MAX_PROMPT = 100_000  # characters of a prompt that a function is shown: the last ones
+CONTENT_FILTER = "content_filter"
+_SPACE = re.compile(r"\s")
+
+Deltas = AsyncGenerator[Sequence[RequestDelta], None]
+PromptText = Callable[[], Awaitable[str]]
+
+
+class Moderator:
+    """What a server's answers are judged by. ``sees_prompt``: prompts are, too."""
+
+    def __init__(self, words: WordList | None = None, hook: HookPool | None = None, *, sees_prompt: bool = False) -> None:
+        self._words = words
+        self._hook = hook
+        self._sees_prompt = sees_prompt
+
+    @classmethod
+    async def start(cls, config: ServerConfig, model_folders: Sequence[str]) -> Moderator:
+        """Raises ConfigError for a list that cannot be read and a function that cannot be had."""
+        words = read_words(config.moderation_words) if config.moderation_words is not None else None
+        hook = await HookPool.start(config.moderation, model_folders, config.moderation_timeout) if config.moderation is not None else None
+        return cls(words, hook, sees_prompt=config.moderation_prompt)
+
+    async def close(self) -> None:
+        if self._hook is not None:
+            await self._hook.close()
+
+    def watch(self, source: DeltaStream, request: Request, prompt_text: PromptText) -> DeltaStream:
+        """The same stream, judged; as it is where there is nothing to judge by."""
+        return source if self._words is None and self._hook is None else self._watched(source, request, prompt_text)
+
+    async def _watched(self, source: DeltaStream, request: Request, prompt_text: PromptText) -> Deltas:
+        async with contextlib.aclosing(source):
+            prompt = (await prompt_text())[-MAX_PROMPT:] if self._sees_prompt else None
+            if prompt is not None and self._words is not None and WordMatcher(self._words).push(prompt, final=True)[1]:
+                yield [_end(index, "", request.params.n) for index in range(request.params.n)]
+                return
+            answers = [_Answer(index, request, self._words, self._hook, prompt) for index in range(request.params.n)]
+            async for batch in source:
+                passed: list[RequestDelta] = []
+                for answer in answers:
+                    own = [delta for delta in batch if delta.index == answer.index]
+                    passed += await answer.push(own) if own else ()
+                if passed:
+                    yield passed
+                if all(answer.ended for answer in answers):
+                    return
+
+
+def _end(index: int, text: str, n: int) -> RequestDelta:
+    return RequestDelta(index, text, (), finish_reason=CONTENT_FILTER, last=index == n - 1)
+
+
+class _Answer:
+    """One answer: its deltas wait until all their text has been judged.
+
+    A token's text may come later than the token, when it could begin a stop string; so deltas wait for that much text more.
+    """
+
+    def __init__(self, index: int, request: Request, words: WordList | None, hook: HookPool | None, prompt: str | None) -> None:
+        self.index = index
+        self.ended = False
+        self._n = request.params.n
+        self._lag = max(map(len, request.params.stop), default=0)
+        self._matcher = WordMatcher(words) if words is not None else None
+        self._judge = _Judge(hook, prompt) if hook is not None else None
+        self._waiting: deque[tuple[int, RequestDelta]] = deque()  # with where its text ends
+        self._length = 0
+        self._sent = 0  # characters
+        self._held = ""  # cleared by the words, not yet given to the function
+
+    async def push(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
+        """What may go on now. Raises ModerationFailed."""
+        if self.ended:
+            return []
+        if deltas[-1].finish_reason == "error":
+            self.ended = True
+            return [replace(deltas[-1], text="", token_ids=(), logprobs=())]
+        for delta in deltas:
+            self._length += len(delta.text)
+            self._waiting.append((self._length, delta))
+        final = deltas[-1].finish_reason is not None
+        cleared, bad = await self._look("".join(delta.text for delta in deltas), final)
+        passed = self._passed(cleared if bad or not final else cleared + self._lag)
+        if bad:
+            passed.append(self._cut(cleared))
+        self.ended = bad or final
+        return passed
+
+    async def _look(self, text: str, final: bool) -> tuple[int, bool]:
+        if self._matcher is None:
+            cleared, bad = self._length, False
+        else:
+            cleared, bad = self._matcher.push(text, final=final)
+        if self._judge is None:
+            return cleared, bad
+        self._held += text
+        given = self._held[: cleared - self._judge.length]
+        self._held = self._held[len(given) :]
+        judged, refused = await self._judge.push(given, final=final or bad)
+        return (judged, True) if refused else (judged, bad)
+
+    def _passed(self, cleared: int) -> list[RequestDelta]:
+        passed = []
+        while self._waiting and self._waiting[0][0] + self._lag <= cleared:
+            end, delta = self._waiting.popleft()
+            self._sent = end
+            passed.append(delta)
+        return passed
+
+    def _cut(self, cleared: int) -> RequestDelta:
+        """The end of a bad answer, with the text that was good and not sent."""
+        text = "".join(delta.text for _, delta in self._waiting)[: max(0, cleared - self._sent)]
+        self._waiting.clear()
+        return _end(self.index, text, self._n)
+
+
+class _Judge:
+    """One answer's questions to the function."""
+
+    def __init__(self, hook: HookPool, prompt: str | None) -> None:
+        self._hook = hook
+        self._prompt = prompt
+        self._text = ""
+        self._good = 0  # characters that have been judged
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    async def push(self, text: str, *, final: bool) -> tuple[int, bool]:
+        """As WordMatcher.push."""
+        self._text += text
+        while (place := self._next_place()) is not None:
+            if await self._hook.judge(self._text[:place], self._prompt, final=False):
+                return self._good, True
+            self._good = place
+        if final:
+            if await self._hook.judge(self._text, self._prompt, final=True):
+                return self._good, True
+            self._good = len(self._text)
+        return self._good, False
+
+    def _next_place(self) -> int | None:
+        """The end of the first word that ends a stride from here on; a text without spaces is cut at four strides."""
+        stride = max(STRIDE, self._good // 16)
+        first, last = self._good + stride, self._good + 4 * stride
+        space = _SPACE.search(self._text, first - 1, last)
+        if space is not None:
+            return space.end()
+        return last if len(self._text) >= last else None
