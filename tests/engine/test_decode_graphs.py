@@ -23,7 +23,7 @@ from headrace.errors import StepFailed
 from headrace.kernels import TWINS, Kernels
 from headrace.kernels.rows import store_tokens
 from headrace.layers.inputs import ForwardInputs
-from headrace.request import FinishReason, SamplingParams
+from headrace.request import FinishReason, SamplingParams, StructuredOutputs, TokenMasks
 from headrace.spec import Activation
 from headrace.worker import model_runner
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
@@ -215,6 +215,27 @@ def test_buckets_reach_what_is_asked_and_pad_by_no_more_than_an_eighth_of_a_larg
     for count in range(1, most + 1):
         bucket = min(size for size in sizes if size >= count)
         assert bucket - count <= max(7, count // 8)
+
+
+def masked_run(*, graphed: bool, max_logits_rows: int) -> list[list[int]]:
+    """Five rows decode together; rows 1 and 4 may take tokens of certain remainders alone, by masks that come once the forward pass is queued."""
+    choice = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(choice=("any",)))
+    with recorded_executor(graphed=graphed, max_logits_rows=max_logits_rows) as (executor, _, _):
+        planner, running = Planner(executor.info.kv_groups), sequences(5, 8, (SAMPLED, choice, WARM))
+        prefill(executor, planner, running)
+        for turn in range(6):
+            bits = [int(token % 7 == remainder) for remainder in (turn, 3) for token in range(128)]
+            masks = TokenMasks((1, 4), 4, np.packbits(bits, bitorder="little").tobytes())
+            ticket = executor.submit(replace(planner.plan([(each, len(each.ids) - 1, 1) for each in running]), masked=(1, 4)))
+            executor.sample(ticket, masks)
+            take(executor.collect(ticket), running)
+            assert running[1].output[-1] % 7 == turn and running[4].output[-1] % 7 == 3
+    return [each.output for each in running]
+
+
+@pytest.mark.parametrize("max_logits_rows", [100, 2])
+def test_masks_hold_in_steps_that_graphs_compute(max_logits_rows: int) -> None:
+    assert masked_run(graphed=True, max_logits_rows=max_logits_rows) == masked_run(graphed=False, max_logits_rows=100)
 
 
 def test_graphs_keep_to_the_budget_of_logits() -> None:
