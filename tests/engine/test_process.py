@@ -350,6 +350,24 @@ def test_a_temporary_folder_with_a_long_name_or_none_at_all(tmp_path: Path, monk
         with_engine(lambda llm: collect(llm.stream([1], SHORT)))
 
 
+def test_an_engine_that_freezes_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LOAD_SILENCE", 1)
+
+    async def load() -> None:
+        launched = await connection.EngineConnection.launch(create_config(**SMALL))
+        process = launched._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineDead, match="silent for 1 s while it loads"):
+                await launched.started()
+        finally:
+            await launched.close(0.0)
+        assert gone(process.pid)
+
+    asyncio.run(asyncio.wait_for(load(), 10))
+
+
 def test_a_frozen_engine_is_told_from_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "HANG_SECONDS", 1.5)
 

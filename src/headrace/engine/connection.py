@@ -34,6 +34,7 @@ from headrace.scratch import Scratch
 _MAX_HELLO = 4096  # bytes before the peer is known
 _FRAMES_A_TURN = 16  # well below the deltas that a stream may have pending
 _EXIT_SECONDS = 5.0  # between asking and killing
+LOAD_SILENCE = 60  # seconds without a beat; imports may hold the interpreter for some
 _START_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (errors.ModelError, errors.ConfigError, errors.OutOfMemory)}
 
 OnEvent = Callable[[Any], None]
@@ -132,8 +133,13 @@ class EngineConnection:
         return self
 
     async def started(self) -> EngineInfo:
-        """Waits until the engine can serve. Raises what kept it from that."""
-        return await asyncio.shield(self._info)
+        """Waits until the engine can serve, however long it loads, as long as it is heard. Raises what kept it from that."""
+        silent, heard = 0, self.last_heard
+        while silent < LOAD_SILENCE:  # looks, not seconds: a front end that was stopped itself has missed nothing
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(self._info), 1.0)
+            silent, heard = (silent + 1 if heard == self.last_heard else 0), self.last_heard
+        raise EngineDead(f"the engine has been silent for {LOAD_SILENCE} s while it loads. Restart the server.")
 
     @property
     def info(self) -> EngineInfo:
