@@ -136,6 +136,9 @@ def request_fields() -> str:
     routes = {
         "POST /v1/chat/completions": fields.CHAT,
         "POST /v1/completions": fields.COMPLETION,
+        "POST /v1/responses": fields.RESPONSES,
+        "POST /v1/messages": fields.MESSAGES,
+        "POST /v1/messages/count_tokens": fields.COUNT_TOKENS,
         "POST /tokenize": fields.TOKENIZE,
         "POST /detokenize": fields.DETOKENIZE,
     }
