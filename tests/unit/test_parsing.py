@@ -210,6 +210,14 @@ def test_a_call_after_one_that_is_none() -> None:
     assert content(found) == "<tool_call>junk</tool_call>" and len(arguments(found)) == 2 and reason == "tool_calls"
 
 
+def test_the_limit_of_what_is_held_back_is_a_place_in_the_text() -> None:
+    """However much comes at once: what follows the limit is looked at afresh."""
+    text = '<tool_call>{"arguments": {"a": "' + "x" * (MAX_HEAD + 100) + written("hermes")
+    found, reason = whole(text, "hermes")
+    assert len(arguments(found)) == 2 and reason == "tool_calls"
+    assert parse(make("hermes"), text) == (found, reason)
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
     """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own reasons stay."""
