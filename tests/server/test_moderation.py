@@ -1,4 +1,4 @@
-"""What ends an answer before its time, at a server with a model: loops, bad words of the server's, a function of the user's."""
+"""Answers that a running server's own rules end: a list of words, a function of the user's. (No model: keyed hash.)"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "rules.py").write_text(HOOK)
     (folder / "words").write_text("# bad\nzebra\n")
     flags = ("--moderation", f"{folder}/rules.py:judge", "--moderation-words", f"{folder}/words", "--moderation-prompt", "--moderation-timeout", "1")
-    with serving(*flags, "--max-num-seqs", "8", "--max-model-len", "1024", command=SERVE) as running:
+    with serving(*flags, "--executor", "keyed-hash", command=SERVE) as running:
         yield running
 
 
@@ -57,38 +57,16 @@ def whole(server: Server, body: dict[str, Any]) -> tuple[dict[int, str], dict[in
     return {c["index"]: c["text"] for c in choices}, {c["index"]: (c["finish_reason"], c["stop_reason"]) for c in choices}
 
 
-def test_a_loop_ends_with_its_reason_streamed_or_whole(server: Server) -> None:
-    body = {**TEXT, "max_tokens": 100, "allowed_token_ids": [300], "repetition_detection": {"min_tokens": 64}, "n": 2, "logprobs": 0}
-    answer = ask(server, body)
-    assert [(c["finish_reason"], c["stop_reason"], len(c["logprobs"]["tokens"])) for c in answer["choices"]] == [("stop", "repetition", 64)] * 2
-    assert answer["usage"]["completion_tokens"] == 128
-    assert streamed(server, body) == whole(server, body)
-    for off in (False, None):
-        assert ask(server, {**body, "max_tokens": 70, "repetition_detection": off})["choices"][0]["finish_reason"] == "length"
-    refused = server.ask("POST", "/v1/completions", {**body, "repetition_detection": {"min_count": 1}})
-    assert refused.status == 400 and refused.error["param"] == "repetition_detection"
+@pytest.mark.parametrize("banned", ["q", "z", "x", "ing", "the"])
+def test_a_function_ends_a_bad_answer_before_it_is_sent(server: Server, banned: str) -> None:
+    body = {**TEXT, "prompt": f"Once upon a BAN {banned} time", "n": 2, "seed": 7, "return_token_ids": True}
+    texts, ends = whole(server, body)
+    assert streamed(server, body) == (texts, ends)
+    assert not any(banned in text for text in texts.values())
+    assert {reason for reason, _ in ends.values()} <= {"content_filter", "length"}
 
 
-def test_banned_words_and_allowed_tokens_hold_in_streams_and_for_every_answer(server: Server) -> None:
-    plain = ask(server, TEXT)["choices"][0]["text"]
-    word = max(plain.split(), key=len)
-    body = {**TEXT, "bad_words": [word], "n": 2, "seed": 1, "temperature": 1.0}
-    texts, _ = whole(server, body)
-    assert all(word not in text.split() for text in texts.values())
-    assert streamed(server, body)[0] == texts
-    few = ask(server, {**TEXT, "allowed_token_ids": [301, 302, 303], "temperature": 1.0, "return_token_ids": True})
-    assert set(few["choices"][0]["token_ids"]) <= {301, 302, 303}
-
-
-def test_a_function_ends_a_bad_answer_before_it_is_sent(server: Server) -> None:
-    plain = ask(server, {**TEXT, "prompt": "Once upon a BAN nothing-of-the-kind time"})["choices"][0]["text"]
-    word = plain[90:].split()[1]
-    for n in (1, 2):
-        body = {**TEXT, "prompt": f"Once upon a BAN {word} time", "n": n, "return_token_ids": True}
-        texts, ends = whole(server, body)
-        assert streamed(server, body) == (texts, ends)
-        for index, (reason, _) in ends.items():
-            assert word not in texts[index] or reason != "content_filter"
+def test_a_bad_chat_ends_so_too(server: Server) -> None:
     assert ask(server, {**TEXT, "prompt": "BAN e time"})["choices"][0]["finish_reason"] == "content_filter"
     body = {"messages": [{"role": "user", "content": "BAN e please"}], "max_tokens": 80, "temperature": 0}
     choice = server.ask("POST", "/v1/chat/completions", body).json["choices"][0]
