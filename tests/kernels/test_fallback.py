@@ -323,3 +323,13 @@ def test_a_cache_folder_that_cannot_be_written_is_said_and_replaced(tmp_path: Pa
     assert results[0] == ([[str(tmp_path / "cache"), None]] * 2, "")
     (replaced, _), said = results[1]
     assert "headrace-triton-" in replaced[0] and "cannot be written" in replaced[1] and "Not a directory" in said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_cache_folder_without_room_is_said_and_replaced(tmp_path: Path) -> None:
+    """Files of at most 1 MiB stand for a full disk: what cannot be kept is no reason to build nothing."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
+    code += "from headrace.kernels.triton.toolchain import cache_folder; print(cache_folder()[1])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "cannot be written (File too large)" in done.stdout

@@ -25,6 +25,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.errors import InterpreterError
 
 _log = logging.getLogger(__name__)
+_ROOM = 4 * 2**20  # bytes that must fit into the cache's folder: about what the kernels of one model take
 _KERNELS = "headrace.kernels.triton."
 _TRITON = str(Path(triton.__file__).parent)
 # Functions of Triton that only translate: whatever goes wrong below them is about building.
@@ -114,7 +115,8 @@ def cache_folder() -> tuple[str, str | None]:
 def _unwritable(folder: str) -> str | None:
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
             return None
     except OSError as error:
         return error.strerror or str(error)
