@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from headrace.request import StructuredOutputs
 
-# Between the parts of a JSON text: enough for indented output, and an end to a model that would only ever indent.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+# Between the parts of a JSON text: a space, or a new line and its indentation. What has no end a model may never end.
+_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
 _JSON_OBJECT = '{"type": "object"}'
 
