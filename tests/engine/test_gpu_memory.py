@@ -118,7 +118,7 @@ def _demand(**changes: Any) -> Demand:
     return Demand(**{**values, **changes})
 
 
-def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None]) -> tuple[Allotment, int, Runner]:
+def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None], *, graphable: bool = True) -> tuple[Allotment, int, Runner]:
     """The bytes of KV, with a model of one parameter of 100 MiB."""
     allotment, runner = Allotment(demand), Runner(act)
     longest = allotment.draft().max_model_len
@@ -129,7 +129,7 @@ def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None]) -> tup
         assert [cache.shape[0] for cache in caches] == [1] * len(caches)
         return runner
 
-    plan = allotment.settle(decoder, longest, create_runner)
+    plan = allotment.settle(decoder, longest, create_runner, graphable=graphable)
     return allotment, plan.num_bytes, runner
 
 
@@ -151,8 +151,10 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
 
 
 def test_without_graphs_none_are_counted(card: Card) -> None:
-    allotment, _, _ = _settled(card, _demand(graphs=False), lambda plan: None)
-    assert allotment._room.purposes["graphs"] == 0 == graph_bytes((), 10**9, 10**6)
+    assert graph_bytes((), 10**9, 10**6) == 0
+    for demand, graphable in ((_demand(graphs=False), True), (_demand(), False)):  # not asked for; a twin looks at the device
+        allotment, _, _ = _settled(card, demand, lambda plan: None, graphable=graphable)
+        assert allotment._room.purposes["graphs"] == 0
 
 
 def test_a_largest_step_that_does_not_fit_names_its_shape_and_the_flags(card: Card) -> None:

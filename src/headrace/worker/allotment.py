@@ -114,14 +114,17 @@ class Allotment:
             return self._plan(self._room)
         return self._plan(Room(self._room.available, {"weights": self._room.purposes["weights"]}))
 
-    def settle(self, decoder: nn.Module, longest: int, create_runner: CreateRunner) -> KVPlan:
-        """On a GPU, with everything loaded: the plan that holds. ``longest``: of the draft. Raises ConfigError or OutOfMemory."""
+    def settle(self, decoder: nn.Module, longest: int, create_runner: CreateRunner, *, graphable: bool) -> KVPlan:
+        """On a GPU, with everything loaded: the plan that holds. ``longest``: of the draft. ``graphable``: kernels allow graphs.
+
+        Raises ConfigError or OutOfMemory.
+        """
         assert self._meter is not None, "a CPU's draft is its plan"
         demand = self._demand
         decode, self._arena = self._rehearse(longest, create_runner)
         weights = weight_bytes(decoder)
         self._scratch = self._meter.kept(weights)
-        buckets = buckets_up_to(demand.most_rows) if demand.graphs else ()
+        buckets = buckets_up_to(demand.most_rows) if demand.graphs and graphable else ()
         self._room = Room(
             self._room.available,
             {

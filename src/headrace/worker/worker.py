@@ -183,7 +183,7 @@ class _Start:
             self._ahead.finish()
         torch.cuda.empty_cache()
         self._stages.done("kernels waited for")
-        plan = self._allotment.settle(decoder, draft.max_model_len, partial(self._create_runner, decoder))
+        plan = self._allotment.settle(decoder, draft.max_model_len, partial(self._create_runner, decoder), graphable=self._kernels.graphable)
         self._stages.done("largest steps")
         return plan
 
