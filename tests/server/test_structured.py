@@ -1,0 +1,107 @@
+"""Structured output over HTTP: the real client against a real server with the demo model."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from tests.support.serving import SERVE, Server, serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+ASK = [{"role": "user", "content": "Who?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--max-model-len", "512", command=SERVE) as running:
+        yield running.wait_ready(60.0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": client.models.list().data[0].id, "messages": ASK, "max_tokens": 120, "seed": 3, **fields})
+
+
+def test_a_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = chat(client, response_format=FORMAT).choices[0]
+    jsonschema.validate(json.loads(whole.message.content), SCHEMA)
+    chunks = list(chat(client, response_format=FORMAT, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.message.content
+    assert (whole.finish_reason, chunks[-1].choices[0].finish_reason) == ("stop", "stop")
+
+
+def test_every_kind_on_both_routes(client: openai.OpenAI) -> None:
+    assert isinstance(json.loads(chat(client, response_format={"type": "json_object"}, max_tokens=300).choices[0].message.content), dict)
+    for wanted, pattern in (({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"choice": ["yes", "no"]}, "yes|no"), ({"grammar": 'start: "x" | "y"'}, "x|y")):
+        fields = {"structured_outputs": wanted}
+        answer = client.completions.create(model=client.models.list().data[0].id, prompt="Say", n=2, extra_body=fields, logprobs=1)
+        for text in (chat(client, extra_body=fields).choices[0].message.content, *(choice.text for choice in answer.choices)):
+            assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"response_format": {"type": 5}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"rejex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": "a"}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, "bad_words"),
+        ({"guided_json": {}}, "guided_json"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_followed_is_a_400_that_names_its_field(server: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
+    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "stream": stream, **fields})
+    assert answer.status == 400 and answer.error["param"] == param, answer
+
+
+def test_bombs_hold_up_nobody(server: Server, client: openai.OpenAI) -> None:
+    bomb = {"structured_outputs": {"choice": [f"v{index}" for index in range(40_000)]}, "messages": ASK, "max_tokens": 4}
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(server.ask("POST", "/v1/chat/completions", bomb).status)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert chat(client, max_tokens=5).choices[0].finish_reason in ("stop", "length")
+    for thread in threads:
+        thread.join()
+    assert set(answers) <= {200, 400}
+    text = server.ask("GET", "/metrics").body.decode()
+    masks, seconds = (_metric(text, name) for name in ("masks_total", "mask_seconds_total"))
+    assert masks > 10 and 0 < seconds / masks < 0.05
+
+
+def _metric(text: str, name: str) -> float:
+    found = re.search(rf"headrace_structured_output_{name}{{[^}}]*}} (\S+)", text)
+    assert found is not None
+    return float(found[1])
