@@ -138,6 +138,7 @@ def test_a_request_comes_out_of_its_frame_as_it_went_in() -> None:
         arrival_time=1.5,
         cache_salt="s",
         bad_word_ids=((1, 2), (3,)),
+        explain=True,
     )
     (frame,) = frames.Unpacker(frames.Command).feed(frames.pack_request(asked))
     assert frames.unpack_request(frame) == asked
@@ -185,6 +186,43 @@ def test_a_stop_string_ends_the_sequence_on_both_sides() -> None:
         await idle(llm)
 
     with_engine(work)
+
+
+def test_where_requests_stand_is_asked_and_answered_across_the_socket() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        running, waiting = (llm.stream([1, 2, 3], LONG, explain=True) for _ in range(2))
+        await anext(aiter(running))
+        answer = await llm.explain([running, waiting])
+        first, second = answer["requests"]
+        assert first["running"] and first["num_prompt"] == 3 and first["num_outputs"][0] > 0
+        assert not second["running"] and second["position"] == 1 and second["wait"]["kind"] == "rows"
+        assert 0 < second["earliest"] < second["latest"] and answer["accounts"][0]["steps"] > 0
+        running.abort()
+        short = llm.stream([1, 2], SHORT, explain=True)
+        waiting.abort()
+        account = (await collect(short))[-1].account
+        assert account is not None and account.steps == 12
+        assert (await llm.explain([running, short]))["requests"] == [None, None]
+        assert len((await llm.explain([short] * 1000))["requests"]) == frames.MAX_ASKED
+
+    with_engine(work, max_num_seqs=1, device_time=0.002)
+
+
+def test_one_answer_of_several_is_ended_and_computed_no_further() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.stream([1, 2, 3], SamplingParams(n=2, max_tokens=3000, ignore_eos=True))
+        deltas = [delta for _ in range(3) for delta in await anext(aiter(stream))]
+        stream.end_answer(0)
+        deadline = time.monotonic() + 2
+        while (await llm.stats())["num_running"] > 1:
+            assert time.monotonic() < deadline
+        assert {delta.index for delta in deltas} == {0, 1}
+        stream._pending.clear()
+        assert {delta.index for delta in await anext(aiter(stream))} == {1}
+        stream.abort()
+        await idle(llm)
+
+    with_engine(work, device_time=0.002)
 
 
 def test_bad_input_is_refused_before_a_stream_exists() -> None:

@@ -113,6 +113,7 @@ class Source:
     def __init__(self, batches: Sequence[Sequence[RequestDelta]]) -> None:
         self._batches = iter(batches)
         self.closed = False
+        self.ended: list[int] = []
 
     def __aiter__(self) -> Source:
         return self
@@ -121,6 +122,9 @@ class Source:
         for batch in self._batches:
             return batch
         raise StopAsyncIteration
+
+    def end_answer(self, index: int) -> None:
+        self.ended.append(index)
 
     async def aclose(self) -> None:
         self.closed = True

@@ -86,6 +86,11 @@ class Stream:
             self._llm.forget(self.request.request_id)
             self.end(None)
 
+    def end_answer(self, index: int) -> None:
+        """Ends one of the n answers; its deltas stop, without a last one."""
+        if not self.done:
+            self._llm.end_answer(self.request.request_id, index)
+
     def __del__(self) -> None:
         if not self.done:
             self._llm.forget_soon(self.request.request_id)
@@ -338,6 +343,9 @@ class AsyncLLM:
         self._streams.pop(request_id, None)
         self._outputs.drop(request_id)
         self._connection.send(frames.pack(frames.Abort(request_id)))
+
+    def end_answer(self, request_id: int, index: int) -> None:
+        self._outputs.end_answer(request_id, index)
 
     def forget_soon(self, request_id: int) -> None:
         """The same from wherever the garbage collector runs."""

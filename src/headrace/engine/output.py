@@ -170,6 +170,18 @@ class OutputProcessor:
         self._live.pop(request_id, None)
         self._held.pop(request_id, None)
 
+    def end_answer(self, request_id: int, index: int) -> None:
+        """Nothing more is wanted of one answer: the core ends it where it is."""
+        live = self._live.get(request_id)
+        sequence = live.sequences[index] if live is not None else None
+        if live is None or sequence is None:
+            return
+        self.finish(request_id, index, sequence.num_tokens)
+        live.sequences[index] = None
+        live.num_live -= 1
+        if live.num_live == 0:
+            self.drop(request_id)
+
     @property
     def num_live(self) -> int:
         return len(self._live)

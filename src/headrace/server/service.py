@@ -66,6 +66,13 @@ class DeltaStream(Protocol):
     async def aclose(self) -> None: ...
 
 
+class EngineStream(DeltaStream, Protocol):
+    """As it comes from the engine."""
+
+    def end_answer(self, index: int) -> None:
+        """Nothing more of this answer comes, nor is computed."""
+
+
 class Engine(Protocol):
     """What the server needs of AsyncLLM."""
 
@@ -93,7 +100,7 @@ class Engine(Protocol):
     def dead(self) -> bool:
         """It is gone for good."""
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> DeltaStream:
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> EngineStream:
         """Submits at once. The stream raises EngineDead when the engine is gone."""
 
     async def stats(self) -> Mapping[str, Any]: ...
@@ -231,7 +238,7 @@ class Service:
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
 
-    def judged(self, stream: DeltaStream, request: Request) -> DeltaStream:
+    def judged(self, stream: EngineStream, request: Request) -> DeltaStream:
         """The stream as moderation lets it through."""
 
         async def prompt_text() -> str:

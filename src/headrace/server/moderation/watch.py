@@ -22,7 +22,7 @@ from headrace.server.moderation.hook import HookPool
 from headrace.server.moderation.words import WordList, WordMatcher, read_words
 
 if TYPE_CHECKING:
-    from headrace.server.service import DeltaStream
+    from headrace.server.service import DeltaStream, EngineStream
 
 STRIDE = 40  # characters between two questions to a function, at least
 MAX_PROMPT = 100_000  # characters of a prompt that a function is shown: the last ones
@@ -52,11 +52,11 @@ class Moderator:
         if self._hook is not None:
             await self._hook.close()
 
-    def watch(self, source: DeltaStream, request: Request, prompt_text: PromptText) -> DeltaStream:
+    def watch(self, source: EngineStream, request: Request, prompt_text: PromptText) -> DeltaStream:
         """The same stream, judged; as it is where there is nothing to judge by."""
         return source if self._words is None and self._hook is None else self._watched(source, request, prompt_text)
 
-    async def _watched(self, source: DeltaStream, request: Request, prompt_text: PromptText) -> Deltas:
+    async def _watched(self, source: EngineStream, request: Request, prompt_text: PromptText) -> Deltas:
         async with contextlib.aclosing(source):
             prompt = (await prompt_text())[-MAX_PROMPT:] if self._sees_prompt else None
             if prompt is not None and self._words is not None and WordMatcher(self._words).push(prompt, final=True)[1]:
@@ -66,8 +66,10 @@ class Moderator:
             async for batch in source:
                 passed: list[RequestDelta] = []
                 for answer in answers:
-                    own = [delta for delta in batch if delta.index == answer.index]
+                    own = [delta for delta in batch if delta.index == answer.index and not answer.ended]
                     passed += await answer.push(own) if own else ()
+                    if own and answer.ended and own[-1].finish_reason is None:
+                        source.end_answer(answer.index)
                 if passed:
                     yield passed
                 if all(answer.ended for answer in answers):
