@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the web process counts without pricing: it need not load nu
 
 # Upper bounds in seconds. Time to first token spans a cached prompt to a queue of minutes; gaps between tokens are finer.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+FINE_BUCKETS = tuple(0.001 * 1.1**n for n in range(145))  # to about 900 s, for percentiles
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 QUEUE_BUCKETS = TTFT_BUCKETS

@@ -86,7 +86,7 @@ class History:
         self.stats = {name: value for name, value in stats.items() if name not in ("records", "decisions")}
         self.steps.extend(_step_row(record) for record in stats["records"])
         self.decisions.extend({"number": n, "time": t, "kind": kind, "text": sentence(kind, r, v)} for n, t, kind, r, v in stats["decisions"])
-        mark = Mark(tuple(metrics.time_to_first_token.counts), tuple(metrics.inter_token.counts))
+        mark = Mark(tuple(metrics.first_tokens.counts), tuple(metrics.inter_token.counts))
         before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
         self._marks.append(mark)
         self._number += 1
@@ -111,7 +111,7 @@ def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
 
 
 def _latencies(metrics: ServerMetrics, before: Mark, mark: Mark) -> Row:
-    ttft, tpot = metrics.time_to_first_token, metrics.inter_token
+    ttft, tpot = metrics.first_tokens, metrics.inter_token
     first = [quantile(ttft.bounds, before.ttft, mark.ttft, share) for share in QUANTILES]
     return (*first, *(quantile(tpot.bounds, before.tpot, mark.tpot, share) for share in QUANTILES))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.metrics import E2E_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKETS, Histogram, render_steps
+from headrace.metrics import E2E_BUCKETS, FINE_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKETS, Histogram, render_steps
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -28,6 +28,7 @@ class ServerMetrics:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.first_tokens = Histogram(FINE_BUCKETS)  # the same, for the dashboard
         self.inter_token = Histogram(ITL_BUCKETS)
         self.end_to_end = Histogram(E2E_BUCKETS)
         self.queue_time = Histogram(QUEUE_BUCKETS)

@@ -266,6 +266,7 @@ class _Run:
             elif not self._started:
                 self._started = True
                 self._metrics.time_to_first_token.observe(now - self._exchange.arrival)
+                self._metrics.first_tokens.observe(now - self._exchange.arrival)
         if delta.finish_reason is not None:
             self.job.take(choice, delta)
             self._finished(delta)

@@ -2,6 +2,8 @@
 
 import { el, svg } from "./dom.js";
 
+const HEIGHT = 182; // as in dashboard.css
+const TALL = 234;
 const LEFT = 52;
 const BOTTOM = 22;
 const TOP = 8;
@@ -41,7 +43,7 @@ class Frame {
   /** The axes of one drawing. ``largest``: of the values; ``kind``: their unit. */
   constructor(box, largest, kind, fixed = null) {
     this.width = Math.max(box.clientWidth, 200);
-    this.height = Math.max(box.clientHeight - 26, 80);
+    this.height = box.classList.contains("tall") ? TALL : HEIGHT;
     this.scale = scaleOf(kind, largest);
     this.ticks = fixed ?? ticks(largest, this.scale[0]);
     this.kind = kind;

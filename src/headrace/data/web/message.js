@@ -95,7 +95,8 @@ function note({ finish, stopReason }) {
 
 function figuresText({ tokens, first, rate, cached }) {
   const parts = [];
-  if (first !== null) parts.push(first < 1 ? `first token ${Math.round(first * 1000)} ms` : `first token ${first.toFixed(1)} s`);
+  const name = rate === null && tokens > 1 ? "first shown" : "first token"; // calls are shown once their name is whole
+  if (first !== null) parts.push(first < 1 ? `${name} ${Math.round(first * 1000)} ms` : `${name} ${first.toFixed(1)} s`);
   if (rate !== null) parts.push(`${rate < 10 ? rate.toFixed(1) : Math.round(rate)} tokens/s`);
   parts.push(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
   if (cached) parts.push(`${cached} of the prompt cached`);
