@@ -54,7 +54,7 @@ ELSEWHERE: dict[str, str] = {
     "--enable-lora": "adapters are not supported yet",
     "--lora-modules": "adapters are not supported yet",
     "--enable-auto-tool-choice": "it is on where the chat template says how calls are written; see --tool-call-parser",
-    "--structured-outputs-config": "structured output is not supported yet",
+    "--structured-outputs-config": "there is one backend, and each request says what it wants; leave it out",
     "--api-server-count": "one web process serves an engine, so far",
     "--data-parallel-size": "one device only, so far",
     "--enable-expert-parallel": "one device only, so far",
