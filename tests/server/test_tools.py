@@ -114,8 +114,9 @@ def test_the_wire_in_full(server: Server) -> None:
 
 
 def test_tokens_are_told_of_while_text_is_held_back(server: Server) -> None:
-    answer = server.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True))
+    answer = server.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True, logprobs=True))
     choices = [event["choices"][0] for event in events_of(answer.body)[:-1]]
+    assert all(choice["logprobs"] is None or choice["logprobs"]["content"] == [] for choice in choices)
     assert [token for choice in choices for token in choice.get("token_ids", ())] == list(range(-(-len(CALLS) // 3)))
 
 

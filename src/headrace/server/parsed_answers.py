@@ -11,6 +11,7 @@ from typing import Any
 from headrace.engine.output import RequestDelta
 from headrace.server.answers import ChatAnswer, ChoiceState, PromptState, Shape
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.wire import encode, quote
 
 
 class ParsedChatAnswer(ChatAnswer):
@@ -19,27 +20,28 @@ class ParsedChatAnswer(ChatAnswer):
     def __init__(self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser], tokenizer: Any) -> None:
         super().__init__(shape, prompt, len(parsers), tokenizer)
         self._parsers = parsers
+        self._heads = [f'{self._head}{{"index":{index},"delta":{{' for index in range(len(parsers))]
 
     def event(self, choice: int, delta: RequestDelta) -> str:
         parser = self._parsers[choice]
         segments = parser.push(delta.text)
         if delta.finish_reason is not None:
             segments += parser.finish()
-        shown = [_delta_of(segment) for segment in segments]
+        shown = [_members(segment) for segment in segments]
         if not shown and not self.shape.plain and delta.token_ids:
-            shown = [{}]  # text is held back, but what is told of each token is not
+            shown = [""]  # text is held back, but what is told of each token is not
         events = [self._chunk(choice, each, delta if index == 0 else None) for index, each in enumerate(shown)]
         if delta.finish_reason is not None:
             events.append(self.end(choice, parser.end_reason(delta.finish_reason), delta.stop_reason))
         return "".join(events)
 
-    def _chunk(self, choice: int, shown: dict[str, Any], told: RequestDelta | None) -> str:
+    def _chunk(self, choice: int, members: str, told: RequestDelta | None) -> str:
         """``told``: whose tokens this chunk tells of, if it is asked to."""
+        if self.shape.plain:
+            return f"{self._heads[choice]}{members}{self._plain_tail}"
         logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
-        chunk: dict[str, Any] = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
-        if self.shape.token_ids:
-            chunk["token_ids"] = list(told.token_ids) if told is not None else []
-        return self.event_of(chunk)
+        ids = f',"token_ids":{list(told.token_ids) if told is not None else []}' if self.shape.token_ids else ""
+        return f'{self._heads[choice]}{members}}},"logprobs":{encode(logprobs).decode()},"finish_reason":null{ids}}}{self._tail}'
 
     def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         parser = self._parsers[index]
@@ -50,20 +52,17 @@ class ParsedChatAnswer(ChatAnswer):
         return shown
 
 
-def _delta_of(segment: Segment) -> dict[str, Any]:
+def _members(segment: Segment) -> str:
+    """What a delta holds, as JSON without its braces: one is made for every token."""
     if isinstance(segment, Content):
-        return {"content": segment.text}
+        return f'"content":{quote(segment.text)}'
     if isinstance(segment, Reasoning):
-        return _reasoning(segment.text)
-    if isinstance(segment, ToolCallStart):
-        call = {"index": segment.index, "id": segment.id, "type": "function", "function": {"name": segment.name, "arguments": ""}}
-        return {"tool_calls": [call]}
-    return {"tool_calls": [{"index": segment.index, "function": {"arguments": segment.text}}]}
-
-
-def _reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients look for."""
-    return {"reasoning_content": text, "reasoning": text}
+        text = quote(segment.text)
+        return f'"reasoning_content":{text},"reasoning":{text}'
+    if isinstance(segment, ToolCallArguments):
+        return f'"tool_calls":[{{"index":{segment.index},"function":{{"arguments":{quote(segment.text)}}}}}]'
+    function = f'{{"name":{quote(segment.name)},"arguments":""}}'
+    return f'"tool_calls":[{{"index":{segment.index},"id":{quote(segment.id)},"type":"function","function":{function}}}]'
 
 
 def message_of(segments: Sequence[Segment]) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def message_of(segments: Sequence[Segment]) -> dict[str, Any]:
     calls = _calls_of(segments)
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if reasoning or calls else ""), "refusal": None}
     if reasoning:
-        message |= _reasoning(reasoning)
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # under both names that clients look for
     if calls:
         message["tool_calls"] = calls
     return message
