@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.grammars import SPECIAL, create_masks, vocabulary
 from tests.support.hash_engine import EOS, engine, request, run
@@ -214,6 +214,65 @@ def test_the_event_loop_goes_on_while_a_grammar_is_tried_out() -> None:
 
     assert asyncio.run(both()) > 10
     check.close()
+
+
+# --- whatever is asked for: refused, or followed
+
+_ODD = st.sampled_from(
+    [None, "", "a", "{}", "[]", "true", "null", 0, 5, True, False, [], {}, ["a"], ["a", "ab", ""], {"type": 5}, {"enum": []}, "\x00"]
+)
+_PATTERNS = st.text(alphabet="ab01()[]*+?{}|\\\\.^$,-", max_size=14)
+_SCHEMAS = st.recursive(
+    st.sampled_from(
+        [{}, {"type": "null"}, {"type": "string", "maxLength": 2}, {"const": "a"}, {"type": ["integer", "null"]}, {"$ref": "#"}, {"enum": [1, "b"]}]
+    ),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": st.integers(0, 2)}),
+        st.fixed_dictionaries({"type": st.just("object"), "properties": st.dictionaries(st.sampled_from("ab"), inner), "required": st.just(["a"])}),
+        st.dictionaries(st.sampled_from(["anyOf", "allOf", "oneOf"]), st.lists(inner, max_size=2), min_size=1, max_size=1),
+    ),
+    max_leaves=4,
+)
+_FIELDS = st.one_of(
+    st.dictionaries(st.sampled_from(["json", "json_object", "regex", "choice", "grammar"]), _ODD, max_size=2),
+    st.builds(lambda pattern: {"regex": pattern}, _PATTERNS),
+    st.builds(lambda pattern: {"grammar": f"start: /{pattern}/"}, _PATTERNS),
+    st.builds(lambda schema: {"json": schema}, _SCHEMAS),
+)
+
+
+def follow_or_refuse(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> bool:
+    """Whether it was followed; then the answer must be what was asked for, or its beginning."""
+    try:
+        wanted = StructuredOutputs(**fields)  # type: ignore[arg-type]
+        check.require(wanted)
+    except InvalidRequest as error:
+        assert error.param and error.param.startswith("structured_outputs")
+        return False
+    masks = GrammarMasks(vocabulary)
+    core = engine(masks=masks, depth=1)
+    core.add(request(0, [1, 2], max_tokens=12, min_tokens=min_tokens, ignore_eos=ignore_eos, structured_outputs=wanted))
+    answers = run(core)
+    masks.close()
+    tokens, finished = [token for token in answers.tokens[0, 0] if token != EOS], answers.finished[0, 0]
+    matcher = create_matcher(create_tokenizer(vocabulary()), wanted, create_limits())
+    assert matcher.try_consume_tokens(tokens) == len(tokens), (fields, tokens)
+    assert finished.reason.value == "length" or (finished.reason.value == "stop" and matcher.is_accepting()), finished
+    return True
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fields=_FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
+def test_whatever_is_asked_for_is_refused_or_followed(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
+    follow_or_refuse(check, fields, min_tokens, ignore_eos)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fields=_FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
+def test_whatever_is_asked_for_five_thousand_times(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
+    follow_or_refuse(check, fields, min_tokens, ignore_eos)
 
 
 # --- in the engine
