@@ -106,7 +106,7 @@ ROUTES = (
     Route("GET", "/", pages.chat, "the chat in the browser", open=True, answer=answers.PAGE, content_types=_PAGE),
     Route("GET", "/dashboard", pages.dashboard, "the dashboard in the browser", open=True, answer=answers.PAGE, content_types=_PAGE),
     Route("GET", "/web/{name}", pages.asset, "files of the two pages", open=True, answer=answers.PAGE, content_types=_ASSETS),
-    Route("GET", "/v1/dashboard", dashboard.data, "what the dashboard shows, as JSON"),
+    Route("GET", "/v1/dashboard", dashboard.data, "what the dashboard shows, as JSON", query=dashboard.CURSORS),
     Route("GET", "/health", health, "200 while the engine lives", open=True, answer=answers.STATUS),
     Route("GET", "/ready", ready, "200 while new requests are taken", open=True, answer=answers.STATUS),
     Route("GET", "/version", version, "the version of Headrace", answer=answers.VERSION),

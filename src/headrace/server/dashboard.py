@@ -41,7 +41,7 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
 CURSORS = ("sample", "step", "decision")
-_MAX_CURSOR = 2**53  # what JSON's readers keep exact
+MAX_CURSOR = 2**53 - 1  # what JSON's readers keep exact
 _MAX_FIELDS = 8
 
 Row = tuple[Any, ...]
@@ -178,15 +178,19 @@ async def data(service: Service, exchange: Exchange) -> None:
 
 def _cursors(query: bytes) -> dict[str, int]:
     try:
-        given = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS))
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
         raise InvalidRequest(f"The query has more than {_MAX_FIELDS} parameters; use {', '.join(CURSORS)}.", param="query") from None
-    for name, text in given.items():
+    cursors: dict[str, int] = {}
+    for name, text in pairs:
         if name not in CURSORS:
             raise InvalidRequest(f"There is no query parameter {name[:40]!r} here; use {', '.join(CURSORS)}.", param=name[:40])
-        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) < _MAX_CURSOR):
-            raise InvalidRequest(f"{name} is {text[:40]!r}; give an integer from 0 to {_MAX_CURSOR - 1}.", param=name)
-    return {name: int(text) for name, text in given.items()}
+        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_CURSOR):
+            raise InvalidRequest(f"{name} is {text[:40]!r}; give an integer from 0 to {MAX_CURSOR}.", param=name)
+        if name in cursors:
+            raise InvalidRequest(f"{name} is given more than once; give it once.", param=name)
+        cursors[name] = int(text)
+    return cursors
 
 
 def _answer(service: Service, history: History, cursors: Mapping[str, int]) -> dict[str, Any]:

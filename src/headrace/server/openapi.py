@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.server.answer_schemas import ANTHROPIC_ERROR, ERROR
 from headrace.server.anthropic import AnthropicErrors
+from headrace.server.dashboard import MAX_CURSOR
 from headrace.server.route import Route
 from headrace.server.schemas import EXAMPLES, Schema, body_schema
 
@@ -57,6 +58,9 @@ def _operation(route: Route, keys: bool) -> dict[str, Any]:
     name = re.search(r"{(\w+)}", route.path)
     if name:
         operation["parameters"] = [{"name": name[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    if route.query:
+        integer = {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR}
+        operation["parameters"] = [{"name": each, "in": "query", "required": False, "schema": integer} for each in route.query]
     if route.body:
         content = {"schema": body_schema(route.path, route.body), "example": EXAMPLES[route.path]}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}

@@ -22,7 +22,7 @@ class Route:
     """One route. ``path`` may end in ``{name}``, which takes the rest.
 
     ``open``: needs no key. ``body``: its request fields. ``answer``: the JSON schema of what a success says, in one of
-    ``content_types``; None: it never succeeds. ``errors``: how they read.
+    ``content_types``; None: it never succeeds. ``errors``: how they read. ``query``: names of integers that a query may hold.
     """
 
     method: str
@@ -34,3 +34,4 @@ class Route:
     answer: dict[str, Any] | None = field(default_factory=dict)
     content_types: tuple[str, ...] = ("application/json",)
     errors: ErrorShape = field(default_factory=ErrorShape)
+    query: tuple[str, ...] = ()
