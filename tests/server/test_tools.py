@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
 from headrace.server.protocol import ChatRequest, parse_chat
@@ -206,3 +208,32 @@ def test_definitions_move_to_the_root_of_the_schema() -> None:
     with pytest.raises(InvalidRequest, match="defines 'x' otherwise") as caught:
         forced_schema([tool("f", {"type": "object"}), tool("g", True)], ToolChoice(Mode.REQUIRED))
     assert caught.value.param == "tools[1].function.parameters.$defs"
+    for parameters in (
+        {"$defs": 5},
+        {"definitions": ["x"]},
+        {"$ref": "#"},
+        {"properties": {"a": [{"$ref": "#/properties/b"}]}},
+        {"$ref": "http://x"},
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            forced_schema([{"type": "function", "function": {"name": "f", "parameters": parameters}}], ToolChoice(Mode.REQUIRED))
+        assert (caught.value.param or "").startswith("tools[0].function.parameters")
+
+
+KEYS = st.sampled_from(("type", "function", "name", "parameters", "$defs", "definitions", "$ref", "properties", "anyOf", "x"))
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.sampled_from(("function", "f", "#", "#/$defs/x", "", "object"))
+)
+JSON = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)), max_leaves=12)
+MUTATED_TOOL = st.one_of(JSON, st.builds(lambda given: {"type": "function", "function": {"name": "f", "parameters": given}}, JSON))
+
+
+@settings(max_examples=300, deadline=None)
+@given(tools=st.lists(MUTATED_TOOL, min_size=1, max_size=3), choice=st.one_of(JSON, st.sampled_from(("auto", "none", "required"))))
+def test_whatever_tools_and_choice_hold_is_served_or_refused_by_name(tools: Any, choice: Any) -> None:
+    try:
+        conversation = chat(tools=tools, tool_choice=choice).conversation
+        if conversation.choice.forced and conversation.tools is not None:
+            assert isinstance(json.loads(forced_schema(conversation.tools, conversation.choice)), dict)
+    except InvalidRequest as error:
+        assert (error.param or "").startswith(("tool_choice", "tools"))

@@ -17,6 +17,7 @@ from headrace.errors import InvalidRequest
 
 Tool = Mapping[str, Any]
 
+_PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
 _SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
 
@@ -93,7 +94,7 @@ def _parameters(tool: Tool) -> Mapping[str, Any]:
 
 
 def _call(tool: Tool) -> dict[str, Any]:
-    parameters = {name: value for name, value in _parameters(tool).items() if name not in ("$defs", "definitions")}
+    parameters = {name: value for name, value in _parameters(tool).items() if name not in _PLACES}
     return {
         "type": "object",
         "properties": {"name": {"const": tool["function"]["name"]}, "arguments": parameters},
@@ -106,9 +107,25 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
     """References in a function's schema are from its root, which is now the list's."""
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
-        for place in ("$defs", "definitions"):
-            for name, value in (_parameters(tool).get(place) or {}).items():
+        where = f"tools[{index}].function.parameters"
+        _check_references(where, tool)
+        for place in _PLACES:
+            given = _parameters(tool).get(place, {})
+            if not isinstance(given, dict):
+                raise InvalidRequest(f"{where}.{place} must be an object.", param=f"{where}.{place}", code="invalid_type")
+            for name, value in given.items():
                 if found.setdefault(place, {}).setdefault(name, value) != value:
-                    where = f"tools[{index}].function.parameters.{place}"
-                    raise InvalidRequest(f"{where} defines {name[:100]!r} otherwise than another tool; rename one.", param=where)
+                    raise InvalidRequest(f"{where}.{place} defines {name[:100]!r} otherwise than another tool; rename one.", param=f"{where}.{place}")
     return found
+
+
+def _check_references(where: str, tool: Tool) -> None:
+    """Only what moves to the new root can be referred to from there."""
+    nodes: list[Any] = [_parameters(tool)]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        target = node.get("$ref") if isinstance(node, dict) else None
+        if isinstance(target, str) and not target.startswith(tuple(f"#/{place}/" for place in _PLACES)):
+            remedy = "refer to #/$defs, or choose the function by name"
+            raise InvalidRequest(f"{where} refers to {target[:100]!r}, which a list of calls cannot hold; {remedy}.", param=where)
