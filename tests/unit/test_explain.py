@@ -72,7 +72,7 @@ def test_an_answer_of_many_waits_for_all_its_rows() -> None:
 
 
 def test_too_few_blocks_are_the_reason_with_numbers() -> None:
-    core = filled(1, num_blocks=8, block_size=4)
+    core = filled(1, num_blocks=8, block_size=4, max_num_seqs=2)  # one row is free, and one is enough
     core.add(request(5, range(100, 128), max_tokens=2))
     core.step()
     wait = state_of(core, 5).wait
