@@ -18,7 +18,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.detokenizer import ByteDecoder
 from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.stops import StopMatcher
-from headrace.request import FinishReason, Request, StepPlan
+from headrace.request import FinishReason, Request, SequenceStatus, StepPlan
 
 
 def simulate(seeds: Iterable[int], events: int = 100) -> str:
@@ -172,6 +172,24 @@ def _race(depth: int, victim: int, when: int) -> None:
     for each in asked:
         if each.request_id != victim:
             assert answers.tokens[each.request_id, 0] == expected(each)
+
+
+def crowd_leaves(count: int, seed: int = 34) -> str:
+    """Row 34, without processes: hundreds wait, many leave in any order, between steps; the counts are right all the time."""
+    rng = random.Random(seed)
+    core = engine(depth=1, num_blocks=32, max_num_seqs=4, budget=16)
+    live = set(range(count))
+    for number in live:
+        core.add(request(number, [number % 300 + 8], max_tokens=3))
+    while core.has_work:
+        for each in core.step():
+            live -= {each.request_id} if each.finished is not None else set()
+        for number in rng.sample(sorted(live), min(len(live), rng.choice((0, 1, 20)))):
+            core.abort(number)
+        waiting = sum(sequence.status is SequenceStatus.WAITING for sequence in core.scheduler.roster)
+        assert core.scheduler.num_waiting == waiting, f"{core.scheduler.num_waiting} are said to wait, {waiting} do"
+    assert_at_rest(core)
+    return f"{count} requests, most of which left while they waited"
 
 
 # --- rows 31, 32

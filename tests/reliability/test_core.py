@@ -17,6 +17,7 @@ from headrace.engine.detokenizer import ByteDecoder
 from headrace.engine.stops import StopMatcher
 from headrace.scheduler import results
 from headrace.scheduler.planner import Planner
+from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
 
 
@@ -101,6 +102,19 @@ def test_aborts_at_every_moment_touch_nobody_else(monkeypatch: pytest.MonkeyPatc
     rows_of_aborted_requests_are_lost(monkeypatch)
     with pytest.raises(AssertionError):
         checks_core.abort_everywhere((2,))
+
+
+def test_a_crowd_that_leaves_the_queue_is_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks_core.crowd_leaves(500)
+
+    def discard_too_early(queue: WaitingQueue) -> None:
+        queue._gone += 1
+        if queue._gone > 64:
+            queue._gone = 0
+
+    monkeypatch.setattr(WaitingQueue, "discard", discard_too_early)
+    with pytest.raises(AssertionError, match="said to wait"):
+        checks_core.crowd_leaves(500)
 
 
 def test_colliding_names_of_prefixes_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

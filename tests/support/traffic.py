@@ -56,6 +56,16 @@ async def ask(port: int, path: str, body: Any, *headers: str, cut: float | None 
     return await send(port, post_bytes(path, body, "Connection: close", *headers), cut=cut, timeout=timeout)
 
 
+async def leave(port: int, path: str, body: Any) -> None:
+    """One streamed POST whose client is gone as soon as it has seen the first event."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(post_bytes(path, {**body, "stream": True}))
+        await asyncio.wait_for(reader.readuntil(b"\n\n"), 60)
+    finally:
+        writer.transport.abort()
+
+
 async def send(port: int, data: bytes, *, cut: float | None = None, timeout: float = 60.0) -> Reply:
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)

@@ -141,6 +141,7 @@ class Roster:
     def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Nothing of it is planned or accepted any more. Untrusted: what it wrote is not to be reused."""
         if sequence.status is SequenceStatus.WAITING:
+            sequence.status = SequenceStatus.FINISHED  # first: the queue may look through all it holds for those that still wait
             self.waiting.discard()
         elif trusted:
             self.link(sequence)
