@@ -164,12 +164,11 @@ _STREAM_OPTIONS: Schema = {
     "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"const": False}, "continuous_usage_stats": {"const": False}},
     "additionalProperties": False,
 }
+_ALONE: Mapping[str, Schema] = {"disable_parallel_tool_use": {"type": ["boolean", "null"]}}
 _ANTHROPIC: Mapping[str, Schema] = {
     "messages": array(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
     "tools": array(_MESSAGE_TOOL, maxItems=MAX_TOOLS),
-    "tool_choice": either(
-        record({"type": {"enum": ["auto", "any", "none"]}}, {"disable_parallel_tool_use": {"type": "boolean"}}), _typed("tool", {"name": TEXT})
-    ),
+    "tool_choice": either(record({"type": {"enum": ["auto", "any", "none"]}}, _ALONE), _typed("tool", {"name": TEXT}, _ALONE)),
 }
 
 # What fields of one name take on one route.

@@ -84,7 +84,7 @@ def _read_tool(where: str, tool: Any) -> dict[str, Any]:
 
 def _read_choice(choice: dict[str, Any]) -> Any:
     """``tool_choice`` as chat completions have it."""
-    if choice.get("disable_parallel_tool_use") not in (None, True, False):
+    if not isinstance(choice.get("disable_parallel_tool_use"), bool | None):
         where = "tool_choice.disable_parallel_tool_use"
         raise InvalidRequest(f"{where} must be a boolean.", param=where, code="invalid_type")
     kind = read_type("tool_choice", choice)
