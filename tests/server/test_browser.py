@@ -295,6 +295,8 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(visit: Open, watch: Watch, pa
     with serving("--api-key", KEY) as server:
         page = visit(server, path)
         page.wait_for_selector("#key-dialog[open]")
+        page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
         page.wait_for_selector("#key-wrong:visible")

@@ -90,6 +90,7 @@ async def _serve(
         for line in describe(engine, service.decisions):
             announce(line)
         announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
+        announce(f"In a browser: chat at {address}/, dashboard at {address}/dashboard.")
         started()
 
     service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))

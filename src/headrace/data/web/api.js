@@ -53,16 +53,17 @@ function openKeyDialog(wrong, done) {
   const input = byId("key");
   byId("key-wrong").hidden = !wrong;
   input.value = "";
-  const submit = (event) => {
+  const listening = new AbortController();
+  const listen = (node, name, react) => node.addEventListener(name, react, { signal: listening.signal });
+  listen(byId("key-form"), "submit", (event) => {
     event.preventDefault();
     if (!input.value.trim()) return;
     sessionStorage.setItem(KEY, input.value.trim());
-    byId("key-form").removeEventListener("submit", submit);
+    listening.abort();
     dialog.close();
     done();
-  };
-  byId("key-form").addEventListener("submit", submit);
-  dialog.addEventListener("cancel", (event) => event.preventDefault());
+  });
+  listen(dialog, "close", () => dialog.showModal()); // Esc closes it, and nothing works without a key
   dialog.showModal();
   input.focus();
 }
