@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.output import RequestDelta
@@ -33,8 +33,7 @@ def naive(text: str, entries: Sequence[str]) -> int | None:
         before = "" if entry.startswith("*") or not re.match(word, core[0]) else rf"(?<!{word})"
         after = "" if entry.endswith("*") or not re.match(word, core[-1]) else rf"(?!{word})"
         for match in re.finditer(f"(?=({before}{re.escape(core)}{after}))", text, re.IGNORECASE):
-            end = match.end(1) + (1 if after else 0)  # a border is seen with the next character
-            found.append((min(end, len(text)) if after else end, match.start(1)))
+            found.append((2 * match.end(1) + bool(after), match.start(1)))  # a border is seen after a character, before the next one
     return min(found)[1] if found else None
 
 
@@ -48,6 +47,7 @@ entries = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
+@example(pieces=["BA-"], words=["ba-", "*a"])
 @given(pieces=st.lists(st.text("abAB -", max_size=6), max_size=6), words=entries)
 def test_words_are_found_where_a_search_of_the_whole_finds_them(pieces: list[str], words: list[str]) -> None:
     text, matcher = "".join(pieces), WordMatcher(WordList(words))

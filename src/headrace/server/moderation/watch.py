@@ -100,8 +100,6 @@ class _Answer:
 
     async def push(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
         """What may go on now. Raises ModerationFailed."""
-        if self.ended:
-            return []
         if deltas[-1].finish_reason == "error":
             self.ended = True
             return [replace(deltas[-1], text="", token_ids=(), logprobs=())]
