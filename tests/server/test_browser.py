@@ -245,6 +245,18 @@ def test_tool_calls_and_reasoning_are_shown(fake: Server, visit: Open) -> None:
     assert page.locator(".result").count() == 1
 
 
+def test_the_demo_model_calls_a_tool_and_goes_on_with_its_result(demo: Server, visit: Open) -> None:
+    page = visit(demo, storage={"headrace.settings": {"temperature": "0"}})
+    page.click("#settings-toggle")
+    page.click("#tools-example")
+    say(page, "What is the weather in Paris?")
+    assert page.inner_text(".tool header b") == "get_weather" and '"city"' in page.inner_text(".tool pre")
+    page.fill(".answer input", '{"temperature": 18}')
+    page.press(".answer input", "Enter")
+    until(page, "document.querySelectorAll('.assistant').length === 2 && !document.querySelector('.working')")
+    assert answer(page) and not page.locator(".failure").count()
+
+
 # --- what a model writes
 
 
