@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.llm import LLM
     from headrace.errors import HeadraceError
-    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputs
+    from headrace.request import CompletionOutput, Logprob, RepetitionDetection, RequestOutput, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "HeadraceError",
     "Logprob",
     "ModelConfig",
+    "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
@@ -40,7 +41,7 @@ _HOMES = {
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
     "headrace.errors": ("HeadraceError",),
-    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "headrace.request": ("CompletionOutput", "Logprob", "RepetitionDetection", "RequestOutput", "SamplingParams", "StructuredOutputs"),
 }
 
 
