@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from headrace.engine.executor import Ticket
 from headrace.errors import StepFailed
-from headrace.request import StepPlan, StepResult
+from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker import pinned
 from headrace.worker.queued_executor import QueuedExecutor
 from support.recorded_graphs import info_of
@@ -43,6 +44,14 @@ class LateRunner:
     def launch(self, plan: StepPlan) -> Any:
         self._call("launch", plan.step_id)
         return SimpleNamespace(plan=plan)
+
+    def launch_forward(self, plan: StepPlan) -> Any:
+        self._call("forward", plan.step_id)
+        return SimpleNamespace(plan=plan)
+
+    def launch_sample(self, step: Any, masks: TokenMasks) -> Any:
+        self._call("sample", step.plan.step_id)
+        return step
 
     def read(self, step: Any) -> StepResult:
         self._call("read", step.plan.step_id)
@@ -207,3 +216,35 @@ def test_the_buffer_given_out_is_the_one_that_is_copied_from(queue: Queue) -> No
         with ring.slot() as host:
             host[:] = np.arange(4) + value
             assert ring.tensor.tolist() == [value, value + 1, value + 2, value + 3]
+
+
+def masked(step_id: int) -> StepPlan:
+    return replace(plan_of(step_id), masked=(0,))
+
+
+def test_a_masked_step_is_computed_before_the_one_before_it_is_read_and_sampled_after(calls: list[str]) -> None:
+    runner = LateRunner()
+    executor = executor_of(runner)
+    first, second = executor.submit(plan_of(0)), executor.submit(masked(1))
+    executor.collect(first)
+    executor.sample(second, TokenMasks())
+    executor.collect(second)
+    assert runner.calls == [("launch", 0), ("forward", 1), ("read", 0), ("sample", 1), ("read", 1)]
+
+
+@pytest.mark.parametrize("stage", ["forward", "sample"])
+def test_a_masked_step_that_fails_does_so_at_its_collect_and_takes_the_next_with_it(stage: str, calls: list[str]) -> None:
+    runner = LateRunner(**{stage: (0, RuntimeError("broken"))})
+    executor = executor_of(runner)
+    ticket = executor.submit(masked(0))
+    executor.sample(ticket, TokenMasks())
+    following = executor.submit(masked(1))
+    executor.sample(following, TokenMasks())
+    for each in (ticket, following):
+        with pytest.raises(StepFailed):
+            executor.collect(each)
+    assert ("forward", 1) not in runner.calls
+    executor.recover()
+    again = executor.submit(masked(2))
+    executor.sample(again, TokenMasks())
+    assert executor.collect(again).step_id == 2
