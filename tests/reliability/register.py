@@ -222,7 +222,10 @@ ROWS = (
         34,
         "hundreds of clients cut",
         HELD,
-        tests("traffic many_clients_that_are_cut_leave_nothing requests_that_go_on_without_their_client_are_noticed"),
+        tests(
+            "traffic many_clients_that_are_cut_leave_nothing requests_that_go_on_without_their_client_are_noticed; "
+            "core a_crowd_that_leaves_the_queue_is_counted_out"
+        ),
     ),
     Row(
         35,

@@ -22,7 +22,7 @@ from headrace.scheduler.roster import Roster
 
 
 def test_lives_from_seeds_keep_every_invariant_and_replay() -> None:
-    checks_core.simulate(range(120))
+    checks_core.simulate(range(80))
 
 
 def what_a_failed_step_was_to_write_can_be_found(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_under_load_every_probe_succeeds() -> None:
 
 
 def test_killed_at_any_moment_it_starts_again() -> None:
-    checks_life.crash_loop(3)
+    checks_life.crash_loop(2)
 
 
 def test_a_memory_ceiling_refuses_requests_and_nothing_else() -> None:

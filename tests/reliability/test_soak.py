@@ -18,7 +18,7 @@ def tally(*, grows: float = 0.0, wrong: int = 0, engine: bool = False) -> soak.T
 
 
 def test_a_soak_of_seconds_passes() -> None:
-    soak.soak(0.1)
+    soak.soak(0.07)
 
 
 def test_what_grows_is_noticed() -> None:
