@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -161,8 +162,8 @@ class Looping(KeyedHashExecutor):
     cycle = (3, 1, 4, 1, 5)
     begin = 12
 
-    def _sample(self, plan: StepPlan, heads: list[int]) -> StepResult:
-        result = super()._sample(plan, heads)
+    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
+        result = super()._sample(plan, heads, allowed)
         tokens = list(result.tokens)
         for j, (work, target) in enumerate(zip(plan.sample_work, plan.sample_rows, strict=True)):
             position = plan.starts[work] + plan.counts[work]
@@ -170,7 +171,7 @@ class Looping(KeyedHashExecutor):
                 token = self.cycle[position % len(self.cycle)]
                 self._rows[target].token_ids[position] = token
                 tokens[j] = (token,)
-        return StepResult(result.step_id, tokens, result.logprobs, result.prompt_logprobs)
+        return replace(result, tokens=tokens)
 
 
 ASKED = RepetitionDetection(min_count=3, min_tokens=24)
