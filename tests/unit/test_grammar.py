@@ -19,6 +19,7 @@ from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.errors import InvalidRequest
 from headrace.request import SamplingParams, StructuredOutputs
+from headrace.worker.host import process_memory
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>", b"<end>", b"", b""], (256, 257), (256, 257))
 TOKENIZER = create_tokenizer(BYTES)
@@ -316,3 +317,21 @@ def test_a_request_that_leaves_while_it_is_compiled_never_begins() -> None:
 def test_an_engine_without_masks_refuses() -> None:
     with pytest.raises(InvalidRequest, match="follows no grammars"):
         engine().add(request(0, [1], structured_outputs=StructuredOutputs(regex="a")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_different_schemas_take_no_more_than_the_first_thousands(check: GrammarCheck) -> None:
+    masks = GrammarMasks(vocabulary, cache_bytes=64 * 2**20)
+    core, held = engine(masks=masks, depth=1), []
+    for index in range(10_000):
+        properties = {f"k{index}": {"type": "string", "maxLength": index % 50 + 1}, "n": {"enum": [index, index + 1]}}
+        wanted = StructuredOutputs(json={"type": "object", "properties": properties, "required": ["n"]})  # type: ignore[arg-type]
+        check.require(wanted)
+        core.add(request(index, [1, 2], max_tokens=3, structured_outputs=wanted))
+        if index % 8 == 7:
+            run(core)
+        if index % 2500 == 2499:
+            held.append(process_memory())
+    masks.close()
+    assert held[-1] - held[0] < 16 * 2**20, held
