@@ -10,6 +10,8 @@ import http.client
 import itertools
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -169,8 +171,22 @@ def longest_legal(server: Server) -> str:
 # --- row 6
 
 
+# In a process of its own: it measures the server, not how long threads beside it wait for their interpreter.
+PROBE = """
+import http.client, json, select, sys, time
+connection, times = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1])), []
+while not select.select([sys.stdin], [], [], 0.01)[0]:
+    begun = time.perf_counter()
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read()
+    times.append(time.perf_counter() - begun)
+print(json.dumps(sorted(times)))
+"""
+
+
 def million_tokens(senders: int, large: int, *, command: Command = SERVE) -> str:
-    """Prompts of a million tokens from many clients at once: refused, while probes and a stream go on."""
+    """Prompts of a million tokens from many clients at once: refused, while probes go on."""
     with serving(*HASH, command=command) as server:
         text = json.dumps({"prompt": "Once upon a time there was a cat. " * (large // 34)}).encode()
         ids = json.dumps({"prompt": [8000] * (large // 6)}).encode()
@@ -179,17 +195,15 @@ def million_tokens(senders: int, large: int, *, command: Command = SERVE) -> str
         def push(body: bytes) -> None:
             statuses.append(server.ask("POST", "/v1/completions", body, timeout=120).status)
 
+        probe = subprocess.Popen([sys.executable, "-c", PROBE, str(server.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         threads = [threading.Thread(target=push, args=((text, ids)[number % 2],)) for number in range(senders)]
         for thread in threads:
             thread.start()
-        times = []
-        while any(thread.is_alive() for thread in threads):
-            begun = time.perf_counter()
-            assert server.ask("GET", "/health").status == 200
-            times.append(time.perf_counter() - begun)
-            time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+        times = json.loads(probe.communicate("\n", timeout=30)[0])
         assert set(statuses) <= {400, 413, 429} and len(statuses) == senders, statuses
-    p99 = sorted(times)[int(0.99 * len(times))] * 1000
+    p99 = times[int(0.99 * len(times))] * 1000
     return f"{senders} bodies of {large >> 20} MB: statuses {sorted(set(statuses))}; {len(times)} probes, p99 {p99:.0f} ms"
 
 
