@@ -110,6 +110,8 @@ class StructuredOutputs:
         if size > MAX_GRAMMAR_CHARACTERS:
             shorten = f"give at most {MAX_GRAMMAR_CHARACTERS}"
             raise InvalidRequest(f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs")
+        if any("\ud800" <= character <= "\udfff" for text in texts if text is not None and not text.isascii() for character in text):
+            raise InvalidRequest(f"structured_outputs.{name} holds a lone surrogate; send valid text.", param="structured_outputs")
 
 
 def _schema_text(schema: Any) -> str:
