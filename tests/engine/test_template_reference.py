@@ -47,20 +47,23 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [{**CALL, "function": function}]}
 
 
-def reference(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> str | None:
+Case = tuple[list[dict[str, Any]], list[Any] | None, bool, dict[str, Any]]  # messages, tools, add_generation_prompt, variables
+
+
+def reference(text: str, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool, variables: dict[str, Any]) -> str | None:
     """None where the template refuses the conversation."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        rendered, _ = render_jinja_template([messages], tools=tools, chat_template=text, add_generation_prompt=add_generation_prompt, **SPECIAL)
+        rendered, _ = render_jinja_template([messages], tools=tools, chat_template=text, add_generation_prompt=prompt, **SPECIAL, **variables)
     except Exception:  # whatever a template raises
         return None
     return str(rendered[0])
 
 
-def ours(chat: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> str | None:
+def ours(chat: ChatTemplate, case: Case) -> str | None:
     try:
-        return chat.render(messages, tools, add_generation_prompt, {})
+        return chat.render(*case)
     except InvalidRequest:
         return None
 
@@ -69,8 +72,9 @@ def ours(chat: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | 
 def test_rendered_as_the_reference_renders(name: str) -> None:
     text = (FOLDER / f"{name}.jinja").read_text()
     chat = ChatTemplate({"default": text}, SPECIAL, seconds=5)
-    cases = [(messages, tools, prompt) for messages in CONVERSATIONS.values() for tools in (None, [TOOL]) for prompt in (True, False)]
+    cases: list[Case] = [(messages, tools, prompt, {}) for messages in CONVERSATIONS.values() for tools in (None, [TOOL]) for prompt in (True, False)]
+    cases += [(messages, tools, True, {"enable_thinking": False}) for messages, tools, prompt, _ in cases if prompt]
     expected = [reference(text, *case) or reference(text, [as_text(message) for message in case[0]], *case[1:]) for case in cases]
-    assert [ours(chat, *case) for case in cases] == expected
+    assert [ours(chat, case) for case in cases] == expected
     assert sum(each is not None for each in expected) >= 8
     chat.close()
