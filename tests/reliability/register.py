@@ -338,7 +338,13 @@ ROWS = (
         "openai-python in CI; other clients elsewhere",
     ),
     Row(58, "wire conformance", HELD, tests("traffic streams_of_both_routes_keep_the_rules; boundary streams_against_the_rules_are_seen")),
-    Row(59, "soak", HELD, tests("soak a_soak_of_seconds_passes what_grows_is_noticed")),
+    Row(
+        59,
+        "soak",
+        PARTLY,
+        tests("soak a_soak_of_seconds_passes what_grows_is_noticed"),
+        "memory below 1 MiB an hour over 20 minutes: it grows by 1 and 3",
+    ),
     Row(60, "quality gates", WAITING, (), "no mode computes in less than the checkpoint's precision yet"),
 )
 
