@@ -6,6 +6,7 @@ how text is parsed (parsing/).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -50,7 +51,7 @@ class _PlainParser:
         return reason
 
 
-class PartsAnswer:
+class PartsAnswer(ABC):
     """One answer that is made of parts; a format says how each change of them reads.
 
     Whole answers come from the same changes as streams do. An answer always has a part: an empty text where the model said nothing.
@@ -79,25 +80,25 @@ class PartsAnswer:
 
     # --- what a format says
 
+    @abstractmethod
     def begin(self) -> str:
         """Events before the first part."""
-        raise NotImplementedError
 
-    def open(self, index: int, part: Part) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, index: int, part: Part) -> str: ...
 
-    def grow(self, index: int, part: Part, text: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def grow(self, index: int, part: Part, text: str) -> str: ...
 
-    def close(self, index: int, part: Part) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self, index: int, part: Part) -> str: ...
 
+    @abstractmethod
     def closing(self) -> str:
         """Events after the last part."""
-        raise NotImplementedError
 
-    def whole(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def whole(self) -> dict[str, Any]: ...
 
     # --- what the engine says
 
