@@ -77,6 +77,7 @@ TORCH_FREE = (
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip
 WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")
+BARE = ("engine.llm", "worker", "models", "layers", "quant", "kernels.cpu", "bench.table")  # what a bare GPU machine runs
 
 BLOCKED_IMPORTS = """
 import importlib, sys
@@ -189,8 +190,12 @@ def test_the_loop_knows_nothing_of_its_front() -> None:
 
 @pytest.mark.parametrize(
     ("rooms", "blocked"),
-    [(TORCH_FREE, ("torch", "triton", "transformers")), (WEB_FREE, ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml"))],
-    ids=["without torch", "without torch and the web stack"],
+    [
+        (TORCH_FREE, ("torch", "triton", "transformers")),
+        (WEB_FREE, ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml")),
+        (BARE, ("msgspec", "uvicorn", "uvloop", "llguidance", "transformers", "matplotlib")),
+    ],
+    ids=["without torch", "without torch and the web stack", "with torch alone"],
 )
 def test_imports_with_modules_blocked(rooms: tuple[str, ...], blocked: tuple[str, ...]) -> None:
     """Also what is imported indirectly counts: a fresh interpreter in which the import itself fails."""

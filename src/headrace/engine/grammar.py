@@ -1,5 +1,7 @@
 """What llguidance is told: a constraint as its grammar, a tokenizer as its vocabulary, and how much work it may do.
 
+It is imported with the first constraint: an engine that is asked for none runs on a machine that lacks it.
+
 What lives here: the bridge, alike in the process that tries a grammar out and in the engine that follows it. What may not: processes,
 threads, caches, tokens of a running answer.
 """
@@ -8,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.request import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Between the parts of a JSON text: a space, or a new line and its indentation. What has no end a model may never end.
 _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -30,6 +32,8 @@ def create_limits() -> LLParserLimits:
 
     A state of the lexer takes one to two kB.
     """
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -92,6 +96,8 @@ class _Wrapped:
 
 
 def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     special = set(vocabulary.special)
     first = {token[0]: id for id, token in enumerate(vocabulary.tokens) if len(token) == 1 and id not in special}
     wrapped = _Wrapped(list(vocabulary.tokens), sorted(special), vocabulary.eos[0], first=first)
@@ -100,6 +106,8 @@ def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 def grammar_of(wanted: StructuredOutputs) -> str:
     """The constraint in llguidance's terms. Raises GrammarError for a schema that is no JSON."""
+    from llguidance import LLMatcher
+
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.grammar is not None:
@@ -122,6 +130,8 @@ def _lark(grammar: str) -> str:
     """Lark as it is; the BNF of llama.cpp ("root ::= …") in Lark's terms."""
     if "::=" not in grammar:
         return grammar
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
     try:
         return gbnf_to_lark(grammar)
     except (GbnfToLarkError, RecursionError) as error:
@@ -130,6 +140,8 @@ def _lark(grammar: str) -> str:
 
 def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits) -> LLMatcher:
     """A matcher at the start of an answer. Raises GrammarError."""
+    from llguidance import LLMatcher
+
     matcher = LLMatcher(tokenizer, grammar_of(wanted), log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_short(matcher.get_error()))

@@ -14,15 +14,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, StructuredOutputs, TokenMasks
 from headrace.sequence import Sequence as LiveSequence
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 CACHE_BYTES = 256 * 2**20
 _BYTES_EACH, _BYTES_A_CHARACTER = 2**18, 160  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
@@ -59,7 +62,6 @@ class GrammarMasks:
         self._tokenizer: LLTokenizer | None = None
         self._eos: tuple[int, ...] = ()
         self._words = 0
-        self._limits = create_limits()
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "headrace-grammar")
         self._cache: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
@@ -137,7 +139,7 @@ class GrammarMasks:
         """Raises GrammarError."""
         tokenizer = self._tokenizer or self._load_tokenizer()
         begin = time.perf_counter()
-        matcher = create_matcher(tokenizer, wanted, self._limits)
+        matcher = create_matcher(tokenizer, wanted, create_limits())
         check_start(matcher)  # also makes the first mask quick
         return _Compiled(matcher, time.perf_counter() - begin)
 
@@ -181,6 +183,8 @@ class GrammarMasks:
             matcher, row = jobs[0]
             matcher.unsafe_compute_mask_ptr(words[row].ctypes.data, size)
         elif jobs:
+            from llguidance import LLExecutor
+
             self._executor = self._executor or LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)))
             self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, size, len(words))
 
