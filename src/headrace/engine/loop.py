@@ -123,6 +123,7 @@ class Link:
         self._socket = sock
         self._lock = threading.Lock()
         self._unpacker = frames.Unpacker(frames.Command)
+        self._received = memoryview(bytearray(READ_BYTES))  # kept: a fresh one for every read tears the heap into ever more pieces
 
     def send(self, data: bytes) -> None:
         try:
@@ -141,15 +142,15 @@ class Link:
         commands: list[Any] = []
         while True:
             try:
-                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+                size = self._socket.recv_into(self._received, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return commands
             except OSError as error:
                 raise ParentGone from error
-            if not data:
+            if not size:
                 raise ParentGone
-            commands.extend(self._unpacker.feed(data))
-            if len(data) < READ_BYTES:
+            commands.extend(self._unpacker.feed(self._received[:size]))
+            if size < READ_BYTES:
                 return commands
 
 

@@ -174,7 +174,7 @@ class Unpacker:
         self._buffer = bytearray()
         self.max_frame = max_frame
 
-    def feed(self, data: bytes) -> Iterator[Any]:
+    def feed(self, data: bytes | memoryview) -> Iterator[Any]:
         buffer = self._buffer
         buffer += data
         start = 0
