@@ -9,6 +9,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -224,6 +226,21 @@ def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: py
     ahead.close()
     assert kernel.calls == 2
     assert order[:2] == ["prepared", "calls 0"]
+
+
+def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+    plant(monkeypatch, "rms_norm", Planted("kernel", None).candidate())
+    kernels = Kernels(CPU)
+    kernels.choose("rms_norm", dtype=torch.float32)
+    ahead = CompileAhead(stuck.wait, strict=False, threads=1, patience=0.1)
+    ahead.start(kernels, SIZES, lambda: None)
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"hangs: of 1 kernels 1 are not built.*rms_norm torch.float32: kernel.*--disabled-kernels"):
+        ahead.finish()
+    ahead.close()
+    assert time.monotonic() - begin < 5
+    stuck.set()
 
 
 # --- the compiler's own errors

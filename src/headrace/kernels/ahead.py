@@ -11,23 +11,60 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.candidate import Sizes
 
 _log = logging.getLogger(__name__)
 MAX_THREADS = 8
+PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
 # Operations whose kernels take longest to compile (measured on an H200's host), longest first.
 _LONGEST = ("paged_attention", "pick_tokens", "moe", "linear")
 
 Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
+
+
+class _Threads:
+    """Daemon threads over one queue: a compiler that hangs keeps neither a start nor the end of the process waiting."""
+
+    def __init__(self, count: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, name=f"headrace-compile-{index}", daemon=True) for index in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        self._queue.put((future, lambda: call(*arguments)))
+        return future
+
+    def close(self, seconds: float) -> None:
+        """Drops what has not begun; waits so long for what has."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            future, call = work
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whoever asks for the result gets it
+                future.set_exception(error)
 
 
 class CompileAhead(Generic[Prepared]):
@@ -35,22 +72,24 @@ class CompileAhead(Generic[Prepared]):
 
     ``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them. A rehearsal that
     meets another error than a kernel that does not build ends the start if ``strict``; else it is logged, and the first real call will
-    say the same.
+    say the same. Where for ``patience`` seconds none of them gets done, the compiler hangs, and that ends the start.
     """
 
-    def __init__(self, prepare: Callable[[], Prepared], *, strict: bool, threads: int | None = None) -> None:
+    def __init__(self, prepare: Callable[[], Prepared], *, strict: bool, threads: int | None = None, patience: float = PATIENCE) -> None:
         self._strict = strict
-        self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "headrace-compile")
-        self._first: Future[Prepared] = self._pool.submit(prepare)
+        self._patience = patience
+        self._threads = _Threads(threads or min(MAX_THREADS, os.cpu_count() or 1))
+        self._first: Future[Prepared] = self._threads.submit(prepare)
         self._sites = 0  # call sites seen
         self._running: dict[str, Future[float]] = {}
+        self._hangs = False
 
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
         """``prepare`` runs before the first of these rehearsals, alone."""
-        prepared = self._pool.submit(self._prepare, prepare)
+        prepared = self._threads.submit(self._prepare, prepare)
         for each in sorted(kernels.rehearsals(sizes, since=self._sites), key=_turn):
             if each.name not in self._running:
-                self._running[each.name] = self._pool.submit(self._rehearse, each, prepared)
+                self._running[each.name] = self._threads.submit(self._rehearse, each, prepared)
         self._sites = len(kernels.choices)
 
     @property
@@ -59,12 +98,29 @@ class CompileAhead(Generic[Prepared]):
         return self._first.result()
 
     def finish(self) -> dict[str, float]:
-        """Seconds each rehearsal took. Raises StrictKernelError or ConfigError where a kernel did not build and may not be replaced."""
+        """Seconds each rehearsal took. Raises StrictKernelError or ConfigError where a kernel did not build and may not be replaced,
+        ConfigError where the compiler hangs."""
+        pending = {*self._running.values()}
+        while pending:
+            done, pending = wait(pending, self._patience, FIRST_COMPLETED)
+            if not done:
+                self._hangs = True
+                raise ConfigError(self._stuck(len(pending)))
         return {name: rehearsed.result() for name, rehearsed in self._running.items()}
 
     def close(self) -> None:
-        """Drops what has not begun."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Drops what has not begun, and waits for what has, but for a compiler that hangs."""
+        self._threads.close(0.0 if self._hangs else self._patience)
+
+    # --- parts
+
+    def _stuck(self, count: int) -> str:
+        names = [name for name, rehearsed in self._running.items() if not rehearsed.done()]
+        return (
+            f"The kernels' compiler hangs: of {len(self._running)} kernels {count} are not built, and none got done in {self._patience:.0f} s "
+            f"({', '.join(names[:3])}{', …' if count > 3 else ''}). Look at the machine's load and at the kernel cache's disk, or do without "
+            "these kernels: --disabled-kernels triton."
+        )
 
     def _prepare(self, prepare: Callable[[], object]) -> None:
         self._first.result()
