@@ -119,7 +119,7 @@ def test_a_sample_tells_every_state_apart() -> None:
     history, metrics = History(), ServerMetrics([])
     metrics.first_tokens.observe(0.03)
     history.take(metrics, stats(), 12.0)
-    sample = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples[0], strict=True))
+    sample = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[0], strict=True))
     assert [sample[name] for name in ("prefilling", "decoding", "waiting", "preempted")] == [2, 3, 3, 1]
     assert sample["ttft_p50"] == pytest.approx(0.03, rel=0.1) and sample["tpot_p50"] is None and sample["used_blocks"] == 6
 
@@ -130,7 +130,7 @@ def test_percentiles_are_of_the_window_alone() -> None:
     for second in range(30):
         metrics.inter_token.observe(0.003)
         history.take(metrics, stats(), float(second))
-    last = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples[-1], strict=True))
+    last = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[-1], strict=True))
     assert 0.0025 <= last["tpot_p99"] <= 0.005
 
 
@@ -139,6 +139,8 @@ def test_history_is_bounded() -> None:
     for number in range(700):
         history.take(metrics, stats([(number, 0.0, "aborted", number, ())]), 0.0)
     assert (len(history.samples), len(history.decisions)) == (dashboard.SAMPLES, dashboard.DECISIONS)
+    rows = history.samples.after(-1)
+    assert [row[0] for row in rows] == list(range(101, 701)) and history.samples.after(698) == rows[-2:] and not history.samples.after(700)
 
 
 def test_quantile_by_hand() -> None:

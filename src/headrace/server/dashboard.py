@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,16 +57,42 @@ class Mark:
     tpot: tuple[int, ...]
 
 
+class Samples:
+    """The last SAMPLES rows, numbered from 1, in one block that is there from the start: ten minutes of objects would look like a leak."""
+
+    def __init__(self) -> None:
+        self._cells = array("d", bytes(8 * len(SAMPLE_COLUMNS) * SAMPLES))
+        self._newest = 0
+
+    def __len__(self) -> int:
+        return min(self._newest, SAMPLES)
+
+    def add(self, values: Row) -> None:
+        """``values`` of all columns but the number."""
+        place = len(SAMPLE_COLUMNS) * (self._newest % SAMPLES)
+        self._newest += 1
+        row = (self._newest, *(math.nan if value is None else value for value in values))
+        self._cells[place : place + len(SAMPLE_COLUMNS)] = array("d", row)
+
+    def after(self, number: int) -> list[Row]:
+        """Rows with higher numbers, oldest first."""
+        return [self._row(each) for each in range(max(number, self._newest - SAMPLES, 0), self._newest)]
+
+    def _row(self, number: int) -> Row:
+        place = len(SAMPLE_COLUMNS) * (number % SAMPLES)
+        cells = self._cells[place : place + len(SAMPLE_COLUMNS)]
+        return tuple(None if math.isnan(cell) else int(cell) if cell.is_integer() else cell for cell in cells)
+
+
 class History:
     """What the dashboard knows. Bounded: SAMPLES, STEPS, DECISIONS."""
 
     def __init__(self) -> None:
-        self.samples: deque[Row] = deque(maxlen=SAMPLES)
+        self.samples = Samples()
         self.steps: deque[Row] = deque(maxlen=STEPS)
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
         self.stats: Mapping[str, Any] = {}
         self._marks: deque[Mark] = deque(maxlen=WINDOW)
-        self._number = 0
 
     async def run(self, service: Service) -> None:
         """Samples for ever. An engine in a long step is asked again a second later."""
@@ -89,8 +117,7 @@ class History:
         mark = Mark(tuple(metrics.first_tokens.counts), tuple(metrics.inter_token.counts))
         before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
         self._marks.append(mark)
-        self._number += 1
-        self.samples.append((self._number, round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_seconds(stats)))
+        self.samples.add((round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_seconds(stats)))
 
 
 def _step_row(record: Mapping[str, Any]) -> Row:
@@ -207,7 +234,7 @@ def _answer(service: Service, history: History, cursors: Mapping[str, int]) -> d
         "num_blocks": stats.get("num_blocks", 0),
         "finished": service.metrics.finished,
         "totals": _totals(stats.get("steps") or {}),
-        "samples": {"columns": SAMPLE_COLUMNS, "rows": [row for row in history.samples if row[0] > sample]},
+        "samples": {"columns": SAMPLE_COLUMNS, "rows": history.samples.after(sample)},
         "steps": {"columns": STEP_COLUMNS, "rows": [row for row in history.steps if row[0] > step]},
         "decisions": [entry for entry in history.decisions if entry["number"] > decision],
         "engine": _engine(service) if sample < 0 else None,
