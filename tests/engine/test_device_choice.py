@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from headrace.commands import doctor
 from headrace.errors import ConfigError
 from headrace.worker import driver, eligibility
 from headrace.worker.driver import CardFacts, DriverFacts, ask_driver
 from headrace.worker.eligibility import find_gpu
 from headrace.worker.settings import device_kind, resolve_device
 
-CARD = CardFacts("NVIDIA T400", "GPU-1", 4 * 2**30)
+CARD = CardFacts("NVIDIA T400", "GPU-1", 3 * 2**30, 4 * 2**30)
 
 
 class Machine:
@@ -128,3 +130,13 @@ def test_a_machine_without_a_driver_is_no_error(monkeypatch: pytest.MonkeyPatch)
     assert ask_driver() is None
     monkeypatch.setattr(driver, "_LIBRARY", "libc.so.6")  # a library without those functions
     assert ask_driver() is None
+
+
+def test_a_card_is_described_without_a_context(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver knows its memory; torch's own count would make a context, whatever --device says."""
+    monkeypatch.setattr(driver, "ask_driver", lambda: machine.driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("a context"))
+    assert doctor._card(find_gpu()).endswith("driver 580.1 for CUDA up to 13.0, 3.0 of 4.0 GiB free")
+    machine.driver = None
+    assert doctor._card(find_gpu()).endswith("driver unknown")

@@ -56,10 +56,10 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    facts = DriverFacts("580.1", (13, 0), (CardFacts("H0", "GPU-7", 0),))
+    facts = DriverFacts("580.1", (13, 0), (CardFacts("H0", "GPU-7", 0, 0),))
 
     def ask() -> DriverFacts | None:
-        return replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used),)) if card.driver else None
+        return replace(facts, cards=(CardFacts("H0", "GPU-7", card.total - card.used, card.total),)) if card.driver else None
 
     def zeros(*shape: int, **_: object) -> Tensor:
         if len(shape) == 1:  # the first tensor makes the context

@@ -85,17 +85,18 @@ def _limits_now(device: str) -> str:
 
 
 def _card(gpu: GPU) -> str:
-    """The card with its driver and memory, or why there is none to compute on."""
+    """The card with its driver and memory, or why there is none to compute on. Asked of the driver: torch would make a context for it."""
     import torch
 
     from headrace.worker.driver import ask_driver
 
     if gpu.problem is not None:
         return gpu.problem
-    driver, (free, total) = ask_driver(), torch.cuda.mem_get_info()
+    driver = ask_driver()
     said = f"driver {driver.version} for CUDA up to {'.'.join(map(str, driver.cuda))}" if driver is not None else "driver unknown"
-    capability = ".".join(map(str, gpu.capability or ()))
-    return f"{gpu.name}, compute capability {capability}, {said}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    card = driver.card(str(torch.cuda.get_device_properties().uuid)) if driver is not None else None
+    memory = f", {card.free / 2**30:.1f} of {card.total / 2**30:.1f} GiB free" if card is not None else ""
+    return f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}, {said}{memory}"
 
 
 def _onednn(build: str) -> str:

@@ -49,8 +49,8 @@ def device_use(device: torch.device) -> DeviceUse:
 def used_before_context(device: torch.device) -> int | None:
     """Bytes in use on the card, asked without making a context; None where the driver does not say."""
     properties, driver = torch.cuda.get_device_properties(device), ask_driver()
-    free = [card.free for card in driver.cards if card.uuid.endswith(str(properties.uuid))] if driver is not None else []
-    return max(0, properties.total_memory - free[0]) if len(free) == 1 else None
+    card = driver.card(str(properties.uuid)) if driver is not None else None
+    return max(0, properties.total_memory - card.free) if card is not None else None
 
 
 class DeviceMeter:

@@ -19,11 +19,12 @@ _TEXT = 96  # bytes; the longest string NVML documents
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """One card. ``free`` is in bytes, now, whoever holds the rest; ``uuid`` is the driver's ("GPU-…")."""
+    """One card. ``free`` of ``total`` bytes, now, whoever holds the rest; ``uuid`` is the driver's ("GPU-…")."""
 
     name: str
     uuid: str
     free: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class DriverFacts:
     version: str
     cuda: tuple[int, int]  # the newest CUDA it can run
     cards: tuple[CardFacts, ...]
+
+    def card(self, uuid: str) -> CardFacts | None:
+        """By the driver's uuid or by the number in it, as torch has it."""
+        found = [card for card in self.cards if card.uuid.endswith(uuid)]
+        return found[0] if len(found) == 1 else None
 
 
 class _Memory(ctypes.Structure):
@@ -71,7 +77,7 @@ def _cards(library: ctypes.CDLL) -> Iterator[CardFacts]:
         handle, memory = ctypes.c_void_p(), _Memory()
         _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
         _check(library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
-        yield CardFacts(_text(library.nvmlDeviceGetName, handle), _text(library.nvmlDeviceGetUUID, handle), int(memory.free))
+        yield CardFacts(_text(library.nvmlDeviceGetName, handle), _text(library.nvmlDeviceGetUUID, handle), int(memory.free), int(memory.total))
 
 
 def _text(function: ctypes._NamedFuncPointer, *handle: ctypes.c_void_p) -> str:
