@@ -148,13 +148,14 @@ def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LL
     return matcher
 
 
-def check_start(matcher: LLMatcher) -> None:
-    """Raises GrammarError when no token may begin an answer, or finding out which takes too much."""
+def check_start(matcher: LLMatcher) -> bytes:
+    """The first token's mask. Raises GrammarError when no token may begin an answer, or finding out which takes too much."""
     mask = matcher.compute_bitmask()
     if matcher.is_error() and "NoExtension" not in matcher.get_error():
         raise GrammarError(_short(matcher.get_error()))
     if matcher.is_error() or not any(mask):
         raise GrammarError("nothing satisfies it, or nothing that this model's tokens can write")
+    return mask
 
 
 def _short(reason: str) -> str:

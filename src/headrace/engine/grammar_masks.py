@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CACHE_BYTES = 256 * 2**20
 _BYTES_EACH, _BYTES_A_CHARACTER = 2**18, 160  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
 _MAX_THREADS = 8
+# So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the interpreter, which a
+# busy thread then keeps for milliseconds; a matcher's own calls do not.
+_ROWS_ALONE = 32
 
 
 @dataclass(slots=True)
@@ -42,15 +45,18 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
+    """``matcher`` stands at the beginning of an answer; ``mask``: of its first token."""
+
     matcher: LLMatcher
+    mask: bytes
     seconds: float = 0.0  # 0: it was there already
 
 
 @dataclass(slots=True)
 class _Live:
-    """One request's: ``start`` stands at the beginning of an answer, whoever follows has a copy of it."""
+    """One request's: whoever follows has a copy of ``start``'s matcher."""
 
-    start: LLMatcher
+    start: _Compiled
     followers: dict[int, _Follower] = field(default_factory=dict)  # by index of the answer
 
 
@@ -63,8 +69,9 @@ class GrammarMasks:
         self._eos: tuple[int, ...] = ()
         self._words = 0
         self._executor: LLExecutor | None = None
+        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
         self._thread = ThreadPoolExecutor(1, "headrace-grammar")
-        self._cache: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._compiling: dict[int, tuple[Request, Future[_Compiled]]] = {}
         self._live: dict[int, _Live] = {}
@@ -90,7 +97,7 @@ class GrammarMasks:
         if known is not None:
             self._cache.move_to_end(wanted)
             future: Future[_Compiled] = Future()
-            future.set_result(_Compiled(known))
+            future.set_result(replace(known, seconds=0.0))
         else:
             future = self._thread.submit(self._compile, wanted)
         self._compiling[request.request_id] = request, future
@@ -117,7 +124,7 @@ class GrammarMasks:
             return request, f"the grammar cannot be followed with this model's tokens: {error}"
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
-        self._live[request.request_id] = _Live(compiled.matcher)
+        self._live[request.request_id] = _Live(compiled)
         return request, None
 
     def _remember(self, wanted: StructuredOutputs, compiled: _Compiled) -> None:
@@ -125,7 +132,7 @@ class GrammarMasks:
         stats = self._stats
         held = stats.cached_bytes
         if wanted not in self._cache:
-            self._cache[wanted] = compiled.matcher
+            self._cache[wanted] = compiled
             held += _size(wanted)
         self._cache.move_to_end(wanted)
         while held > self._cache_bytes:
@@ -140,8 +147,7 @@ class GrammarMasks:
         tokenizer = self._tokenizer or self._load_tokenizer()
         begin = time.perf_counter()
         matcher = create_matcher(tokenizer, wanted, create_limits())
-        check_start(matcher)  # also makes the first mask quick
-        return _Compiled(matcher, time.perf_counter() - begin)
+        return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin)
 
     def _load_tokenizer(self) -> LLTokenizer:
         vocabulary = self._vocabulary()
@@ -157,36 +163,42 @@ class GrammarMasks:
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         begin = time.perf_counter()
         words = np.zeros((len(wanted), self._words), dtype=np.uint32)
-        jobs = [(self._caught_up(sequence), row) for row, (_, sequence) in enumerate(wanted)]
-        self._fill(words, [(matcher, row) for matcher, row in jobs if not matcher.is_error()])
+        jobs = []
+        for row, (_, sequence) in enumerate(wanted):
+            live, follower = self._caught_up(sequence)
+            if not follower.seen:
+                words[row] = np.frombuffer(live.start.mask, dtype=np.uint32, count=self._words)
+            elif not follower.matcher.is_error():
+                jobs.append((follower.matcher, row))
+        self._fill(words, jobs)
         for row, (_, sequence) in enumerate(wanted):
             self._hold_open(words[row], sequence)
         stats = self._stats
         self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
         return TokenMasks(tuple(j for j, _ in wanted), self._words, words.tobytes())
 
-    def _caught_up(self, sequence: LiveSequence) -> LLMatcher:
+    def _caught_up(self, sequence: LiveSequence) -> tuple[_Live, _Follower]:
         live = self._live[sequence.request_id]
         follower = live.followers.get(sequence.index)
         if follower is None:
-            follower = live.followers[sequence.index] = _Follower(live.start.deep_copy())
+            follower = live.followers[sequence.index] = _Follower(live.start.matcher.deep_copy())
         known = sequence.token_ids[sequence.num_prompt_tokens + follower.seen :].tolist()
         if known:
             follower.matcher.consume_tokens(known)
             follower.seen += len(known)
-        return follower.matcher
+        return live, follower
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
         """An error of one matcher leaves its row empty: nothing is allowed."""
-        size = 4 * self._words
-        if len(jobs) == 1:
-            matcher, row = jobs[0]
-            matcher.unsafe_compute_mask_ptr(words[row].ctypes.data, size)
-        elif jobs:
+        start, size = words.ctypes.data, 4 * self._words
+        if len(jobs) <= _ROWS_ALONE or self._threads == 1:
+            for matcher, row in jobs:
+                matcher.unsafe_compute_mask_ptr(start + row * size, size)
+        else:
             from llguidance import LLExecutor
 
-            self._executor = self._executor or LLExecutor(max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)))
-            self._executor.unsafe_compute_mask_ptr(jobs, words.ctypes.data, size, len(words))
+            self._executor = self._executor or LLExecutor(self._threads)
+            self._executor.unsafe_compute_mask_ptr(jobs, start, size, len(words))
 
     def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence) -> None:
         """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""
