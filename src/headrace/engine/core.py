@@ -102,8 +102,13 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._events or self._fifo) or self.scheduler.has_work or (self._masks is not None and self._masks.compiling)
 
-    def observe(self, observer: StepObserver) -> None:
-        """Tells this one of the steps from now on, instead of the one before."""
+    @property
+    def request_ids(self) -> list[int]:
+        """Of all requests that have not ended, but those whose grammars are being compiled."""
+        return [*(event.request.request_id for event in self._events if isinstance(event, AddRequest)), *self.scheduler.roster.requests]
+
+    def observe(self, observer: StepObserver | None) -> None:
+        """Tells this one of the steps from now on, instead of the one before; None: nobody."""
         self._observer = observer
 
     def add(self, request: Request) -> None:

@@ -1,37 +1,36 @@
 """The engine process's life: start, turn after turn, end.
 
-What lives here: the loop between the socket and the core, and its pulse. What may not: the frames' schema (process.py), text, HTTP.
+What lives here: the loop between the sockets and the core, and its pulse. What may not: the frames' schema (process.py), sockets
+(links.py), text, HTTP.
 
-The loop blocks on the socket when there is nothing to do and looks at it once a turn when there is, so an idle engine costs nothing
+The loop blocks on its sockets when there is nothing to do and looks at them once a turn when there is, so an idle engine costs nothing
 and a command waits for at most one step. A thread sends a Beat every second with the loop's stamps, also while a step runs;
 it ends the process when the parent is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import process as frames
 from headrace.engine.executor import Executor, ExecutorInfo, Ticket
+from headrace.engine.links import Left, Link, Links, ParentGone, connect
 from headrace.engine.outlook import RECENT, outlook, pace_of
-from headrace.errors import HeadraceError, InvalidRequest
+from headrace.errors import HeadraceError, InvalidRequest, StepFailed
 from headrace.family import end_with_parent
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
-from headrace.request import Finished, FinishReason, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.request import Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.engine.llm import Engine
@@ -44,12 +43,9 @@ DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
 DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
 _LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction, unless the device has just been slow
 _SLOW_SECONDS = 1.0
-READ_BYTES = 1 << 18
+LAST_WORDS_SECONDS = 1.0  # for what was said last to be read
+FIRST_STEP = -1  # the request that no client sent
 RECENT_STEPS = 64  # the newest, that one answer tells of: a second may hold thousands
-
-
-class ParentGone(Exception):
-    """The socket has closed: nobody wants anything any more."""
 
 
 class Pulse:
@@ -116,82 +112,47 @@ class StampedExecutor:
         self._inner.close()
 
 
-class Link:
-    """The engine's end of the socket. Sending is for both threads, receiving for the loop alone."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
-        self._unpacker = frames.Unpacker(frames.Command)
-        self._received = memoryview(bytearray(READ_BYTES))  # kept: a fresh one for every read tears the heap into ever more pieces
-
-    def send(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                self._socket.sendall(data)
-        except OSError as error:
-            raise ParentGone from error
-
-    def wait(self) -> list[Any]:
-        """Blocks until there is a command."""
-        select.select([self._socket], [], [])
-        return self.poll()
-
-    def poll(self) -> list[Any]:
-        """The commands that have arrived."""
-        commands: list[Any] = []
-        while True:
-            try:
-                size = self._socket.recv_into(self._received, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return commands
-            except OSError as error:
-                raise ParentGone from error
-            if not size:
-                raise ParentGone
-            commands.extend(self._unpacker.feed(self._received[:size]))
-            if size < READ_BYTES:
-                return commands
-
-
 class EngineLoop:
-    """Commands in, one frame a step out, until the parent says so or is gone."""
+    """Commands in, one frame a step and front end out, until the parent says so or is gone."""
 
-    def __init__(self, engine: Engine, link: Link, pulse: Pulse) -> None:
+    def __init__(self, engine: Engine, links: Links, pulse: Pulse) -> None:
         self._engine = engine
         self._core = engine.core
-        self._link = link
+        self._links = links
         self._pulse = pulse
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Link, Any], None]] = {
             frames.Add: self._add,
-            frames.Abort: self._abort,
+            frames.Abort: lambda _, command: self._abort(command.request_id),
             frames.Finish: self._finish,
-            frames.AskStats: lambda command: self._reply(command.number, self._stats()),
+            frames.AskStats: lambda link, command: _reply(link, command.number, self._stats()),
             frames.AskRecent: self._answer_recent,
             frames.AskRequests: self._answer_requests,
+            frames.Attach: self._attach,
             frames.Shutdown: self._shut_down,
+            Left: self._abort_all,
         }
         self._running = True
 
     def run(self) -> None:
-        core, link, pulse = self._core, self._link, self._pulse
+        core, links, pulse = self._core, self._links, self._pulse
         while self._running:
             pulse.turn += 1
             if core.has_work:
-                commands = link.poll()
+                said = links.poll()
             else:
                 pulse.enter("idle")
-                commands = link.wait()
+                said = links.wait()
             pulse.enter("host", HOST_LIMIT)
-            for command in commands:
-                self._handlers[type(command)](command)
+            for link, command in said:
+                self._handlers[type(command)](link, command)
             if core.has_work and self._running:
                 outputs = core.step()
                 if outputs:
-                    pulse.enter("send")  # the front end may be slow to read
-                    link.send(frames.pack_step(core.accounts.settle(outputs)))
+                    pulse.enter("send")  # a front end may be slow to read
+                    for unwanted in links.send_step(core.accounts.settle(outputs)):
+                        self._abort(unwanted)
 
-    def _add(self, command: frames.Add) -> None:
+    def _add(self, link: Link, command: frames.Add) -> None:
         try:
             request = frames.unpack_request(command)
             self._core.add(request)
@@ -201,44 +162,55 @@ class EngineLoop:
             log.error("request refused by the core: %s", error)
             finished = Finished(FinishReason.ERROR, message=error.message)
             refused = [SequenceOutput(command.request_id, index, (), finished=finished) for index in range(command.params.n)]
-            self._link.send(frames.pack_step(refused))
+            link.send(frames.pack_step(refused))
 
-    def _abort(self, command: frames.Abort) -> None:
-        self._core.abort(command.request_id)
-        self._core.accounts.close(command.request_id)
+    def _abort(self, request_id: int) -> None:
+        self._core.abort(request_id)
+        self._core.accounts.close(request_id)
 
-    def _finish(self, command: frames.Finish) -> None:
+    def _abort_all(self, link: Link, command: Left) -> None:
+        """What a front end leaves behind. A grammar that is being compiled for it is found out when its first token is nobody's."""
+        left = [each for each in self._core.request_ids if each >> frames.SERIAL_SHIFT == link.serial]
+        log.info("front end %d has left; %d of its requests end", link.serial, len(left))
+        for request_id in left:
+            self._abort(request_id)
+
+    def _attach(self, link: Link, command: frames.Attach) -> None:
+        self._links.attach(command, frames.pack(frames.Started(self._engine.info)))
+
+    def _finish(self, link: Link, command: frames.Finish) -> None:
         self._core.finish(command.request_id, command.index, command.num_tokens)
         self._core.accounts.end(command.request_id, command.index)
 
     def _stats(self) -> dict[str, Any]:
         return {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()}
 
-    def _answer_recent(self, command: frames.AskRecent) -> None:
+    def _answer_recent(self, link: Link, command: frames.AskRecent) -> None:
         records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
         decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
-        self._reply(command.number, {**self._stats(), "records": [asdict(each) for each in records], "decisions": decisions})
+        _reply(link, command.number, {**self._stats(), "records": [asdict(each) for each in records], "decisions": decisions})
 
-    def _answer_requests(self, command: frames.AskRequests) -> None:
+    def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
         core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT))
         states = [core.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else asdict(account) for account in accounts]
-        self._reply(command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
+        _reply(link, command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
 
-    def _reply(self, number: int, stats: dict[str, Any]) -> None:
-        self._link.send(frames.pack(frames.StatsReply(number, stats)))
-
-    def _shut_down(self, command: frames.Shutdown) -> None:
+    def _shut_down(self, link: Link, command: frames.Shutdown) -> None:
         self._running = False
 
 
-def beat_forever(link: Link, pulse: Pulse) -> None:
+def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
+    link.send(frames.pack(frames.StatsReply(number, stats)))
+
+
+def beat_forever(links: Links, pulse: Pulse) -> None:
     """The pulse of the process, and its end when the parent is gone, whatever the loop is doing."""
     while True:
         time.sleep(BEAT_SECONDS)
         try:
-            link.send(frames.pack(pulse.beat()))
+            links.send(frames.pack(pulse.beat()))
         except ParentGone:
             os._exit(1)
 
@@ -250,51 +222,49 @@ def _read_launch() -> frames.Launch:
     return found[0]
 
 
-def _connect(launch: frames.Launch) -> Link:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(launch.address)
-    except OSError as error:
-        raise ParentGone from error
-    finally:
-        _remove(Path(launch.address))  # the parent does it too, unless it is gone
-    link = Link(sock)
-    link.send(frames.pack(frames.Hello(launch.secret)))
-    return link
-
-
-def _remove(address: Path) -> None:
-    with contextlib.suppress(OSError):
-        address.unlink(missing_ok=True)
-        address.parent.rmdir()
-
-
-def _start(launch: frames.Launch, link: Link, pulse: Pulse) -> Engine | None:
+def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
         from headrace.engine.llm import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
 
         least = launch.config.device.device_time
-        return create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)
+        engine = create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)
+        if not least:  # a device whose time is made up proves nothing by it
+            take_first_step(engine)
+        return engine
     except HeadraceError as error:
-        link.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
+        links.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
     except Exception as error:
         log.exception("the engine could not start")
-        link.send(frames.pack(frames.StartFailed("", f"{type(error).__name__}: {error}")))
+        links.send(frames.pack(frames.StartFailed("", f"{type(error).__name__}: {error}")))
     return None
 
 
-def _serve(engine: Engine, link: Link, pulse: Pulse) -> int:
+def take_first_step(engine: Engine) -> None:
+    """One token of one request, all the way: an engine that says it can serve has done so. Raises StepFailed. Not counted among the steps."""
+    core = engine.core
+    core.observe(None)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+    core.add(Request(request_id=FIRST_STEP, prompt_token_ids=array("i", (0,)), params=params))
+    ends = []
+    while core.has_work:
+        ends += [out.finished for out in core.step() if out.finished is not None]
+    core.observe(engine.recorder if engine.trace is None else engine.trace)
+    if [end.reason for end in ends] != [FinishReason.LENGTH]:
+        raise StepFailed(f"the engine's first step failed: {ends[0].message if ends else 'it brought nothing'}. See `headrace doctor`.")
+
+
+def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
     gc.collect()
     gc.freeze()  # the model and the modules live as long as the process: no need to look through them again
-    link.send(frames.pack(frames.Started(engine.info)))
+    links.send(frames.pack(frames.Started(engine.info)))
     try:
-        EngineLoop(engine, link, pulse).run()
+        EngineLoop(engine, links, pulse).run()
     except (ParentGone, frames.BadFrame) as error:
         return 0 if isinstance(error, ParentGone) else 1
     except Exception as error:
         log.exception("the engine failed")
-        link.send(frames.pack(frames.Died(f"{type(error).__name__}: {error}")))
+        links.send(frames.pack(frames.Died(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         engine.close()
@@ -309,10 +279,12 @@ def main() -> None:
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         launch, pulse = _read_launch(), Pulse()
-        link = _connect(launch)
+        links = connect(launch)
         end_with_parent()  # from here on nothing of ours is left behind
-        threading.Thread(target=beat_forever, args=(link, pulse), daemon=True, name="pulse").start()
-        engine = _start(launch, link, pulse)
-        sys.exit(1 if engine is None else _serve(engine, link, pulse))
+        threading.Thread(target=beat_forever, args=(links, pulse), daemon=True, name="pulse").start()
+        engine = _start(launch, links, pulse)
+        status = 1 if engine is None else _serve(engine, links, pulse)
+        links.finish(LAST_WORDS_SECONDS)
+        sys.exit(status)
     except ParentGone:
         sys.exit(1)

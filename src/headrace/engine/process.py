@@ -5,6 +5,8 @@ What may not: the process's loop (loop.py), the front end's side (client.py), te
 
 Start: the parent writes one Launch frame to stdin (config, socket path, secret); the process connects, proves itself with the
 secret, loads, answers Started or StartFailed. From then on commands come one way, one Step frame a step goes the other.
+Further front ends join by an Attach frame of the parent: the process connects to each as it did to the parent, and a step's
+outputs go to whoever asked for them, one frame each. A request's id says who that is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from headrace.request import Finished, Request, SamplingParams, SequenceOutput, 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
 MAX_ASKED = 64  # requests that one question may be about
 MAX_FRAME = 256 * 2**20  # bytes; a peer that announces more is cut off
+SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then its own count
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
@@ -146,11 +149,20 @@ class AskRequests(Frame):
     request_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ASKED)]
 
 
+class Attach(Frame):
+    """From the parent: another front end listens at ``address``; ``serial``, which none has had before, begins its requests' ids."""
+
+    address: str
+    secret: bytes
+    serial: Annotated[int, msgspec.Meta(gt=0, lt=1 << 22)]
+
+
 class Shutdown(Frame):
     pass
 
 
-Command = Add | Abort | Finish | AskStats | AskRecent | AskRequests | Shutdown
+GuestCommand = Add | Abort | Finish | AskStats | AskRecent | AskRequests  # what any front end may say
+Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
 Event = Hello | Started | StartFailed | Beat | Died | StatsReply | Step
 
 _encoder = msgspec.msgpack.Encoder()
