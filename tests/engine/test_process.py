@@ -407,7 +407,7 @@ def test_an_engine_that_freezes_while_it_loads_is_not_waited_for(monkeypatch: py
 
 
 def test_a_frozen_engine_is_told_from_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HANG_SECONDS", 1.5)
+    monkeypatch.setattr(connection, "HANG_SECONDS", 1.5)
 
     async def work(llm: AsyncLLM) -> None:
         stream = llm.stream([1], SHORT)

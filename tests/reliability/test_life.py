@@ -31,7 +31,7 @@ def test_a_frozen_engine_is_unhealthy_and_recovers() -> None:
 
 
 def test_health_that_does_not_ask_is_noticed() -> None:
-    defect = "from headrace.engine import client; client.HANG_SECONDS = 1e9"
+    defect = "from headrace.engine import connection; connection.HANG_SECONDS = 1e9"
     with pytest.raises(AssertionError, match="the hang is seen"):
         checks_life.frozen_engine(thaw=True, within=5.6, command=planted(defect))
 

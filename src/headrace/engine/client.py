@@ -12,13 +12,13 @@ import asyncio
 import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.engine import process as frames
-from headrace.engine.connection import EngineConnection
+from headrace.engine.connection import EngineConnection, EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
@@ -34,7 +34,6 @@ MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20
 _DELTA_COST, _TOKEN_COST, _LOGPROB_COST = 200, 40, 100  # about bytes
 _LONG_TEXT = 1 << 14  # characters; longer prompts are tokenised in a thread
-HANG_SECONDS = 5.0  # without a beat
 
 
 class Stream:
@@ -130,6 +129,10 @@ def _last_of(pending: list[RequestDelta], index: int) -> RequestDelta | None:
     return next((delta for delta in reversed(pending) if delta.index == index), None)
 
 
+async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
+    return await asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, chat_template=config.model.chat_template)
+
+
 class AsyncLLM:
     """An engine in a process of its own, for one event loop. ``await AsyncLLM.start(config)`` makes one.
 
@@ -138,7 +141,14 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, defaults: SamplingParams, connection: EngineConnection
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        tokenizer: Tokenizer | None,
+        defaults: SamplingParams,
+        connection: EngineSocket,
+        *,
+        serial: int = 0,
     ) -> None:
         self.config = config
         self.source = source
@@ -151,10 +161,9 @@ class AsyncLLM:
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # dropped streams abort themselves
-        self._ids = itertools.count()
-        self._stats: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ids = itertools.count(serial << frames.SERIAL_SHIFT)
         self._closing = False
-        connection.listen(self._on_event, self._on_death)
+        connection.listen(self._on_step, self._on_death)
 
     @classmethod
     async def start(cls, config: EngineConfig | None = None, **keywords: Any) -> AsyncLLM:
@@ -172,12 +181,20 @@ class AsyncLLM:
         defaults = default_params(source.generation_defaults)
         connection = await EngineConnection.launch(config)
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, chat_template=config.model.chat_template)
+            tokenizer = await _load_tokenizer(config, source)
             await connection.started()
         except BaseException:
             await connection.close(0.0)
             raise
         return cls(config, source, tokenizer, defaults, connection)
+
+    @classmethod
+    async def join(cls, config: EngineConfig, connection: JoinedEngine, serial: int) -> AsyncLLM:
+        """One of several front ends of an engine that was launched with this config and told to come here. Returns when it can serve."""
+        source = await asyncio.to_thread(find_source, config)
+        tokenizer = await _load_tokenizer(config, source)
+        await connection.started()
+        return cls(config, source, tokenizer, default_params(source.generation_defaults), connection, serial=serial)
 
     # --- requests
 
@@ -274,15 +291,7 @@ class AsyncLLM:
     @property
     def ailment(self) -> str | None:
         """Why the engine cannot be trusted to make progress, or None: dead, silent, or stuck in one turn of its loop."""
-        connection = self._connection
-        if connection.death is not None:
-            return connection.death.message
-        beat, silence = connection.last_beat, time.perf_counter() - connection.last_heard
-        if silence > HANG_SECONDS:
-            return f"the engine has been silent for {silence:.0f} s"
-        if beat.limit and beat.seconds > beat.limit:
-            return f"the engine has been in one {beat.phase} phase for {beat.seconds:.0f} s"
-        return None
+        return self._connection.ailment
 
     @property
     def dead(self) -> bool:
@@ -299,28 +308,16 @@ class AsyncLLM:
 
     async def stats(self) -> dict[str, Any]:
         """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
-        return await self._ask(frames.AskStats)
+        return await self._connection.ask(frames.AskStats)
 
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
         """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
-        return await self._ask(lambda number: frames.AskRecent(number, step, decision))
+        return await self._connection.ask(lambda number: frames.AskRecent(number, step, decision))
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """Where these requests stand (``outlook`` of each, None once it has ended) and what their steps were, for those that asked."""
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
-        return await self._ask(lambda number: frames.AskRequests(number, ids))
-
-    async def _ask(self, question: Callable[[int], frames.Frame]) -> dict[str, Any]:
-        if self._connection.death is not None:
-            raise self._connection.death
-        number = next(self._ids)
-        answer: asyncio.Future[dict[str, Any]] = self.loop.create_future()
-        self._stats[number] = answer
-        self._connection.send(frames.pack(question(number)))
-        try:
-            return await answer
-        finally:
-            del self._stats[number]
+        return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again.
@@ -355,23 +352,17 @@ class AsyncLLM:
     def _finish(self, request_id: int, index: int, num_tokens: int) -> None:
         self._connection.send(frames.pack(frames.Finish(request_id, index, num_tokens)))
 
-    def _on_event(self, frame: Any) -> None:
-        if isinstance(frame, frames.Step):
-            feed, streams = self._outputs.feed, self._streams
-            for out in frames.unpack_step(frame):
-                delta = feed(*out)
-                stream = streams.get(out.request_id) if delta is not None else None
-                if delta is not None and stream is not None:
-                    stream.put(delta)
-        elif isinstance(frame, frames.StatsReply) and frame.number in self._stats and not self._stats[frame.number].done():
-            self._stats[frame.number].set_result(frame.stats)
+    def _on_step(self, frame: frames.Step) -> None:
+        feed, streams = self._outputs.feed, self._streams
+        for out in frames.unpack_step(frame):
+            delta = feed(*out)
+            stream = streams.get(out.request_id) if delta is not None else None
+            if delta is not None and stream is not None:
+                stream.put(delta)
 
     def _on_death(self, error: EngineDead) -> None:
         for stream in list(self._streams.values()):
             stream.end(error)
-        for answer in self._stats.values():
-            if not answer.done():
-                answer.set_exception(error)
 
     def _check_ready(self) -> None:
         if self._connection.death is not None:
