@@ -137,7 +137,10 @@ class ServerConfig:
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     tool_call_parser: str = option(
         "auto", "how the model writes tool calls; automatic by its chat template",
-        choices=("auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2"),
+        choices=(
+            "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "minimax_m2",
+            "pythonic", "lfm2",
+        ),
     )  # fmt: skip
     reasoning_parser: str = option(
         "auto", "how the model writes reasoning; automatic by its chat template", choices=("auto", "none", "qwen3", "deepseek_r1", "mistral")

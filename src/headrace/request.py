@@ -77,6 +77,8 @@ class StructuredOutputs:
     """What the text of an answer must be. Exactly one of: a text that ``json`` (a JSON schema; a dict is taken too) accepts, any JSON
     object, a full match of ``regex``, one of ``choice``, a text of ``grammar`` (Lark).
 
+    ``preface``: Lark that says what stands before it and refers to it as ``@answer``; the server's own, for models that reason first.
+
     Whether it can be compiled is found out later (engine/grammar_check.py). Raises InvalidRequest naming the field.
     """
 
@@ -85,6 +87,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    preface: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.json, (Mapping, bool)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.engine.output import RequestDelta
 from headrace.server.answers import PromptState, Shape
 from headrace.server.anthropic import MessageAnswer
-from headrace.server.parsing import create_parser
+from headrace.server.parsing import form_of
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.parts import PartsAnswer
@@ -27,7 +27,7 @@ SHAPE = Shape(model="m", fingerprint="f", logprobs=False, prompt_logprobs=False,
 
 
 def parser() -> OutputParser | None:
-    return create_parser(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", ("f", "g"))
+    return form_of(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"]), "", {"f": {}, "g": {}}).create_parser()
 
 
 def message() -> MessageAnswer:

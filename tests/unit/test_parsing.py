@@ -15,15 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import ServerConfig
-from headrace.server.parsing import create_call_id, create_parser
+from headrace.server.parsing import Form, create_call_id, form_of
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
-from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, choose_dialect
+from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style, choose_dialect
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.tools import Mode, ToolChoice
 from support.outside import shared
 
-NAMES = ("f", "get_weather")
+FUNCTIONS = {"f": {"city": ("string",), "days": ("array",), "b": ("object",)}, "get_weather": {}}
 ARGUMENTS = '{"city": "Besançon \\"x\\" \\u00e9😀", "days": [1, -2.5e3, {"a": null}], "b": {}}'
+
+# ARGUMENTS between tags, and as Python writes them.
+_DAYS, _CITY = '[1, -2.5e3, {"a": null}]', 'Besançon "x" é😀'
+TAGGED = f"<parameter=city>\n{_CITY}\n</parameter>\n<parameter=days>\n{_DAYS}\n</parameter>\n<parameter=b>\n{{}}\n</parameter>\n"
+KEYED = f"\n<arg_key>city</arg_key>\n<arg_value>{_CITY}</arg_value><arg_key>days</arg_key><arg_value>{_DAYS}</arg_value>"
+KEYED += "<arg_key>b</arg_key>\n<arg_value>{}</arg_value>"
+NAMED = "".join(f'<parameter name="{name}">{value}</parameter>\n' for name, value in (("city", _CITY), ("days", _DAYS), ("b", "{}")))
+KEYWORDS = "city='Besançon \"x\" \\u00e9😀', days=[1, -2.5e3, {'a': None,}], b = {}"
 
 # One answer of two calls for each format, as the family writes it; {a} is ARGUMENTS.
 WRITTEN = {
@@ -37,7 +44,15 @@ WRITTEN = {
     "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{a}<|tool_call_end|>"
     "<|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "qwen3_coder": f"<tool_call>\n<function=f>\n{TAGGED}</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>",
+    "glm45": f"<tool_call>f{KEYED}\n</tool_call>\n<tool_call>get_weather\n</tool_call>",
+    "minimax_m2": f'<minimax:tool_call>\n<invoke name="f">\n{NAMED}</invoke>\n<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>',
+    "pythonic": f"[f({KEYWORDS}), get_weather()]",
+    "lfm2": f"<|tool_call_start|>[f({KEYWORDS}), get_weather()]<|tool_call_end|>",
 }
+# ... and what its arguments read as, where they are not written as JSON.
+READ = {name: ARGUMENTS.replace("\\u00e9", "é") for name in ("qwen3_coder", "glm45", "minimax_m2")}
+PLAIN = tuple(name for name, each in TOOL_FORMATS.items() if each.style in (Style.OBJECT, Style.JSON))
 
 
 def written(name: str) -> str:
@@ -46,7 +61,7 @@ def written(name: str) -> str:
 
 def make(tools: str | None, reasoning: str | None = None, *, prompt: str = "", single: bool = False) -> OutputParser:
     dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
-    parser = create_parser(dialect, prompt, NAMES, ToolChoice(parallel=not single))
+    parser = form_of(dialect, prompt, FUNCTIONS, parallel=not single).create_parser()
     assert parser is not None
     return parser
 
@@ -86,14 +101,15 @@ def arguments(found: Iterable[Segment]) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_two_calls(name: str) -> None:
-    calls = [ToolCallStart(0, "", "f"), ToolCallArguments(0, ARGUMENTS), ToolCallStart(1, "", "get_weather"), ToolCallArguments(1, "{}")]
+    read = READ.get(name, ARGUMENTS)
+    calls = [ToolCallStart(0, "", "f"), ToolCallArguments(0, read), ToolCallStart(1, "", "get_weather"), ToolCallArguments(1, "{}")]
     assert whole(written(name), name) == (calls, "tool_calls")
     assert set(WRITTEN) == set(TOOL_FORMATS)
     if not TOOL_FORMATS[name].bare:
         assert whole("Let me see.\n\n" + written(name) + "\n", name) == ([Content("Let me see."), *calls], "tool_calls")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", PLAIN)
 def test_arguments_come_as_they_are_written(name: str) -> None:
     """After the name, what is pushed comes out: nothing waits for the end of a call, and names are sent before arguments."""
     parser, seen = make(name), ""
@@ -122,21 +138,21 @@ def test_single_ends_after_the_first_call() -> None:
     assert (found, reason) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, ARGUMENTS)], "tool_calls")
 
 
-def forced(choice: ToolChoice) -> OutputParser:
-    parser = create_parser(Dialect(TOOL_FORMATS["hermes"], REASONING_FORMATS["deepseek_r1"]), "<think>", NAMES, choice)
+def forced(name: str = "", *, single: bool = False) -> OutputParser:
+    format = FORCED_ARGUMENTS if name else FORCED_CALLS
+    parser = Form(tools=format, functions=FUNCTIONS, fixed_name=name, single=single).create_parser()
     assert parser is not None
     return parser
 
 
-def test_forced_calls_are_plain_json() -> None:
-    named = ToolChoice(Mode.NAMED, "f", parallel=False)
-    assert parse(forced(named), ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
-    assert parse(forced(named), ['{"a": '])[1] == "length"
+def test_calls_may_be_plain_json_and_nothing_else() -> None:
+    assert parse(forced("f"), ['{"a"', ": 1}"]) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, '{"a": 1}')], "tool_calls")
+    assert parse(forced("f"), ['{"a": '])[1] == "length"
     calls = '[{"name": "f", "parameters": {}}, {"name": "get_weather", "parameters": {"a": "[1"}}]'
-    found, reason = parse(forced(ToolChoice(Mode.REQUIRED)), calls)
+    found, reason = parse(forced(), calls)
     assert arguments(found) == {0: "{}", 1: '{"a": "[1"}'} and reason == "tool_calls" and content(found) == ""
-    assert parse(forced(ToolChoice(Mode.REQUIRED)), [calls[:-30]])[1] == "length"
-    assert arguments(parse(forced(ToolChoice(Mode.REQUIRED, parallel=False)), calls)[0]) == {0: "{}"}
+    assert parse(forced(), [calls[:-30]])[1] == "length"
+    assert arguments(parse(forced(single=True), calls)[0]) == {0: "{}"}
 
 
 def test_ids_have_the_length_that_templates_want() -> None:
@@ -156,7 +172,7 @@ def test_reasoning_then_content_then_calls() -> None:
 
 def test_the_prompt_may_have_begun_or_ended_it() -> None:
     assert whole("hm\n</think>\n\nYes", None, "qwen3", prompt="…<think>\n")[0] == [Reasoning("hm"), Content("Yes")]
-    assert create_parser(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n") is None
+    assert form_of(Dialect(None, REASONING_FORMATS["deepseek_r1"]), "…<think>\n\n</think>\n\n", {}).create_parser() is None
     assert whole("a </think> b", None, "qwen3")[0] == [Content("a </think> b")]
     assert whole("a </think> b", None, "deepseek_r1")[0] == [Reasoning("a"), Content("b")]
     assert whole("Yes <think>no</think>", None, "qwen3")[0] == [Content("Yes <think>no</think>")]
@@ -164,8 +180,8 @@ def test_the_prompt_may_have_begun_or_ended_it() -> None:
 
 
 def test_nothing_to_take_apart_is_no_parser() -> None:
-    assert create_parser(Dialect(), "", NAMES) is None
-    assert create_parser(Dialect(TOOL_FORMATS["hermes"], None), "") is None
+    assert form_of(Dialect(), "", FUNCTIONS).create_parser() is None
+    assert form_of(Dialect(TOOL_FORMATS["hermes"], None), "", {}).create_parser() is None
 
 
 # --- what is no call
@@ -221,9 +237,11 @@ def test_the_limit_of_what_is_held_back_is_a_place_in_the_text() -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
     """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own reasons stay."""
-    text = written(name)
-    end = text.index(ARGUMENTS) + len(ARGUMENTS) + (0 if TOOL_FORMATS[name].name_end else 1)
-    for cut in range(len(TOOL_FORMATS[name].marker), text.index("get_weather")):
+    text, format = written(name), TOOL_FORMATS[name]
+    ends = {"qwen3_coder": "</function>", "glm45": "</tool_call>", "minimax_m2": "</invoke>", "pythonic": ")", "lfm2": ")"}
+    last = ends.get(name, ARGUMENTS if format.name_end else ARGUMENTS + "}")
+    end = text.find(last if name != "mistral" else ARGUMENTS) + len(last)
+    for cut in range(len(format.marker) if text.startswith(format.marker) else 1, text.index("get_weather")):
         parser = make(name)
         found, reason = parse(parser, [text[:cut]])
         calls = arguments(found)
@@ -231,7 +249,7 @@ def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
         if cut < end or aside:
             assert reason == "length" and not any(map(is_json, calls.values())), text[:cut]
         else:
-            assert calls[0] == ARGUMENTS and parser.end_reason("length") == "length"
+            assert calls[0] == READ.get(name, ARGUMENTS) and parser.end_reason("length") == "length"
 
 
 def is_json(text: str) -> bool:
@@ -255,6 +273,8 @@ SOUP = st.sampled_from(
         *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁sep｜>", "```json\n", "<｜tool▁call▁end｜>"),
         *('{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a": ', '"arguments": {}, "name": "f"}', '{"', '": ', '"', '"id": 5, '),
         *("{", "}", "[", "]", ",", ";", ":", "\\", "\\u12", "\\ud83d", "\\n", "1", "-0.5e7", "tru", "true", "null", "\x00", "\n", "  ", "\n\n\n\n"),
+        *("<function=f>", "<parameter=city>", "\n</parameter>", "</function>", "<arg_key>days</arg_key>", "<arg_value>", "</arg_value>"),
+        *('<invoke name="f">', '<parameter name="b">', "</invoke>", "[f(", "city=", "'", "True", "None", "(", ")", "='\\x4", "<|tool_call_start|>"),
         *("f", "get_weather", "é", "😀", "｜", "<", "<t", " " * (MAX_SPACE + 1), "x" * 50, '{"a": 1}'),
     ]
 )
@@ -384,8 +404,10 @@ OF_TEMPLATES = {
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),
     "unsloth-mistral-Devstral-Small-2507": ("mistral_args", None),
-    "GLM-4.7-Flash": (None, "qwen3"),
-    "MiniMax-M2": (None, "qwen3"),
+    "GLM-4.7-Flash": ("glm45", "qwen3"),
+    "poolside-Laguna-XS-2.1": ("glm45", "qwen3"),
+    "MiniMax-M2": ("minimax_m2", "qwen3"),
+    "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
     "google-gemma-4-31B-it": (None, None),
 }
 

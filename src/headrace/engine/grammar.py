@@ -8,6 +8,7 @@ threads, caches, tokens of a running answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -105,7 +106,15 @@ def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:
-    """The constraint in llguidance's terms. Raises GrammarError for a schema that is no JSON."""
+    """The constraint in llguidance's terms, behind what may stand before it. Raises GrammarError for a schema that is no JSON."""
+    answer = _answer_of(wanted)
+    if not wanted.preface:
+        return answer
+    own = {"lark_grammar": answer} if wanted.grammar is not None else json.loads(answer)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": wanted.preface}, {**own, "name": "answer"}]})
+
+
+def _answer_of(wanted: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
     if wanted.regex is not None:
@@ -128,7 +137,7 @@ def _literal(text: str) -> str:
 
 def _lark(grammar: str) -> str:
     """Lark as it is; the BNF of llama.cpp ("root ::= …") in Lark's terms."""
-    if "::=" not in grammar:
+    if "::=" not in grammar or grammar.startswith("start:"):
         return grammar
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 

@@ -219,5 +219,5 @@ class GrammarMasks:
 
 def _size(wanted: StructuredOutputs) -> int:
     """Bytes that a compiled grammar takes, about."""
-    characters = sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, *wanted.choice) if text is not None)
+    characters = sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice) if text is not None)
     return _BYTES_EACH + _BYTES_A_CHARACTER * characters

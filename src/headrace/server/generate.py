@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import Request, SamplingParams, StructuredOutputs
+from headrace.request import Request, SamplingParams
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.inflight import Job
 from headrace.server.parsed_answers import ParsedChatAnswer
+from headrace.server.parsing import Form
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
 from headrace.server.requests import explained
 from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
 from headrace.server.threads import INLINE_BYTES
-from headrace.server.tools import forced_schema, names_of
 from headrace.server.wire import encode
 
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
@@ -67,8 +67,8 @@ async def converse(
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
         parsed = await render_chat(service, request.messages, request.conversation, param)
-        create_parser = partial(service.create_parser, _ending(parsed.text), names_of(request.conversation.tools), request.conversation.choice)
-        params, options = _forced(request)
+        form, params, options = _formed(service, request, _ending(parsed.text))
+        create_parser = form.create_parser
         params = service.parsed_params(params, create_parser)
         prepared = await _prepare(service, parsed, params, options, param)
         shape, state = _shape(service, model, params, options), PromptState(prepared.prompt_token_ids)
@@ -82,15 +82,16 @@ def _ending(prompt: str | None) -> str:
     return (prompt or "")[-_ENDING:]
 
 
-def _forced(request: ChatRequest) -> tuple[SamplingParams, AnswerOptions]:
-    """A call that must come is written under a grammar, which is made of the tools."""
+def _formed(service: Service, request: ChatRequest, ending: str) -> tuple[Form, SamplingParams, AnswerOptions]:
+    """What the answers are made of; where they are held to something, the grammar for it."""
     params, options, conversation = request.params, request.options, request.conversation
-    if not conversation.choice.forced or conversation.tools is None:
-        return params, options
-    if params.structured_outputs is not None:
-        raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
-    grammar = StructuredOutputs(json=forced_schema(conversation.tools, conversation.choice))
-    return replace(params, structured_outputs=grammar), replace(options, grammar_name="tools")
+    wanted, choice = params.structured_outputs, conversation.choice
+    if choice.forced and conversation.tools is not None:
+        if wanted is not None:
+            raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
+        options = replace(options, grammar_name="tools")
+    form, held = service.form(ending, conversation.tools, choice, wanted)
+    return form, params if held is wanted else replace(params, structured_outputs=held), options
 
 
 async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions, param: str = "messages") -> ParsedPrompt:
@@ -120,7 +121,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
             parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
             prepared.append(await _prepare(service, parsed, params, options, "prompt"))
             await asyncio.sleep(0)  # there may be a thousand
-        shown = request.prompts if options.truncate_prompt_tokens is None else [list(each.prompt_token_ids) for each in prepared]
+        shown = request.prompts if options.truncate_prompt_tokens is None else [each.prompt_token_ids for each in prepared]
         states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
         shape = _shape(service, model, params, options)
         answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=request.echo, discard=request.discard)
@@ -128,10 +129,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await _deliver(service, exchange, answer, prepared, options)
 
 
-async def encode_prompt(service: Service, prompt: str | list[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
+async def encode_prompt(service: Service, prompt: str | array[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
     """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is refused early."""
     if not isinstance(prompt, str):
-        return ParsedPrompt(None, await service.threads.run(len(prompt), partial(array, "i", prompt)))
+        return ParsedPrompt(None, prompt)
     encode = partial(service.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate)
     return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode)))
 
@@ -159,7 +160,7 @@ async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParam
         raise
 
 
-def _prompt_state(tokenizer: Any, request: Request, prompt: str | list[int], echo: bool) -> PromptState:
+def _prompt_state(tokenizer: Any, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
     """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
     ids = request.prompt_token_ids
     if not echo:

@@ -20,19 +20,20 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
-from headrace.request import Request, SamplingParams
+from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
 from headrace.server.dashboard import History
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.forced import hold
 from headrace.server.inflight import Inflight
 from headrace.server.moderation.watch import Moderator
-from headrace.server.parsing import create_parser
+from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.formats import Dialect, choose_dialect
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.stream import Pulse
 from headrace.server.threads import Threads
-from headrace.server.tools import ToolChoice
+from headrace.server.tools import Tool, ToolChoice, functions_of
 
 STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 
@@ -143,7 +144,7 @@ class Service:
         self.max_queue = config.max_queue
         self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
         self._dialect = Dialect()
-        self._special_markers = False
+        self._special_markers: frozenset[str] = frozenset()
         self._engine: Engine | None = None
         self._last_stats: Mapping[str, Any] = {}
         self._live = 0
@@ -162,15 +163,18 @@ class Service:
     def _choose_dialect(self, tokenizer: Tokenizer) -> None:
         template = "\n".join(tokenizer.chat_templates.values())
         self._dialect, self.decisions = choose_dialect(template, self.config.tool_call_parser, self.config.reasoning_parser)
-        self._special_markers = any(map(tokenizer.is_special, self._dialect.markers))
+        self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
-    def create_parser(self, prompt: str, names: Sequence[str], choice: ToolChoice) -> OutputParser | None:
-        """For one answer to ``prompt``; None where its text is content throughout."""
-        return create_parser(self._dialect, prompt, names, choice)
+    def form(
+        self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None
+    ) -> tuple[Form, StructuredOutputs | None]:
+        """What answers to ``prompt`` are made of, and what they are held to. Raises InvalidRequest."""
+        form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel)
+        return hold(form, tools, choice, wanted, self._special_markers)
 
     def parsed_params(self, params: SamplingParams, create_parser: CreateParser) -> SamplingParams:
         """A parser must see the markers, also those that decoding would leave out."""
-        hidden = self._special_markers and params.skip_special_tokens and create_parser() is not None
+        hidden = bool(self._special_markers) and params.skip_special_tokens and create_parser() is not None
         return replace(params, skip_special_tokens=False) if hidden else params
 
     @property

@@ -2,7 +2,7 @@
 
 What lives here: tool_choice, and the JSON schema that forces a call. What may not: reading tools (messages.py), parsing answers (parsing/).
 
-A forced call needs no family's way of writing: its answer is JSON by grammar, a list of calls or one function's arguments.
+The schema is for calls that are written as plain JSON: a list of them, or one function's arguments (forced.py has the families' ways).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tool = Mapping[str, Any]
 
 _PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
-_SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
+SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
 
 
 class Mode(Enum):
@@ -77,28 +77,61 @@ def names_of(tools: Sequence[Tool] | None) -> tuple[str, ...]:
     return tuple(tool["function"]["name"] for tool in tools or ())
 
 
+def functions_of(tools: Sequence[Tool] | None) -> dict[str, dict[str, frozenset[str]]]:
+    """Each function's name, with the JSON types that its parameters may have."""
+    return {tool["function"]["name"]: _types_of(tool) for tool in tools or ()}
+
+
+def _types_of(tool: Tool) -> dict[str, frozenset[str]]:
+    properties = parameters_of(tool).get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    found = {name: types_of(schema) for name, schema in properties.items()}
+    return {name: types for name, types in found.items() if types}
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """JSON types that a schema names; empty where it does not say, or says it elsewhere."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str | list):
+        return frozenset(each for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str))
+    values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    if values and all(isinstance(value, str) for value in values):
+        return frozenset(("string",))
+    branches: list[Any] = next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
+    found = [types_of(branch) for branch in branches if isinstance(branch, dict) and "$ref" not in branch]
+    return frozenset().union(*found) if found and len(found) == len(branches) and all(found) else frozenset()
+
+
 def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
     """What the answer must be: the named function's arguments, or a list of calls."""
     if choice.mode is Mode.NAMED:
-        parameters = next(_parameters(tool) for tool in tools if tool["function"]["name"] == choice.name)
-        return json.dumps({**parameters, **_SPACING})
+        parameters = next(parameters_of(tool) for tool in tools if tool["function"]["name"] == choice.name)
+        return json.dumps({**parameters, **SPACING})
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
     if not choice.parallel:
         calls["maxItems"] = 1
-    return json.dumps({**calls, **_definitions(tools), **_SPACING})
+    return json.dumps({**calls, **_definitions(tools), **SPACING})
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
+def call_schema(tools: Sequence[Tool], arguments_key: str) -> dict[str, Any]:
+    """One call of one of them, as an object."""
+    return {"anyOf": [_call(tool, arguments_key) for tool in tools], **_definitions(tools), **SPACING}
+
+
+def parameters_of(tool: Tool) -> Mapping[str, Any]:
     given: Mapping[str, Any] | None = tool["function"].get("parameters")
     return given or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _call(tool: Tool) -> dict[str, Any]:
-    parameters = {name: value for name, value in _parameters(tool).items() if name not in _PLACES}
+def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
+    parameters = {name: value for name, value in parameters_of(tool).items() if name not in _PLACES}
     return {
         "type": "object",
-        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": parameters},
-        "required": ["name", "arguments"],
+        "properties": {"name": {"const": tool["function"]["name"]}, arguments_key: parameters},
+        "required": ["name", arguments_key],
         "additionalProperties": False,
     }
 
@@ -108,9 +141,9 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}].function.parameters"
-        _check_references(where, tool)
+        check_references(where, tool)
         for place in _PLACES:
-            given = _parameters(tool).get(place, {})
+            given = parameters_of(tool).get(place, {})
             if not isinstance(given, dict):
                 raise InvalidRequest(f"{where}.{place} must be an object.", param=f"{where}.{place}", code="invalid_type")
             for name, value in given.items():
@@ -119,9 +152,9 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
     return found
 
 
-def _check_references(where: str, tool: Tool) -> None:
+def check_references(where: str, tool: Tool) -> None:
     """Only what moves to the new root can be referred to from there."""
-    nodes: list[Any] = [_parameters(tool)]
+    nodes: list[Any] = [parameters_of(tool)]
     while nodes:
         node = nodes.pop()
         nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()

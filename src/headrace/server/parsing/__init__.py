@@ -8,30 +8,61 @@ from __future__ import annotations
 import secrets
 import string
 import uuid
-from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
-from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Dialect
+from headrace.server.parsing.arguments import Types
+from headrace.server.parsing.formats import Dialect, ReasoningFormat, ToolFormat
 from headrace.server.parsing.parser import FormatParser
 from headrace.server.parsing.segments import OutputParser
-from headrace.server.tools import ToolChoice
 
-_AUTO = ToolChoice()
 _LETTERS = string.ascii_letters + string.digits
 
 
-def create_parser(dialect: Dialect, prompt: str, names: Collection[str] = (), choice: ToolChoice = _AUTO) -> OutputParser | None:
-    """For one answer; None where its text is content throughout. ``prompt``: as rendered; ``names``: the functions it may call."""
-    tools, reasoning = dialect.tools if names else None, dialect.reasoning
-    create_id = partial(create_call_id, tools.id_length if tools is not None else 0)
-    opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
-    if choice.forced:  # by a grammar from the first token on: there is no reasoning
-        tools, reasoning = FORCED_ARGUMENTS if choice.name else FORCED_CALLS, None
-    elif reasoning is not None and prompt.rstrip().endswith(reasoning.end):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What the answers of one request are made of. ``opened``: the prompt has begun the reasoning.
+
+    ``functions``: what may be called. ``fixed_name``: only arguments of this one are written. ``single``: nothing follows the first call.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    opened: bool = False
+    functions: Mapping[str, Types] = field(default_factory=dict)
+    fixed_name: str = ""
+    single: bool = False
+    id_length: int = 0
+
+    def create_parser(self) -> OutputParser | None:
+        """For one answer; None where its text is content throughout."""
+        if self.tools is None and self.reasoning is None:
+            return None
+        return FormatParser(
+            self.tools,
+            self.reasoning,
+            create_id=partial(create_call_id, self.id_length),
+            opened=self.opened,
+            functions=self.functions,
+            fixed_name=self.fixed_name,
+            single=self.single,
+        )
+
+
+def form_of(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True) -> Form:
+    """``prompt``: as rendered, or its end; ``functions``: what may be called."""
+    tools, reasoning = dialect.tools if functions else None, dialect.reasoning
+    if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
         reasoning = None
-    if tools is None and reasoning is None:
-        return None
-    return FormatParser(tools, reasoning, create_id=create_id, opened=opened, names=names, fixed_name=choice.name, single=not choice.parallel)
+    return Form(
+        tools=tools,
+        reasoning=reasoning,
+        opened=reasoning is not None and prompt.rstrip().endswith(reasoning.begin),
+        functions=functions,
+        single=not parallel,
+        id_length=tools.id_length if tools is not None else 0,
+    )
 
 
 def create_call_id(length: int = 0) -> str:

@@ -5,20 +5,45 @@ What lives here: data and its choice. What may not: parsing (parser.py), request
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from headrace.config import Decision
 
 _WHOLE = r"(?P<name>\S+)"
 
 
+class Style(Enum):
+    """How a call's arguments are written."""
+
+    OBJECT = "an object with the name and the arguments"
+    JSON = "the name, then an object"
+    TAGS = "the name, then values between tags"
+    KEYWORDS = "the name, then Python's keyword arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """One argument is ``key_begin KEY key_end value_begin VALUE value_end``; a new line on either side of a value is not of it.
+
+    ``end`` shows that there are no more.
+    """
+
+    key_begin: str
+    key_end: str
+    value_begin: str = ""
+    value_end: str
+    end: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """The calls of one answer: ``section_begin call (separator call)* section_end``; white space is allowed between all parts.
 
-    A call is ``begin``, then either an object with a name and arguments, or (``name_end``) a name up to there and the bare
-    arguments, then ``end``. Ends may be missing.
+    A call is ``begin``, then either an object with a name and arguments, or a name, ``name_end`` and the arguments in ``style``, then
+    ``end``. Ends may be missing.
     ``bare``: calls stand at the start of the answer, and its section need not begin; ``only``: and nowhere else.
     """
 
@@ -30,14 +55,24 @@ class ToolFormat:
     separator: str = ""
     bare: bool = False
     only: bool = False
+    style: Style = Style.OBJECT
+    tags: Tags | None = None  # with Style.TAGS
+    arguments_key: str = "arguments"  # in an object, where the family writes it; either of both is read
     name_end: str = ""
     name_pattern: str = _WHOLE  # of what stands before name_end
+    name_form: tuple[str, str] = ("", "")  # what the family writes around a name: a text before, a pattern after
     id_length: int = 0  # letters and digits of a call's id, where the model's template insists on so many; 0: call_ and more
 
     @property
     def marker(self) -> str:
         """What shows in running text that calls begin; empty where nothing does."""
         return self.section_begin[0] if self.section_begin else self.begin
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        tags = self.tags
+        of_tags = (tags.key_begin, tags.key_end, tags.value_begin, tags.value_end, tags.end) if tags is not None else ()
+        return (*self.section_begin, *self.section_end, self.begin, *self.end, self.name_end, *of_tags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +87,22 @@ class ReasoningFormat:
 
 _TOOL_FORMATS = (
     ToolFormat(name="hermes", begin="<tool_call>", end=("</tool_call>",)),
-    ToolFormat(name="llama3_json", section_begin=("<|python_tag|>",), separator=";", bare=True),
+    ToolFormat(name="llama3_json", section_begin=("<|python_tag|>",), separator=";", bare=True, arguments_key="parameters"),
     ToolFormat(name="mistral", section_begin=("[TOOL_CALLS]", "["), section_end=("]",), separator=",", id_length=9),
-    ToolFormat(name="mistral_args", begin="[TOOL_CALLS]", name_end="[ARGS]", name_pattern=r"(?P<name>[^\s\[]+)(?:\[CALL_ID\]\w*)?", id_length=9),
+    ToolFormat(
+        name="mistral_args",
+        begin="[TOOL_CALLS]",
+        style=Style.JSON,
+        name_end="[ARGS]",
+        name_pattern=r"(?P<name>[^\s\[]+)(?:\[CALL_ID\]\w*)?",
+        id_length=9,
+    ),
     ToolFormat(
         name="deepseek_v3",
         section_begin=("<｜tool▁calls▁begin｜>",),
         section_end=("<｜tool▁calls▁end｜>",),
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        style=Style.JSON,
         name_end="```json",
         end=("```", "<｜tool▁call▁end｜>"),
     ),
@@ -68,6 +111,7 @@ _TOOL_FORMATS = (
         section_begin=("<｜tool▁calls▁begin｜>",),
         section_end=("<｜tool▁calls▁end｜>",),
         begin="<｜tool▁call▁begin｜>",
+        style=Style.JSON,
         name_end="<｜tool▁sep｜>",
         end=("<｜tool▁call▁end｜>",),
     ),
@@ -76,9 +120,52 @@ _TOOL_FORMATS = (
         section_begin=("<|tool_calls_section_begin|>",),
         section_end=("<|tool_calls_section_end|>",),
         begin="<|tool_call_begin|>",
+        style=Style.JSON,
         name_end="<|tool_call_argument_begin|>",
         name_pattern=r"(?:functions\.)?(?P<name>[^\s:]+)(?::[0-9]+)?",
+        name_form=("functions.", ":[0-9]{1,2}"),
         end=("<|tool_call_end|>",),
+    ),
+    ToolFormat(
+        name="qwen3_coder",
+        section_begin=("<tool_call>",),
+        section_end=("</tool_call>",),
+        begin="<function=",
+        style=Style.TAGS,
+        name_end=">",
+        tags=Tags(key_begin="<parameter=", key_end=">", value_end="</parameter>", end="</function>"),
+    ),
+    ToolFormat(
+        name="glm45",
+        begin="<tool_call>",
+        style=Style.TAGS,
+        tags=Tags(key_begin="<arg_key>", key_end="</arg_key>", value_begin="<arg_value>", value_end="</arg_value>", end="</tool_call>"),
+    ),
+    ToolFormat(
+        name="minimax_m2",
+        section_begin=("<minimax:tool_call>",),
+        section_end=("</minimax:tool_call>",),
+        begin='<invoke name="',
+        style=Style.TAGS,
+        name_end='">',
+        tags=Tags(key_begin='<parameter name="', key_end='">', value_end="</parameter>", end="</invoke>"),
+    ),
+    ToolFormat(
+        name="pythonic",
+        section_begin=("<|python_start|>", "["),
+        section_end=("]", "<|python_end|>"),
+        separator=",",
+        bare=True,
+        style=Style.KEYWORDS,
+        name_end="(",
+    ),
+    ToolFormat(
+        name="lfm2",
+        section_begin=("<|tool_call_start|>", "["),
+        section_end=("]", "<|tool_call_end|>"),
+        separator=",",
+        style=Style.KEYWORDS,
+        name_end="(",
     ),
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _TOOL_FORMATS}
@@ -106,10 +193,17 @@ class Dialect:
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the parser, though a tokenizer may call them special."""
         tools, thoughts = self.tools, self.reasoning
-        of_tools = (*tools.section_begin, *tools.section_end, tools.begin, *tools.end, tools.name_end) if tools is not None else ()
+        of_tools = tools.markers if tools is not None else ()
         of_thoughts = (thoughts.begin, thoughts.end) if thoughts is not None else ()
         return tuple(marker for marker in (*of_tools, *of_thoughts) if marker)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What in the markers may be tokens by itself."""
+        return frozenset(name for marker in self.markers for name in _NAMES.findall(marker))
+
+
+_NAMES = re.compile(r"<[^<>]+>|\[[A-Z/_]+\]")
 
 # Which format a chat template speaks of: the first whose texts are all there and of whose others none is.
 _Sign = tuple[str, tuple[str, ...], tuple[str, ...]]
@@ -120,6 +214,11 @@ _TOOL_SIGNS: tuple[_Sign, ...] = (
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json"), ()),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",), ()),
     ("kimi_k2", ("<|tool_call_begin|>",), ()),
+    ("qwen3_coder", ("<function=", "<parameter="), ()),
+    ("glm45", ("<tool_call>", "<arg_key>"), ()),
+    ("minimax_m2", ("minimax:tool_call", "<invoke name="), ()),
+    ("lfm2", ("<|tool_call_start|>[",), ()),
+    ("pythonic", ("[func_name1(",), ()),
     ("llama3_json", ("<|start_header_id|>", '"parameters": '), ()),
 )
 _REASONING_SIGNS: tuple[_Sign, ...] = (

@@ -10,12 +10,13 @@ them JSON is given out only when the call is whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from headrace.server.parsing.arguments import Types, read_keywords, read_tagged, read_word
 from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Wait
-from headrace.server.parsing.formats import ReasoningFormat, ToolFormat
+from headrace.server.parsing.formats import ReasoningFormat, Style, ToolFormat
 from headrace.server.parsing.json_text import read_text, read_value
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 
@@ -23,6 +24,8 @@ _TRIMMED = 16  # characters of white space before a marker that belong to nobody
 _TRAILING = re.compile(r"[ \t\r\n]+\Z")
 _ARGUMENTS = ("arguments", "parameters")
 _ASIDE = ("id", "type")  # what some models add to a call
+_NAME = re.compile(r"[\w.:/-]")  # letters of a name that nothing but what follows it ends
+_NO_TYPES: Types = {}
 
 CreateId = Callable[[], str]
 
@@ -30,7 +33,7 @@ CreateId = Callable[[], str]
 class FormatParser:
     """``tools``: the format of calls, None: there are none. ``reasoning``: None: there is none. ``opened``: the prompt began it.
 
-    ``names``: functions that may be called; only a format without a marker must name one of them to be taken for a call.
+    ``functions``: what may be called, with the types of parameters; only a format without a marker must name one to be taken for a call.
     ``fixed_name``: calls are of this function, and only their arguments are written. ``single``: nothing follows the first call.
     """
 
@@ -41,12 +44,12 @@ class FormatParser:
         *,
         create_id: CreateId,
         opened: bool = False,
-        names: Collection[str] = (),
+        functions: Mapping[str, Types] | None = None,
         fixed_name: str = "",
         single: bool = False,
     ) -> None:
         self._tools, self._reasoning, self._opened = tools, reasoning, opened
-        self._create_id, self._names, self._fixed_name, self._single = create_id, frozenset(names), fixed_name, single
+        self._create_id, self._functions, self._fixed_name, self._single = create_id, functions or {}, fixed_name, single
         self._cursor = Cursor()
         self._out: list[Segment] = []
         self._call = _Call()
@@ -168,12 +171,17 @@ class FormatParser:
             yield from cursor.literal(literal)
         cursor.record()
         separated = bool(tools.separator) and (yield from cursor.literal(tools.separator))
-        if (yield from cursor.literal(tools.begin)) if tools.begin else (yield from cursor.sees("{")):
+        if (yield from self._begins_call(tools, separated)):
             return True
         if separated:
             raise Malformed
         cursor.head()
         return False
+
+    def _begins_call(self, tools: ToolFormat, separated: bool) -> Generator[None, None, bool]:
+        if tools.begin:
+            return (yield from self._cursor.literal(tools.begin))
+        return separated if tools.style is Style.KEYWORDS else (yield from self._cursor.sees("{"))
 
     def _drop(self) -> Wait:
         """Nothing more is wanted."""
@@ -187,11 +195,30 @@ class FormatParser:
         self._call = _Call(name=self._fixed_name or None)
         if self._fixed_name:
             yield from self._read_arguments()
-        elif tools.name_end:
+        elif tools.style is Style.OBJECT:
+            yield from self._read_object(known_only=tools.bare)
+        elif tools.style is Style.JSON:
             yield from self._read_named(tools.name_end, tools.name_pattern)
         else:
-            yield from self._read_object(known_only=tools.bare)
+            yield from self._read_worded(tools)
         self._complete_call()
+
+    def _read_worded(self, tools: ToolFormat) -> Wait:
+        """``name name_end`` and arguments that are not JSON."""
+        call, cursor = self._call, self._cursor
+        yield from cursor.space()
+        call.name = yield from read_word(cursor, _NAME)
+        if tools.bare and call.name not in self._functions:
+            raise Malformed
+        if tools.name_end:
+            yield from cursor.require(tools.name_end)
+        call.in_arguments, call.verbatim = True, False
+        self._start_if_known()
+        if tools.tags is not None:
+            yield from read_tagged(cursor, tools.tags, self._functions.get(call.name, _NO_TYPES), self._argue)
+        else:
+            yield from read_keywords(cursor, self._argue)
+        call.past_arguments = True
 
     def _read_named(self, name_end: str, pattern: str) -> Wait:
         """``name … arguments``"""
@@ -228,7 +255,7 @@ class FormatParser:
         call = self._call
         if key == "name" and call.name is None:
             name = yield from read_text(self._cursor)
-            if not name or (known_only and name not in self._names):
+            if not name or (known_only and name not in self._functions):
                 raise Malformed
             call.name = name
             self._start_if_known()
@@ -294,7 +321,7 @@ class FormatParser:
             return
         self._cut = True
         rest = cursor.take(len(cursor.text))
-        if rest and not call.past_arguments:
+        if rest and call.verbatim and not call.past_arguments:
             self._argue(rest)
 
 
@@ -306,6 +333,7 @@ class _Call:
     index: int | None = None
     in_arguments: bool = False
     past_arguments: bool = False
+    verbatim: bool = True  # its arguments are given out as they are written
     complete: bool = False
     held: list[str] = field(default_factory=list)  # arguments that came before the name
 
