@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
 from headrace.spec import Activation
 
 KINDS = MappingProxyType({Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2})  # as ``act`` numbers them
@@ -32,7 +33,7 @@ def act(x, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
+@launchable()
 def _activation_kernel(
     x_ptr, y_ptr, row_stride, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

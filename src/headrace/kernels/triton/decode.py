@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.prefill import MAX_WINDOW, load_tile, padded, weigh
 from headrace.layers.inputs import AttentionInputs
 
@@ -101,7 +102,7 @@ def _merge(
         tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "sequences", "few", "window", "table_row"])
+@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "sequences", "few", "window", "table_row"])
 def _decode_kernel(
     q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
     sequences, few, window,

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
+
 _BLOCK = 2048
 
 
-@triton.jit
+@launchable()
 def _embedding_kernel(
     ids_ptr, table_ptr, y_ptr, table_row, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

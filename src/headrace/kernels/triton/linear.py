@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.candidate import Site
+from headrace.kernels.triton.launch import launchable
 
 _BAND = 8  # tiles of rows that share a column of weights while it is in the second-level cache
 
@@ -36,7 +37,7 @@ def _place(tokens, outs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.
     return (band * BAND + within % height) * BLOCK_M, within // height * BLOCK_N
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@launchable(do_not_specialize=("tokens",))
 def _linear_kernel(
     x_ptr, x_map, weight_ptr, weight_map, bias_ptr, y_ptr, tokens, outs, ins, x_row,
     BULK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,

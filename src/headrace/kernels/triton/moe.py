@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.candidate import Site
 from headrace.kernels.triton.activation import KINDS, act
+from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.moe_few import moe_few
 from headrace.kernels.triton.moe_routing import _route_kernel
 from headrace.spec import Activation
@@ -43,7 +44,7 @@ def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, B
     return tl.load(at, mask=there[:, None] & (step < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["room"])
+@launchable(do_not_specialize=["room"])
 def _expand_kernel(
     x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
     INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -74,7 +75,7 @@ def _expand_kernel(
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["room"])
+@launchable(do_not_specialize=["room"])
 def _contract_kernel(
     inner_ptr, weight_ptr, weight_map, out_ptr, counts_ptr, listed_ptr, room, HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -101,7 +102,7 @@ def _contract_kernel(
         gdc_launch_dependents()
 
 
-@triton.jit
+@launchable()
 def _combine_kernel(pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:

@@ -16,11 +16,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.triton.activation import KINDS, act
+from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.moe_routing import order_of, share_of
 from headrace.spec import Activation
 
 
-@triton.jit
+@launchable()
 def _expand_few_kernel(
     x_ptr, logits_ptr, weight_ptr, inner_ptr, weights_ptr, experts_ptr, x_row, logits_row, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
@@ -56,7 +57,7 @@ def _expand_few_kernel(
         gdc_launch_dependents()
 
 
-@triton.jit
+@launchable()
 def _contract_few_kernel(
     inner_ptr, weight_ptr, out_ptr, weights_ptr, experts_ptr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
+
 
 @triton.jit
 def order_of(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
@@ -31,7 +33,7 @@ def share_of(order, BLOCK_E: tl.constexpr):
     return (order // BLOCK_E).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["room"])
+@launchable(do_not_specialize=["room"])
 def _route_kernel(
     logits_ptr, weights_ptr, counts_ptr, listed_ptr, row_stride, room, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
+
 _TILE = 4096  # elements a program works on, if rows are not longer
 
 
-@triton.jit(do_not_specialize=("rows",))
+@launchable(do_not_specialize=("rows",))
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr,
     rows, inner, x_outer, x_inner, residual_outer, residual_inner, eps,

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headrace.kernels.triton.launch import launchable
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _accumulate(
     return total, peak, mass
 
 
-@triton.jit(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row"])
+@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row"])
 def _prefill_kernel(
     q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
     tokens, sequences, few, window,

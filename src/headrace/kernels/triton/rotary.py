@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
+
 _ELEMENTS = 1024  # of q or k that a program turns
 
 
@@ -35,7 +37,7 @@ def _copy(source_ptr, target_ptr, source_heads, target_heads, there, FIRST: tl.c
     tl.store(target_ptr + target_heads[:, None] + element[None, :], x.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@launchable()
 def _rotary_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head,

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.triton.launch import launchable
+
 _TOKENS = 128
 _BLOCKS = 256  # entries of a block table copied at once
 
 
-@triton.jit(do_not_specialize=["ids_row", "table_row", "out_row", "chunks", "tokens"])
+@launchable(do_not_specialize=["ids_row", "table_row", "out_row", "chunks", "tokens"])
 def _gather_kernel(
     ids_ptr, table_ptr, row_ptr, chunk_ptr, position_ptr, context_ptr, out_ids_ptr, out_position_ptr, slots_ptr, out_table_ptr,
     ids_row, table_row, out_row, chunks, tokens, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -60,7 +62,7 @@ def gather_inputs(
     return ids, positions, slots, block_table
 
 
-@triton.jit(do_not_specialize=["ids_row", "length", "count"])
+@launchable(do_not_specialize=["ids_row", "length", "count"])
 def _store_kernel(ids_ptr, row_ptr, place_ptr, tokens_ptr, usable_ptr, out_ptr, ids_row, length, count, BLOCK: tl.constexpr):
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = each < count

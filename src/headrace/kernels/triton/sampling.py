@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.sampling import best_tokens
+from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
@@ -74,7 +75,7 @@ def _score(row_ptr, token, vocab, peak, heat, HAS_SCALE: tl.constexpr):
     return scaled(x, peak, heat) if HAS_SCALE else x
 
 
-@triton.jit(do_not_specialize=["span"])
+@launchable(do_not_specialize=["span"])
 def _pick_kernel(
     logits_ptr, peak_ptr, heat_ptr, threshold_ptr, seeds_ptr, positions_ptr, best_ptr, token_ptr, row_stride, vocab, span,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -120,7 +121,7 @@ def _pick_kernel(
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["parts"])
+@launchable(do_not_specialize=["parts"])
 def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
@@ -134,7 +135,7 @@ def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.conste
         gdc_launch_dependents()
 
 
-@triton.jit
+@launchable()
 def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if PDL:

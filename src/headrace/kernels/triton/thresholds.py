@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.launch import launchable
+
 _DEPTH = 32  # scores a column's stack takes
 _COLUMNS = 1024
 _STAGES = tl.constexpr(3)  # loads of a pass on their way
@@ -217,7 +219,7 @@ def _part(top_p, mass):
     return tl.maximum((top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["peak_ptr", "heat_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])  # one word a row is read
+@launchable(do_not_specialize_on_alignment=["peak_ptr", "heat_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"])  # one word a row is read
 def _threshold_kernel(
     scores_ptr, peak_ptr, heat_ptr, top_k_ptr, top_p_ptr, min_p_ptr, stacks_ptr, threshold_ptr, row_stride, vocab,
     HAS_SCALE: tl.constexpr, SAMPLE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
