@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from headrace.errors import InvalidRequest
+from headrace.server import wire
 from headrace.server.fields import CHAT, COMPLETION, Use
 from headrace.server.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from headrace.server.wire import decode_object
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -140,8 +145,8 @@ def test_prompts_of_no_form_are_refused(prompt: Any) -> None:
 def test_prompts_of_every_form_are_taken() -> None:
     assert completion(prompt="a").prompts == ["a"]
     assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
-    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
-    assert completion(prompt=[[1], [2, 3]]).prompts == [[1], [2, 3]]
+    assert completion(prompt=[1, 2]).prompts == [array("i", [1, 2])]
+    assert completion(prompt=[[1], [2, 3]]).prompts == [array("i", [1]), array("i", [2, 3])]
     assert error_of(completion, prompt=["a"] * 1000, n=100).param == "n"
 
 
@@ -208,3 +213,27 @@ def test_what_every_prompt_carries_is_bounded_by_their_number() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_completion({"prompt": ["x"] * 1000, "allowed_token_ids": list(range(2000))}, {})
     assert caught.value.param == "allowed_token_ids"
+
+
+BREAKS = (b",", b"[", b"]", b" ", b"-", b"0", b"e", b'"', b"{", b"}", b"", b"\xff", b"NaN", b"1.5", b"\n")
+
+
+def decoded(body: bytes) -> Any:
+    try:
+        return decode_object(body)
+    except InvalidRequest as error:
+        return error.message.partition(":")[0]
+
+
+def test_in_parts_a_body_is_what_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(6)
+    for _ in range(1500):
+        value = {"prompt": [rng.randrange(999) for _ in range(rng.randrange(60))], "x": rng.choice(([1.5, None, True], [[1], [2]], "a,b", [], [1]))}
+        body = bytearray(json.dumps(value, indent=rng.choice((None, 1))).encode())
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            place = rng.randrange(len(body))
+            body[place : place + rng.randrange(2)] = rng.choice(BREAKS)
+        monkeypatch.setattr(wire, "_PART_BYTES", 1 << 20)
+        whole = decoded(body)
+        monkeypatch.setattr(wire, "_PART_BYTES", rng.choice((1, 3, 10, 40)))
+        assert decoded(body) == whole, bytes(body)

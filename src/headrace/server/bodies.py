@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,8 +21,36 @@ IDLE_SECONDS = 30.0  # between two pieces of a body
 WHOLE_SECONDS = 300.0  # for all of it
 HELD_BODIES = 8  # as many of the largest allowed may be in memory at once
 _INLINE_BYTES = 64 * 1024  # decoding is faster than tokenising
+_PATIENT_BYTES = 256 * 1024  # what is longer waits its turn for every further piece
 
 Parsed = TypeVar("Parsed")
+
+
+class _Turns:
+    """One waiter goes on in each turn of the event loop, so that a crowd of large bodies leaves most of every turn to the streams."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._calling = False
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if not self._calling:
+            self._calling = True
+            loop.call_soon(self._call, loop)
+        await turn
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+        called = False
+        while self._waiting and not called:
+            turn = self._waiting.popleft()
+            if called := not turn.done():
+                turn.set_result(None)
+        self._calling = bool(self._waiting)
+        if self._calling:
+            loop.call_soon(self._call, loop)
 
 
 class Bodies:
@@ -31,6 +60,7 @@ class Bodies:
         self.max_bytes = max_bytes
         self._threads = threads
         self._limit = HELD_BODIES * max_bytes
+        self._turns = _Turns()
         self._held: dict[Exchange, int] = {}
         self._total = 0
 
@@ -45,7 +75,7 @@ class Bodies:
         """Nothing of its body is needed any more. May be called again."""
         self._total -= self._held.pop(exchange, 0)
 
-    async def _receive(self, exchange: Exchange) -> bytes:
+    async def _receive(self, exchange: Exchange) -> bytearray:
         too_large = PayloadTooLarge(f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large")
         announced = int(exchange.header(b"content-length") or b"0")
         # A client that waits for 100 Continue has sent nothing yet; what is far too large is not even read to be thrown away.
@@ -54,6 +84,8 @@ class Bodies:
         body, received, more = bytearray(), 0, True
         deadline = time.perf_counter() + WHOLE_SECONDS
         while more:
+            if received > _PATIENT_BYTES:
+                await self._turns.wait()
             message = await _receive_piece(exchange, deadline)
             piece: bytes = message["body"]
             received += len(piece)
@@ -66,7 +98,7 @@ class Bodies:
         # A client that is still sending would not read an answer, so a body that is too large is dropped piece by piece before.
         if received > self.max_bytes:
             raise too_large
-        return bytes(body)
+        return body
 
     @property
     def _most_dropped(self) -> int:

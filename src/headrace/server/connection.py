@@ -75,7 +75,6 @@ class Connection(HttpToolsProtocol):
         self._progress = True
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["transport"] = self.transport
-        scope["unframe"] = self._unframe
         if self._header_timer is None:
             self._arm()
 
@@ -89,6 +88,9 @@ class Connection(HttpToolsProtocol):
         self._disarm()
         self._progress = True
         super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        if scope["http_version"] == "1.0":  # only where it is needed: a connection that holds itself waits for the garbage collector
+            scope["unframe"] = self._unframe
         self.headers = []  # trailers, which nobody reads, are not added to what has been judged
 
     def on_body(self, body: bytes) -> None:

@@ -24,6 +24,8 @@ from headrace.server.moderation.watch import Moderator
 from headrace.server.service import Engine, Service
 from headrace.server.supervisor import Supervisor
 
+SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
+
 log = logging.getLogger("headrace.server")
 
 
@@ -60,6 +62,7 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """uvloop where it is installed, asyncio elsewhere."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         import uvloop
 

@@ -5,6 +5,7 @@ What lives here: this route's own fields, prompts of every form. What may not: w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A checked /v1/completions body. ``prompts`` holds texts and lists of token ids. ``discard``: the one token that the engine
+    """A checked /v1/completions body. ``prompts`` holds texts and token ids. ``discard``: the one token that the engine
     makes for max_tokens 0 is not shown.
     """
 
-    prompts: list[str | list[int]]
+    prompts: list[str | array[int]]
     echo: bool
     add_special_tokens: bool
     discard: bool
@@ -63,7 +64,7 @@ def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Com
     )
 
 
-def _read_prompts(prompt: Any) -> list[str | list[int]]:
+def _read_prompts(prompt: Any) -> list[str | array[int]]:
     """One text, one list of ids, or a list of either (not both kinds)."""
     if isinstance(prompt, str):
         return [prompt]

@@ -5,6 +5,7 @@ What lives here: these routes' fields. What may not: tokenizers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class DetokenizeRequest:
     """A checked /detokenize body."""
 
     model: str | None
-    tokens: list[int]
+    tokens: array[int]
     skip_special_tokens: bool
 
 
