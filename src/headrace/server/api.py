@@ -36,7 +36,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, service.metrics.render(service.model_name, await service.engine_stats()), CONTENT_TYPE)
+    await exchange.reply(200, service.total_metrics().render(service.model_name, await service.commons.engine_stats()), CONTENT_TYPE)
 
 
 async def models(service: Service, exchange: Exchange) -> None:

@@ -13,18 +13,20 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
+from headrace.engine.process import SERIAL_SHIFT
 from headrace.errors import EngineDead, InvalidRequest
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 
-if TYPE_CHECKING:  # it holds our History
+if TYPE_CHECKING:  # they hold our History
+    from headrace.server.commons import Asked
     from headrace.server.service import Service
 
 SAMPLE_SECONDS = 1.0
@@ -94,20 +96,30 @@ class History:
         self.stats: Mapping[str, Any] = {}
         self._marks: deque[Mark] = deque(maxlen=WINDOW)
 
-    async def run(self, service: Service) -> None:
+    async def run(self, find_engine: Callable[[], Asked | None], metrics: Callable[[], ServerMetrics]) -> None:
         """Samples for ever. An engine in a long step is asked again a second later."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            with contextlib.suppress(TimeoutError, EngineDead):
-                await self.sample(service)
+            engine = find_engine()
+            if engine is not None and engine.alive:
+                with contextlib.suppress(TimeoutError, EngineDead):
+                    stats = await asyncio.wait_for(engine.recent(*self.newest), ANSWER_SECONDS)
+                    self.take(metrics(), stats, time.perf_counter())
 
-    async def sample(self, service: Service) -> None:
-        engine = service.found_engine
-        if engine is None or not engine.alive:
-            return
-        step = self.steps[-1][0] if self.steps else -1
-        decision = self.decisions[-1]["number"] if self.decisions else 0
-        self.take(service.metrics, await asyncio.wait_for(engine.recent(step, decision), ANSWER_SECONDS), time.perf_counter())
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The last step and decision that are known."""
+        return self.steps[-1][0] if self.steps else -1, self.decisions[-1]["number"] if self.decisions else 0
+
+    def after(self, sample: int, step: int, decision: int) -> dict[str, Any]:
+        """What a page that knows these has to be told."""
+        return {
+            "num_blocks": self.stats.get("num_blocks", 0),
+            "totals": _totals(self.stats.get("steps") or {}),
+            "samples": self.samples.after(sample),
+            "steps": [row for row in self.steps if row[0] > step],
+            "decisions": [entry for entry in self.decisions if entry["number"] > decision],
+        }
 
     def take(self, metrics: ServerMetrics, stats: Mapping[str, Any], now: float) -> None:
         """One second's news."""
@@ -163,7 +175,7 @@ def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int
 
 def sentence(kind: str, request: int, values: Sequence[int]) -> str:
     """One entry of the scheduler's log in words. Requests go by the engine's own numbers."""
-    who = f"Request {request}"
+    who = _name(request)
     match kind, tuple(values):
         case "admitted", (prompt, cached, waited):
             found = f", {cached:,} of them found in the cache" if cached else ""
@@ -190,6 +202,12 @@ def sentence(kind: str, request: int, values: Sequence[int]) -> str:
     return f"{who}: {kind.replace('_', ' ')}."
 
 
+def _name(request: int) -> str:
+    """By the engine's own number; of several front ends, whose it is comes first."""
+    front, number = divmod(request, 1 << SERIAL_SHIFT)
+    return f"Request {front}.{number}" if front > 0 else f"Request {number}" if front == 0 else "The check at start"
+
+
 def _duration(microseconds: int) -> str:
     return f"{microseconds / 1e6:.1f} s" if microseconds >= 1e6 else f"{microseconds / 1e3:.1f} ms"
 
@@ -200,7 +218,8 @@ def _duration(microseconds: int) -> str:
 async def data(service: Service, exchange: Exchange) -> None:
     """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
     cursors = _cursors(exchange.scope.get("query_string", b""))
-    await exchange.reply(200, encode(_answer(service, service.history, cursors)), headers=((b"cache-control", b"no-store"),))
+    news = await service.commons.dashboard(*(cursors.get(name, -1) for name in CURSORS))
+    await exchange.reply(200, encode(_answer(service, news, first="sample" not in cursors)), headers=((b"cache-control", b"no-store"),))
 
 
 def _cursors(query: bytes) -> dict[str, int]:
@@ -220,9 +239,7 @@ def _cursors(query: bytes) -> dict[str, int]:
     return cursors
 
 
-def _answer(service: Service, history: History, cursors: Mapping[str, int]) -> dict[str, Any]:
-    sample, step, decision = (cursors.get(name, -1) for name in CURSORS)
-    stats = history.stats
+def _answer(service: Service, news: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
     return {
         "object": "dashboard",
         "version": service.version,
@@ -231,13 +248,13 @@ def _answer(service: Service, history: History, cursors: Mapping[str, int]) -> d
         "now": round(time.perf_counter(), 3),
         "sample_seconds": SAMPLE_SECONDS,
         "window_seconds": WINDOW * SAMPLE_SECONDS,
-        "num_blocks": stats.get("num_blocks", 0),
-        "finished": service.metrics.finished,
-        "totals": _totals(stats.get("steps") or {}),
-        "samples": {"columns": SAMPLE_COLUMNS, "rows": history.samples.after(sample)},
-        "steps": {"columns": STEP_COLUMNS, "rows": [row for row in history.steps if row[0] > step]},
-        "decisions": [entry for entry in history.decisions if entry["number"] > decision],
-        "engine": _engine(service) if sample < 0 else None,
+        "num_blocks": news["num_blocks"],
+        "finished": dict(service.total_metrics().finished),
+        "totals": news["totals"],
+        "samples": {"columns": SAMPLE_COLUMNS, "rows": news["samples"]},
+        "steps": {"columns": STEP_COLUMNS, "rows": news["steps"]},
+        "decisions": news["decisions"],
+        "engine": _engine(service) if first else None,
     }
 
 

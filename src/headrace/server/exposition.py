@@ -6,10 +6,12 @@ Every series is fixed at start: labels never hold what a client sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from headrace.metrics import E2E_BUCKETS, FINE_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKETS, Histogram, render_steps
+from headrace.server.ledger import Page
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -22,26 +24,91 @@ _GRAMMARS = (
 )
 _STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 
+Key = TypeVar("Key")
+
+
+class SharedHistogram(Histogram):
+    """A histogram whose counts lie on a page."""
+
+    __slots__ = ("_sum",)
+
+    def __init__(self, bounds: Sequence[float], page: Page) -> None:  # what is on the page stays: another may have counted before
+        self.bounds = tuple(bounds)
+        self.counts = page.take_ints(len(self.bounds) + 1)  # type: ignore[assignment]
+        self._sum = page.take_float()
+
+    @property
+    def total(self) -> float:
+        return float(self._sum[0])
+
+    @total.setter
+    def total(self, value: float) -> None:
+        self._sum[0] = value
+
+
+class Counts(Mapping[Key, int]):
+    """Counters by a fixed set of keys, on a page."""
+
+    def __init__(self, keys: Iterable[Key], page: Page) -> None:
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._cells = page.take_ints(len(self._places))
+
+    def add(self, key: Key) -> None:
+        self._cells[self._places[key]] += 1
+
+    def __getitem__(self, key: Key) -> int:
+        return int(self._cells[self._places[key]])
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
 
 class ServerMetrics:
-    """What the front end counts. ``routes`` are the templates of the route table."""
+    """What one front end counts, on its page. ``routes`` are the templates of the route table."""
 
-    def __init__(self, routes: Iterable[str]) -> None:
-        self.time_to_first_token = Histogram(TTFT_BUCKETS)
-        self.first_tokens = Histogram(FINE_BUCKETS)  # the same, for the dashboard
-        self.inter_token = Histogram(ITL_BUCKETS)
-        self.end_to_end = Histogram(E2E_BUCKETS)
-        self.queue_time = Histogram(QUEUE_BUCKETS)
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.answers = {(route, status): 0 for route in (*routes, "-") for status in _STATUS_CLASSES}
+    def __init__(self, routes: Iterable[str], page: Page | None = None) -> None:
+        page = page or Page()
+        self._routes = tuple(routes)
+        self.time_to_first_token = SharedHistogram(TTFT_BUCKETS, page)
+        self.first_tokens = SharedHistogram(FINE_BUCKETS, page)  # the same, for the dashboard
+        self.inter_token = SharedHistogram(ITL_BUCKETS, page)
+        self.end_to_end = SharedHistogram(E2E_BUCKETS, page)
+        self.queue_time = SharedHistogram(QUEUE_BUCKETS, page)
+        self._tokens = page.take_ints(2)
+        self.finished = Counts(FINISH_REASONS, page)
+        self.answers = Counts([(route, status) for route in (*self._routes, "-") for status in _STATUS_CLASSES], page)
+
+    def summed(self, pages: Sequence[Page]) -> ServerMetrics:
+        """What all front ends have counted so far."""
+        total = Page()
+        total.ints[:] = array("q", map(sum, zip(*(page.ints for page in pages), strict=True)))
+        total.floats[:] = array("d", map(sum, zip(*(page.floats for page in pages), strict=True)))
+        return ServerMetrics(self._routes, total)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self._tokens[0])
+
+    @prompt_tokens.setter
+    def prompt_tokens(self, value: int) -> None:
+        self._tokens[0] = value
+
+    @property
+    def generation_tokens(self) -> int:
+        return int(self._tokens[1])
+
+    @generation_tokens.setter
+    def generation_tokens(self, value: int) -> None:
+        self._tokens[1] = value
 
     def count_answer(self, route: str, status: int) -> None:
-        self.answers[route, f"{min(max(status // 100, 2), 5)}xx"] += 1
+        self.answers.add((route, f"{min(max(status // 100, 2), 5)}xx"))
 
     def count_end(self, reason: str) -> None:
-        self.finished[reason if reason in self.finished else "error"] += 1
+        self.finished.add(reason if reason in self.finished else "error")
 
     def render(self, model: str, engine: Mapping[str, Any]) -> bytes:
         """``engine`` is AsyncLLM.stats(); empty while it loads."""

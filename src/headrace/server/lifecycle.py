@@ -81,12 +81,12 @@ class Lifecycle:
             server = await asyncio.to_thread(_create_server, self._service, self._guard)
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             pulse = asyncio.create_task(self._service.pulse.run())
-            history = asyncio.create_task(self._service.history.run(self._service))
+            commons = asyncio.create_task(self._service.commons.run())
             try:
                 return await self._live(loading)
             finally:
                 pulse.cancel()
-                history.cancel()
+                commons.cancel()
                 await self._close(server, serving)
                 self._service.threads.close()
 

@@ -32,21 +32,31 @@ _WAITS = {
 
 
 async def list_requests(service: Service, exchange: Exchange) -> None:
-    jobs = service.inflight.running(exchange.tenant)
-    await exchange.reply_json({"object": "list", "data": [_head(job) for job in jobs]})
+    shown = [*running(service, exchange.tenant), *await service.commons.list_requests(exchange.tenant)]
+    await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
+
+
+def running(service: Service, tenant: str) -> list[dict[str, Any]]:
+    """One tenant's, of this front end."""
+    return [_head(job) for job in service.inflight.running(tenant)]
 
 
 async def show_request(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
-    job = service.inflight.find(name, exchange.tenant)
-    if job is None:
+    shown = await standing(service, name, exchange.tenant) or await service.commons.find_request(name, exchange.tenant)
+    if shown is None:
         raise NotFound(f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests.", param="id", code="request_not_found")
-    shown = _head(job)
-    if job.ended is None:
-        shown |= _standing(job, await _ask(service, job))
-    else:
-        shown["explain"] = job.explained()
     await exchange.reply_json(shown)
+
+
+async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] | None:
+    """A request of this front end; None for an unknown one, and alike for somebody else's."""
+    job = service.inflight.find(name, tenant)
+    if job is None:
+        return None
+    if job.ended is not None:
+        return {**_head(job), "explain": job.explained()}
+    return {**_head(job), **_standing(job, await _ask(service, job))}
 
 
 async def explained(service: Service, job: Job) -> dict[str, Any] | None:

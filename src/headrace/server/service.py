@@ -5,7 +5,6 @@ What lives here: state. What may not: HTTP, parsing, processes and signals (life
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import math
@@ -22,11 +21,12 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
-from headrace.server.dashboard import History
+from headrace.server.commons import Alone, Commons
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
 from headrace.server.inflight import Inflight
+from headrace.server.ledger import Ledger
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.formats import Dialect, choose_dialect
@@ -34,8 +34,6 @@ from headrace.server.parsing.segments import OutputParser
 from headrace.server.stream import Pulse
 from headrace.server.threads import Threads
 from headrace.server.tools import Tool, ToolChoice, functions_of
-
-STATS_SECONDS = 1.0  # that a reader of /metrics waits for an engine in a long step
 
 
 class Tokenizer(Protocol):
@@ -124,16 +122,28 @@ class State(Enum):
 
 
 class Service:
-    """One server's shared state."""
+    """One front end's state."""
 
-    def __init__(self, config: ServerConfig, version: str, routes: Sequence[str], *, priority_scheduling: bool = False) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        version: str,
+        routes: Sequence[str],
+        *,
+        priority_scheduling: bool = False,
+        ledger: Ledger | None = None,
+        number: int = 0,
+    ) -> None:
+        """``number``: which of the ledger's pages is its own."""
         self.config = config
         self.version = version
         self.priority_scheduling = priority_scheduling
         self.state = State.LOADING
-        self.metrics = ServerMetrics(routes)
+        self.ledger = ledger or Ledger.private()
+        self.page = self.ledger.pages[number]
+        self.metrics = ServerMetrics(routes, self.page)
+        self.commons: Commons = Alone(lambda: self._engine, self.total_metrics)
         self.pulse = Pulse()
-        self.history = History()
         self.threads = Threads()
         self.bodies = Bodies(config.max_body_bytes, self.threads)
         self.inflight = Inflight()
@@ -146,8 +156,6 @@ class Service:
         self._dialect = Dialect()
         self._special_markers: frozenset[str] = frozenset()
         self._engine: Engine | None = None
-        self._last_stats: Mapping[str, Any] = {}
-        self._live = 0
         self._mean_seconds = 1.0  # of recent requests, for Retry-After
 
     def attach(self, engine: Engine) -> None:
@@ -197,12 +205,9 @@ class Service:
         """Whatever its state; None while it loads."""
         return self._engine
 
-    async def engine_stats(self) -> Mapping[str, Any]:
-        """The engine's numbers; the last known ones while it is loading, gone, or in a step that takes long."""
-        if self._engine is not None and self._engine.alive:
-            with contextlib.suppress(TimeoutError, EngineDead):
-                self._last_stats = await asyncio.wait_for(self._engine.stats(), STATS_SECONDS)
-        return self._last_stats
+    def total_metrics(self) -> ServerMetrics:
+        """What all front ends have counted."""
+        return self.metrics if len(self.ledger.pages) == 1 else self.metrics.summed(self.ledger.pages)
 
     @property
     def model_name(self) -> str:
@@ -229,16 +234,15 @@ class Service:
         """Holds ``count`` places of the queue. Raises Overloaded when there are not so many."""
         if count > self.max_queue:
             raise InvalidRequest(f"{count} prompts are more than the whole queue takes ({self.max_queue}); send fewer at once.", param="prompt")
-        if self._live + count > self.max_queue:
+        if not self.ledger.try_hold(self.page, count, self.max_queue):
             wait = min(max(math.ceil(self._mean_seconds), 1), 30)
-            raise Overloaded(f"The queue is full ({self._live} of {self.max_queue} requests); try again in {wait} s.", retry_after=wait)
+            raise Overloaded(f"The queue is full ({self.ledger.live} of {self.max_queue} requests); try again in {wait} s.", retry_after=wait)
         begun = time.perf_counter()
-        self._live += count
         self.exchanges.add(exchange)
         try:
             yield
         finally:
-            self._live -= count
+            self.page.live -= count
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
 

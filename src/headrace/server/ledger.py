@@ -1,0 +1,137 @@
+"""The numbers of all front ends, in one block of memory that they share: each writes its own page, all may read every page.
+
+So counters are sums that are true at any moment, whoever is asked; what a front end that died has counted stays, and the next one at
+its place counts on. A server with one front end keeps its page to itself.
+
+What lives here: pages, their cells, places of the queue. What may not: what cells mean to /metrics (exposition.py), processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+_INTS, _FLOATS = 1016, 8
+_PAGE_BYTES = 8 * (_INTS + _FLOATS)
+_LIVE, _CONNECTIONS, _TURNS, _UP, _FIRST = range(5)  # cells with names; others are handed out from _FIRST on
+STAMP_SECONDS = 0.5
+
+
+class Page:
+    """One front end's numbers: 64-bit integers and floats, zero at first."""
+
+    def __init__(self, memory: memoryview | None = None) -> None:
+        whole = memoryview(bytearray(_PAGE_BYTES)) if memory is None else memory
+        self.ints: memoryview[int] = whole[: 8 * _INTS].cast("q")
+        self.floats: memoryview[float] = whole[8 * _INTS :].cast("d")
+        self._next_int, self._next_float = _FIRST, 0
+
+    def take_ints(self, count: int) -> memoryview[int]:
+        """The next cells: whoever takes them in the same order gets the same."""
+        begin = self._next_int
+        self._next_int += count
+        assert self._next_int <= _INTS
+        return self.ints[begin : self._next_int]
+
+    def take_float(self) -> memoryview[float]:
+        begin = self._next_float
+        self._next_float += 1
+        assert self._next_float <= _FLOATS
+        return self.floats[begin : self._next_float]
+
+    @property
+    def live(self) -> int:
+        """Places of the queue that its requests hold."""
+        return self.ints[_LIVE]
+
+    @live.setter
+    def live(self, count: int) -> None:
+        self.ints[_LIVE] = count
+
+    @property
+    def connections(self) -> int:
+        return self.ints[_CONNECTIONS]
+
+    @connections.setter
+    def connections(self, count: int) -> None:
+        self.ints[_CONNECTIONS] = count
+
+    @property
+    def turns(self) -> int:
+        """Grows while its event loop turns."""
+        return self.ints[_TURNS]
+
+    @property
+    def up(self) -> bool:
+        """Somebody accepts connections here."""
+        return bool(self.ints[_UP])
+
+    @up.setter
+    def up(self, value: bool) -> None:
+        self.ints[_UP] = value
+
+    async def stamp(self) -> None:
+        """For ever, from the event loop that is to be watched."""
+        while True:
+            self.ints[_TURNS] += 1
+            await asyncio.sleep(STAMP_SECONDS)
+
+    def vacate(self) -> None:
+        """Whoever wrote here is gone, and holds nothing any more. What it counted stays."""
+        self.live = self.connections = 0
+        self.up = False
+
+
+class Ledger:
+    """``pages[number]``, one a front end. ``fd``: what another process opens it by, -1 where it is private."""
+
+    def __init__(self, memory: memoryview, count: int, fd: int = -1) -> None:
+        self.fd = fd
+        self.pages: Sequence[Page] = [Page(memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]) for number in range(count)]
+
+    @classmethod
+    def private(cls) -> Ledger:
+        return cls(memoryview(bytearray(_PAGE_BYTES)), 1)
+
+    @classmethod
+    def create(cls, count: int) -> Ledger:
+        """To be inherited, by fork or by descriptor."""
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+        os.ftruncate(fd, count * _PAGE_BYTES)
+        return cls.open(fd, count)
+
+    @classmethod
+    def open(cls, fd: int, count: int) -> Ledger:
+        return cls(memoryview(mmap.mmap(fd, count * _PAGE_BYTES)), count, fd)
+
+    @property
+    def live(self) -> int:
+        return sum(page.live for page in self.pages)
+
+    def try_hold(self, page: Page, count: int, limit: int) -> bool:
+        """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused, never let in."""
+        page.live += count
+        if self.live <= limit:
+            return True
+        page.live -= count
+        return False
+
+
+class Watch:
+    """Tells that an event loop does not turn: ``looks`` at its page in a row saw no change. (Looks, not seconds: whoever was stopped
+    together with it has seen nothing.)"""
+
+    def __init__(self, page: Page, looks: int) -> None:
+        self._page = page
+        self._limit = looks
+        self._looks, self._seen = 0, page.turns
+
+    def hung(self) -> bool:
+        seen = self._page.turns
+        self._looks = self._looks + 1 if seen == self._seen else 0
+        self._seen = seen
+        return self._looks >= self._limit
