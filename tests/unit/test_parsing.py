@@ -161,6 +161,76 @@ def test_ids_have_the_length_that_templates_want() -> None:
     assert create_call_id().startswith("call_") and create_call_id() != create_call_id()
 
 
+TYPED = {"text": ("string",), "either": ("string", "null"), "number": ("number",), "list": ("array",)}
+LONG = "x" * (MAX_HEAD + 50)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("text", "5", '"5"'),
+        ("text", "\na\n\n\"b\"\\\n", json.dumps('a\n\n"b"\\')),
+        ("text", "", '""'),
+        ("text", "\n", '""'),
+        ("text", LONG, f'"{LONG}"'),
+        ("either", "null", "null"),
+        ("either", "None", "null"),
+        ("either", "5", '"5"'),
+        ("either", '"5"', '"5"'),
+        ("either", LONG, f'"{LONG}"'),
+        ("number", " 5\n", "5"),
+        ("number", "five", '"five"'),
+        ("number", "NaN", '"NaN"'),
+        ("list", '[1, "</p"]', '[1, "</p"]'),
+        ("list", "none", '"none"'),
+        ("unheard", "True", "true"),
+        ("unheard", "a</parameter", '"a</parameter"'),
+        ("unheard", "{'a': 1}", '"{\'a\': 1}"'),
+    ],
+)
+def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, value: str, read: str) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter={key}>{value}</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], text):
+        parser = form_of(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+        assert parser is not None
+        found, reason = parse(parser, pieces)
+        assert (arguments(found), reason, content(found)) == ({0: f'{{"{key}": {read}}}'}, "tool_calls", "")
+
+
+def test_a_list_that_is_none_leaves_its_call_incomplete() -> None:
+    text = "<tool_call><function=f><parameter=list>[1, oops</parameter></function></tool_call>"
+    parser = form_of(Dialect(TOOL_FORMATS["qwen3_coder"], None), "", {"f": TYPED}).create_parser()
+    assert parser is not None
+    found, reason = parse(parser, [text])
+    assert not any(map(is_json, arguments(found).values())) and reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("x=1, y=-2.5e3,", '{"x": 1, "y": -2.5e3}'),
+        ("x='it\\'s \\\\ \\x41\\u00e9\\U0001f600\\q\\n'", '{"x": "it\'s \\\\ A\\u00e9😀\\\\q\\n"}'),
+        ("x=(1, [2,], {'a': (), \"b\": {}}), y=True, z=null", '{"x": [1, [2], {"a": [], "b": {}}], "y": true, "z": null}'),
+        ("", "{}"),
+    ],
+)
+def test_python_literals_are_given_out_as_json(written: str, read: str) -> None:
+    assert json.loads(read) is not None
+    for pieces in ([f"[f({written})]"], f"[f({written})]"):
+        assert parse(make("pythonic"), pieces) == ([ToolCallStart(0, "", "f"), ToolCallArguments(0, read)], "tool_calls")
+
+
+NO_LITERALS = ("1", "x", "x=", "x=y", "x=1 y=2", "x={1: 2}", "x='\\U00110000'", "x='\\ud8'", "x=[1}", "x=" + "[" * 200, "x=1__", "x=f()")
+
+
+@pytest.mark.parametrize("written", NO_LITERALS)
+def test_what_is_no_python_literal_is_no_whole_call(written: str) -> None:
+    for pieces in ([f"[f({written})]"], f"[f({written})]"):
+        found, reason = parse(make("pythonic"), pieces)
+        assert not any(map(is_json, arguments(found).values())) and reason in ("stop", "length")
+    assert whole("[f", "pythonic")[1] == "length" and whole("[print(x=1)]", "pythonic")[0] == [Content("[print(x=1)]")]
+
+
 # --- reasoning
 
 

@@ -1,0 +1,178 @@
+"""Grammars of forced calls and of reasoning before a structure: whatever they let a model write, the parser reads back as it was meant."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.engine.grammar import Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.errors import InvalidRequest
+from headrace.request import StructuredOutputs
+from headrace.server.forced import hold
+from headrace.server.parsing import Form, form_of
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.tools import Mode, ToolChoice, functions_of
+
+PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "a town ::= a place"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "at": {"type": "array", "items": {"$ref": "#/$defs/hour"}, "maxItems": 2},
+        "exact": {"type": "boolean"},
+        "near": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "get_time"}},
+    {"type": "function", "function": {"name": "ping", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}},
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {"maxProperties": 0}) for tool in TOOLS}  # type: ignore[attr-defined]
+SPECIAL = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    *("<|tool_call_start|>", "[TOOL_CALLS]"),
+)
+TOKENS = [*(bytes([byte]) for byte in (*range(32, 127), 10)), *(name.encode() for name in SPECIAL), b"<eos>"]
+EOS = len(TOKENS) - 1
+TOKENIZER = create_tokenizer(Vocabulary(TOKENS, range(EOS - len(SPECIAL), EOS + 1), (EOS,)))
+
+
+ENDS = ("</think>", "\n</parameter>", "</arg_value>")  # of texts that only they end
+
+
+def ids_of(text: str) -> list[int]:
+    return [TOKENS.index(character.encode()) for character in text]
+
+
+def written(wanted: StructuredOutputs, seed: int, most: int = 4000) -> str:
+    """A text drawn from what the grammar allows; strings are ended early, so that it ends at all."""
+    draw, matcher = random.Random(seed), create_matcher(TOKENIZER, wanted, create_limits())
+    check_start(matcher)
+    out: list[int] = []
+    while len(out) < most:
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(EOS + 1) if mask[token >> 3] >> (token & 7) & 1]
+        if EOS in allowed and (len(allowed) == 1 or draw.random() < 0.5):
+            return b"".join(TOKENS[token] for token in out).decode()
+        ends = [ids_of(text) for text in ENDS if len(allowed) > 60 and matcher.validate_tokens(ids_of(text)) == len(text)]
+        ending = [token for token in allowed if TOKENS[token] in (b'"', b"]", b")", b"}", b"<")]
+        free = [token for token in allowed if token != EOS]
+        more = draw.choice(ends) if ends and draw.random() < 0.4 else [draw.choice(ending if ending and draw.random() < 0.7 else free)]
+        out += more
+        assert matcher.consume_tokens(more), matcher.get_error()
+    return ""
+
+
+def read(form: Form, text: str, step: int) -> tuple[list[Segment], str]:
+    parser = form.create_parser()
+    assert parser is not None
+    pieces = [text[begin : begin + step] for begin in range(0, len(text), step)]
+    return [*(segment for piece in pieces for segment in parser.push(piece)), *parser.finish()], parser.end_reason("stop")
+
+
+def calls_of(segments: Collection[Segment]) -> list[tuple[str, Any]]:
+    texts: dict[int, str] = {}
+    for each in segments:
+        if isinstance(each, ToolCallArguments):
+            texts[each.index] = texts.get(each.index, "") + each.text
+    return [(each.name, json.loads(texts[each.index])) for each in segments if isinstance(each, ToolCallStart)]
+
+
+REQUIRED, NAMED = ToolChoice(Mode.REQUIRED), ToolChoice(Mode.NAMED, "get_weather", parallel=False)
+
+
+def formed(tools: str | None, reasoning: str | None, choice: ToolChoice, *, prompt: str = "", offered: Any = TOOLS) -> tuple[Form, StructuredOutputs]:
+    dialect = Dialect(TOOL_FORMATS[tools] if tools else None, REASONING_FORMATS[reasoning] if reasoning else None)
+    form, wanted = hold(form_of(dialect, prompt, functions_of(offered), parallel=choice.parallel), offered, choice, None, SPECIAL)
+    assert wanted is not None
+    return form, wanted
+
+
+@pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("name", [*TOOL_FORMATS, None])
+def test_what_a_model_is_held_to_is_read_back_as_calls(name: str | None, choice: ToolChoice) -> None:
+    form, wanted = formed(name, "qwen3", choice)
+    own = name in ("mistral", "mistral_args", None)  # their marker is a token that no grammar can name, or there is no format
+    assert (form.tools is not None and form.tools.name == "forced") == own and (form.tools is TOOL_FORMATS.get(name or "")) != own
+    ended = 0
+    for seed in range(6):
+        text = written(wanted, seed)
+        if not text:
+            continue
+        ended += 1
+        segments, reason = read(form, text, 1 + seed % 3)
+        calls = calls_of(segments)
+        assert reason == "tool_calls" and calls, text
+        assert not any(isinstance(each, Content) for each in segments), text
+        assert choice is REQUIRED or [call for call, _ in calls] == ["get_weather"]
+        for function, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[function])
+    assert ended >= 4
+
+
+def test_reasoning_comes_first_where_the_family_reasons() -> None:
+    for reasoning, prompt, must in (("qwen3", "", False), ("qwen3", "<think>\n", True), ("deepseek_r1", "", True)):
+        form, wanted = formed("hermes", reasoning, NAMED, prompt=prompt)
+        matcher = create_matcher(TOKENIZER, wanted, create_limits())
+        call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm", "days": 1}}\n</tool_call>'
+        thought = 'hm </thin <tool_call>{"\n</think>\n\n'
+        for text, fine in ((call, not must), (("" if must else "<think>") + thought + call, True), (thought, False)):
+            matcher.reset()
+            assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine, (reasoning, prompt, text)
+        segments, reason = read(form, ("" if must else "<think>") + thought + call, 3)
+        assert reason == "tool_calls" and calls_of(segments) == [("get_weather", {"city": "Ulm", "days": 1})]
+        assert "".join(each.text for each in segments if isinstance(each, Reasoning)) == 'hm </thin <tool_call>{"'
+
+
+@pytest.mark.parametrize(
+    "fields", [{"json": '{"type":"object"}'}, {"json_object": True}, {"regex": "[{]+}"}, {"choice": ("1", "{}")}, {"grammar": 'start: "{}"'}], ids=str
+)
+def test_any_structure_may_follow_reasoning(fields: dict[str, Any]) -> None:
+    form, wanted = hold(form_of(Dialect(None, REASONING_FORMATS["qwen3"]), "", {}), None, ToolChoice(), StructuredOutputs(**fields), ())
+    assert wanted is not None
+    matcher = create_matcher(TOKENIZER, wanted, create_limits())
+    for text, fine in (("<think>x</think>\n{}", True), ("{}", True), ("<think>x</think>no", False), ("<think>x", False), ("x{}", False)):
+        matcher.reset()
+        assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine, text
+    assert read(form, "<think>x</think>\n{}", 99)[0] == [Reasoning("x"), Content("{}")]
+
+
+def test_what_cannot_be_said_between_tags_is_said_in_json() -> None:
+    def tool(parameters: Any, name: str = "f") -> Any:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    for parameters in (
+        {"anyOf": [{"type": "object"}]},
+        {"properties": {"a b": {}, 'c"': {}}},
+        {"properties": {"a": {"type": "string", "pattern": "x+"}}},
+        {"properties": {"a": {"type": "string", "enum": [" x"]}}},
+        {"properties": {"a": {}}, "required": ["b"]},
+    ):
+        form, wanted = formed("qwen3_coder", None, REQUIRED, offered=[tool(parameters)])
+        assert form.tools is not None and form.tools.name == "forced" and wanted.json is not None, parameters
+    form, _ = formed("pythonic", None, REQUIRED, offered=[tool({"properties": {f"p{index}": {} for index in range(60)}})])
+    assert form.tools is not None and form.tools.name == "forced"
+    form, _ = formed("hermes", None, NAMED, offered=[tool({"$ref": "#/properties/a", "properties": {"a": {"type": "object"}}}, "get_weather")])
+    assert form.fixed_name == "get_weather"
+    with pytest.raises(InvalidRequest, match="refers to"):
+        formed("hermes", None, REQUIRED, offered=[tool({"$ref": "#/properties/a"})])
+
+
+def test_a_structure_without_reasoning_is_left_alone() -> None:
+    wanted = StructuredOutputs(regex="a")
+    for dialect, prompt in ((Dialect(), ""), (Dialect(None, REASONING_FORMATS["qwen3"]), "<think>\n\n</think>\n\n")):
+        form, held = hold(form_of(dialect, prompt, {}), None, ToolChoice(), wanted, ())
+        assert held is wanted and form.create_parser() is None
+    form, held = hold(form_of(Dialect(None, REASONING_FORMATS["mistral"]), "[THINK]", {}), None, ToolChoice(), wanted, ("[THINK]", "[/THINK]"))
+    assert held is wanted and form.create_parser() is None
