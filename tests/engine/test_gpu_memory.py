@@ -17,7 +17,7 @@ from headrace.engine.executor import ExecutorInfo, keyed_hash_info
 from headrace.errors import ConfigError, OutOfMemory, StepFailed
 from headrace.models import families
 from headrace.models.source import find_model
-from headrace.request import StepPlan, StepResult
+from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker import device_memory
 from headrace.worker.allotment import Allotment, Demand
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter
@@ -91,11 +91,16 @@ class Runner:
     def __init__(self, act: Callable[[StepPlan], None]) -> None:
         self._act = act
         self.plans: list[StepPlan] = []
+        self.masked: list[int] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> StepPlan:
         self.plans.append(plan)
-        self._act(plan)
-        return StepResult(plan.step_id, [])
+        return plan
+
+    def finish(self, step: StepPlan, masks: TokenMasks) -> StepResult:
+        self.masked.append(len(masks.samples))
+        self._act(step)
+        return StepResult(step.step_id, [])
 
     def forget(self) -> None:
         pass
@@ -147,7 +152,7 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
     share = card.total // 2 - GIB  # others count
     blocks = kv // (128 * 2 * 2 * demand.spec.num_kv_heads * demand.spec.head_dim * demand.spec.num_layers)
     assert kv <= share - sum(taken.values()) < kv // blocks * (blocks + 1)
-    assert [plan.num_tokens for plan in runner.plans] == [2000, 2048]
+    assert [plan.num_tokens for plan in runner.plans] == [2000, 2048] and runner.masked == [0, 2000]
 
 
 def test_without_graphs_none_are_counted(card: Card) -> None:

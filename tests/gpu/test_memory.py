@@ -14,6 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.worker.device_memory import DeviceUse, device_use
 from support.card import params, require_card
+from support.residue_masks import follow_residues, masked
 
 require_card()
 
@@ -37,6 +38,7 @@ MIXED = (
     params(max_tokens=20, presence_penalty=0.5, repetition_penalty=1.2),
     params(max_tokens=12, logprobs=20),
     params(max_tokens=3, prompt_logprobs=20),
+    masked(params(max_tokens=15, logprobs=5), 2, 5),
 )
 
 
@@ -47,6 +49,7 @@ def residual(llm: LLM) -> int:
 @pytest.fixture
 def llm() -> Any:
     with LLM(**ENGINE) as llm:
+        follow_residues(llm)
         yield llm
 
 
@@ -69,6 +72,7 @@ def _allocations() -> tuple[int, int, int]:
 def test_the_share_asked_for_is_the_share_in_use() -> None:
     share = 0.3 + (device_use(CARD).used / device_use(CARD).total)
     with LLM(**{**ENGINE, "kv_cache_memory": None, "max_num_seqs": 512, "max_model_len": 4096}, gpu_memory_utilization=share) as llm:
+        follow_residues(llm)
         ask(llm, 100, 2000, 0, *MIXED)
         use = device_use(CARD)
         assert use.used <= share * use.total

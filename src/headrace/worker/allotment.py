@@ -36,7 +36,7 @@ from headrace.worker.memory import (
     row_bytes,
     weight_bytes,
 )
-from headrace.worker.rehearsal import Limits, RunsPlans, chunks, decode_step, largest_step, rehearse
+from headrace.worker.rehearsal import Limits, RunsSteps, all_masked, chunks, decode_step, largest_step, rehearse
 from headrace.worker.rows import Rows
 
 _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
@@ -47,7 +47,7 @@ _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
     "graphs": "Lower --gpu-memory-utilization or --max-num-seqs, or give --enforce-eager.",
 }
 
-CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsPlans]  # without graphs
+CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsSteps]  # without graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,8 @@ class Allotment:
             with measured_peak(demand.device) as peaks:
                 rehearse(runner, decode_step(limits))
             with measured_peak(demand.device) as peaks_of_all:
-                rehearse(runner, largest_step(limits))
+                largest = largest_step(limits)
+                rehearse(runner, largest, all_masked(largest, demand.spec.vocab_size))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(self._too_large(limits)) from error
         del runner, rows

@@ -20,8 +20,8 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    device: float  # from the step's first event to its last
-    idle: float  # from the last event of the step before to this one's first; 0 for the first step
+    device: float  # from the step's first event to its last, without its pause
+    idle: float  # from the last event of the step before to this one's first (0 for the first step), and its pause
     lent: float  # CPU seconds this thread spun until the step was done
 
 
@@ -31,11 +31,13 @@ class DeviceClock:
     def __init__(self) -> None:
         self._last: Event | None = None
 
-    def wait(self, begun: Event, arrived: Event) -> StepSeconds:
-        """Returns when ``arrived`` has happened. Waiting spins, and that is no work of the host's."""
+    def wait(self, begun: Event, arrived: Event, pause: tuple[Event, Event] | None = None) -> StepSeconds:
+        """Returns when ``arrived`` has happened. Waiting spins, and that is no work of the host's. ``pause``: between these two events
+        the step had nothing to do, because something it needed was not there."""
         before = time.thread_time()
         arrived.synchronize()
         lent = time.thread_time() - before
         idle = self._last.elapsed_time(begun) / 1e3 if self._last is not None else 0.0
         self._last = arrived
-        return StepSeconds(begun.elapsed_time(arrived) / 1e3, max(0.0, idle), lent)
+        paused = max(0.0, pause[0].elapsed_time(pause[1]) / 1e3) if pause is not None else 0.0
+        return StepSeconds(begun.elapsed_time(arrived) / 1e3 - paused, max(0.0, idle) + paused, lent)

@@ -59,13 +59,15 @@ class Launched:
 
     step: Forwarded
     begun: torch.cuda.Event
+    computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A step whose tokens are (being) sampled; everything in it is still on the device, or on its way to the host.
 
-    ``begun`` and ``arrived`` are CUDA events around the step and its copies to the host; None on a CPU.
+    ``begun`` and ``arrived`` are CUDA events around the step and its copies to the host; None on a CPU. ``pause``: events around the time
+    it waited for its masks.
     """
 
     plan: StepPlan
@@ -74,6 +76,7 @@ class Sampled:
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
     begun: torch.cuda.Event | None = None
     arrived: torch.cuda.Event | None = None
+    pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
 
 class ModelRunner:
@@ -128,15 +131,17 @@ class ModelRunner:
         """Queues the step as far as its hidden states."""
         begun = torch.cuda.Event(enable_timing=True)
         with torch.inference_mode():
-            return Launched(self.forward(plan, begun), begun)
+            step = self.forward(plan, begun)
+        return Launched(step, begun, _recorded() if plan.masked else None)
 
     def launch_sample(self, launched: Launched, masks: TokenMasks = _NO_MASKS) -> Sampled:
         """Queues the rest of it."""
+        pause = None if launched.computed is None else (launched.computed, _recorded())
         arrived = torch.cuda.Event(enable_timing=True)
         with torch.inference_mode():
             step = _to_host(self.sample(launched.step, masks))
         arrived.record()
-        return replace(step, begun=launched.begun, arrived=arrived)
+        return replace(step, begun=launched.begun, arrived=arrived, pause=pause)
 
     def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
         """Edits rows, copies blocks, computes every planned token.
@@ -176,7 +181,9 @@ class ModelRunner:
 
     def read(self, step: Sampled) -> StepResult:
         """Waits for the device and brings the step's results to the host."""
-        taken = self._device_clock.wait(step.begun, step.arrived) if step.begun is not None and step.arrived is not None else None
+        taken = None
+        if step.begun is not None and step.arrived is not None:
+            taken = self._device_clock.wait(step.begun, step.arrived, step.pause)
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
@@ -242,6 +249,12 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:

@@ -9,19 +9,31 @@ What lives here: the two steps. What may not: sizing (memory.py), measuring (dev
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
+from headrace.request import NewRow, SamplingParams, StepPlan, StepResult, StructuredOutputs, TokenMasks
+from headrace.worker.model_runner import Forwarded
 
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)  # what graphs draw, at its most demanding
 # Everything that makes a sampler keep something for a row.
-DEMANDING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, presence_penalty=0.5, repetition_penalty=1.1, logprobs=20, detokenize=False)
-SCORED = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, logprobs=20, prompt_logprobs=20, detokenize=False)
+DEMANDING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=20,
+    structured_outputs=StructuredOutputs(json_object=True),
+    detokenize=False,
+)
+SCORED = replace(DEMANDING, prompt_logprobs=20)
 
 
-class RunsPlans(Protocol):
-    def run(self, plan: StepPlan) -> StepResult: ...
+class RunsSteps(Protocol):
+    def begin(self, plan: StepPlan) -> Forwarded: ...
+
+    def finish(self, step: Forwarded, masks: TokenMasks) -> StepResult: ...
 
     def forget(self) -> None: ...
 
@@ -57,10 +69,16 @@ def chunks(limits: Limits) -> list[int]:
     return [first, *(min(fitting, share + (index < over)) for index in range(count - 1))]
 
 
-def rehearse(runner: RunsPlans, plan: StepPlan) -> None:
+def rehearse(runner: RunsSteps, plan: StepPlan, masks: TokenMasks | None = None) -> None:
     """Takes the step and forgets its rows. ``runner``: over rows that nobody else uses, and a cache of at least one block a group."""
-    runner.run(plan)
+    runner.finish(runner.begin(plan), masks or TokenMasks())
     runner.forget()
+
+
+def all_masked(plan: StepPlan, vocab_size: int) -> TokenMasks:
+    """A mask for every sample of ``plan``, each of which allows every token."""
+    words = -(-vocab_size // 32)
+    return TokenMasks(tuple(range(len(plan.sample_rows))), words, b"\xff" * (4 * words * len(plan.sample_rows)))
 
 
 def _plan(counts: list[int], params: list[SamplingParams]) -> StepPlan:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from headrace.layers.linear import Linear
-from headrace.request import NewRow, SamplingParams, StepPlan
+from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 from headrace.spec import KVGroup
 from headrace.worker.graphs import buckets_up_to
-from headrace.worker.rehearsal import RunsPlans
 
 _TOKENS = 16
 # One way through the sampler each.
@@ -26,6 +26,10 @@ _ASKED = (
     SamplingParams(temperature=0.0, logprobs=5),
     SamplingParams(temperature=0.0),
 )
+
+
+class RunsPlans(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 def warm_up(runner: RunsPlans, groups: Sequence[KVGroup], max_model_len: int, *, thorough: bool) -> None:
