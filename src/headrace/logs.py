@@ -25,28 +25,38 @@ _PLAIN = re.compile(r"[\w.,:/+-]*", re.ASCII)
 _PACKAGE = Path(__file__).parent
 
 
-def configure(form: str) -> None:
-    """All loggers of this process write to stderr in this form; their levels stay as they are."""
+def configure(form: str, **facts: Any) -> None:
+    """All loggers of this process write to stderr in this form; their levels stay as they are. ``facts`` stand in each line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setFormatter(JsonLines(facts) if form == "json" else TextLines(facts))
     logging.getLogger().handlers[:] = [handler]
 
 
-class TextLines(logging.Formatter):
+class _Lines(logging.Formatter):
+    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self._facts = dict(facts or {})
+
+    def facts(self, record: logging.LogRecord) -> Mapping[str, Any]:
+        """The process's own, then the event's."""
+        return {**self._facts, **_facts(record)}
+
+
+class TextLines(_Lines):
     """``15:04:05 info message  name=value …``"""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = "".join(f" {name}={_word(value)}" for name, value in _facts(record).items())
+        facts = "".join(f" {name}={_word(value)}" for name, value in self.facts(record).items())
         return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower()} {printable(record.getMessage())}{facts}"
 
 
-class JsonLines(logging.Formatter):
+class JsonLines(_Lines):
     """One object a line: time (UTC), level, logger, message, and the facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
         head = {"time": when, "level": record.levelname.lower(), "logger": record.name, "message": printable(record.getMessage())}
-        return json.dumps({**head, **_facts(record)}, default=str)
+        return json.dumps({**head, **self.facts(record)}, default=str)
 
 
 def printable(text: str) -> str:

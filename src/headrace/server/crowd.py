@@ -12,6 +12,8 @@ import contextlib
 import resource
 from typing import Protocol
 
+from headrace.server.ledger import Page
+
 MAX_CONNECTIONS = 4096
 _OTHER_FILES = 64  # descriptors for everything that is no client
 _FEWEST = 16
@@ -25,10 +27,12 @@ class Member(Protocol):
 
 
 class Crowd:
-    """The connections of one server."""
+    """The connections of one front end."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, page: Page | None = None) -> None:
+        """``page``: where the number is to be read by others."""
         self.limit = limit
+        self._page = page or Page()
         self._members: set[Member] = set()
         self._waiting: dict[Member, None] = {}  # in the order in which they began to wait
 
@@ -41,6 +45,7 @@ class Crowd:
             return False
         self._members.add(member)
         self._waiting[member] = None
+        self._page.connections = len(self._members)
         return True
 
     def _make_room(self) -> bool:
@@ -64,6 +69,7 @@ class Crowd:
     def leave(self, member: Member) -> None:
         self._members.discard(member)
         self._waiting.pop(member, None)
+        self._page.connections = len(self._members)
 
 
 def connection_limit(max_queue: int) -> int:

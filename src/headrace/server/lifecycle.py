@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
+from headrace.server.accept import Acceptor
 from headrace.server.auth import Guard
 from headrace.server.service import Engine, Service, State
 
@@ -40,6 +43,8 @@ Announce = Callable[[str], None]
 
 def bind(config: ServerConfig) -> socket.socket:
     """A listening address of our own, before anything slow. Raises ConfigError when it cannot be had."""
+    if config.uds is not None:
+        return bind_unix(config.uds, 0o666 if config.api_key else 0o600)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,7 +59,43 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+def bind_unix(path: str, mode: int) -> socket.socket:
+    """A Unix socket. One that nobody listens on any more is replaced, any other file is left alone."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_abandoned(path):
+            os.unlink(path)
+        before = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"--uds {path}: {reason}; give a path of at most 107 bytes where no file is, in a folder that can be written.") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _is_abandoned(path: str) -> bool:
+    """A socket whose listener is gone."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(path)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def address_of(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -79,14 +120,17 @@ class Lifecycle:
             loading = asyncio.ensure_future(self._create_engine())
             # The web stack is imported beside the engine's start, not before it.
             server = await asyncio.to_thread(_create_server, self._service, self._guard)
-            serving = asyncio.create_task(server.serve(sockets=[self._sock]))
-            pulse = asyncio.create_task(self._service.pulse.run())
-            commons = asyncio.create_task(self._service.commons.run())
+            serving = asyncio.create_task(server.serve(sockets=[]))  # accepting is ours
+            service = self._service
+            acceptor = Acceptor(self._sock, partial(_create_connection, server), service.page, service.ledger.pages)
+            acceptor.start()
+            beside = [asyncio.create_task(each) for each in (service.pulse.run(), service.commons.run(), service.page.stamp())]
             try:
                 return await self._live(loading)
             finally:
-                pulse.cancel()
-                commons.cancel()
+                for each in beside:
+                    each.cancel()
+                acceptor.close()
                 await self._close(server, serving)
                 self._service.threads.close()
 
@@ -192,7 +236,7 @@ def _create_server(service: Service, guard: Guard) -> uvicorn.Server:
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # a body that we break off on purpose is no error
     config = uvicorn.Config(
         App(service, guard, RouteTable()),
-        http=partial(Connection, crowd=Crowd(connection_limit(service.config.max_queue))),  # type: ignore[arg-type]
+        http=partial(Connection, crowd=Crowd(connection_limit(service.config.max_queue), service.page)),  # type: ignore[arg-type]
         ws="none",
         loop="none",
         lifespan="off",
@@ -206,7 +250,13 @@ def _create_server(service: Service, guard: Guard) -> uvicorn.Server:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
     )
+    config.load()
     return _unsignalled(uvicorn.Server)(config)
+
+
+def _create_connection(server: uvicorn.Server) -> asyncio.Protocol:
+    connection: asyncio.Protocol = server.config.http_protocol_class(config=server.config, server_state=server.server_state, app_state={})  # type: ignore[call-arg]
+    return connection
 
 
 def _unsignalled(server_class: type[uvicorn.Server]) -> type[uvicorn.Server]:

@@ -1,0 +1,96 @@
+"""Taking connections off the listening socket, which all front ends share.
+
+One that holds more connections than another leaves it the next for a moment; who is slow, stopped or gone is not waited for.
+
+What lives here: accepting, and whose turn it is. What may not: HTTP (connection.py), how many there may be (crowd.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+from headrace.server.ledger import Page
+
+AT_ONCE = 64  # that one front end alone takes in one turn of its loop
+LEAVE_SECONDS = 0.001
+LEFT_OVER = 8  # that it takes after having left the others the chance
+FULL_SECONDS = 1.0  # without descriptors or memory: until some are free again
+_FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+log = logging.getLogger("headrace.server")
+
+
+class Acceptor:
+    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's."""
+
+    def __init__(self, sock: socket.socket, create: Callable[[], asyncio.Protocol], page: Page, pages: Sequence[Page]) -> None:
+        self._sock = sock
+        self._create = create
+        self._page = page
+        self._others = [each for each in pages if each is not page]
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._page.up = True
+        self._loop.add_reader(self._sock.fileno(), self._ready)
+
+    def close(self) -> None:
+        self._page.up = False
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock.fileno())
+
+    def _ready(self) -> None:
+        if not self._others:
+            self._take(AT_ONCE)
+        elif self._has_more():
+            self._rest(LEAVE_SECONDS, LEFT_OVER)
+        else:
+            self._take(1)
+
+    def _has_more(self) -> bool:
+        """By more than an eighth: few connections are dealt out evenly, among many a few do not matter."""
+        fewest = min((each.connections for each in self._others if each.up), default=self._page.connections)
+        return self._page.connections > fewest + fewest // 8
+
+    def _rest(self, seconds: float, then: int) -> None:
+        self._loop.remove_reader(self._sock.fileno())
+        self._pause = self._loop.call_later(seconds, self._resume, then)
+
+    def _resume(self, count: int) -> None:
+        self._pause = None
+        if self._take(count):
+            self._loop.add_reader(self._sock.fileno(), self._ready)
+
+    def _take(self, count: int) -> bool:
+        """False where there is no room for a connection: it waits in the kernel."""
+        for _ in range(count):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return True
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                log.error("No connection can be accepted: %s; trying again in %g s.", error.strerror, FULL_SECONDS)
+                self._rest(FULL_SECONDS, 1)
+                return False
+            task = self._loop.create_task(self._serve(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def _serve(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._create, sock)
+        except OSError:  # it is gone again
+            sock.close()
