@@ -15,7 +15,6 @@ from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.sequence import Sequence as LiveSequence
 
-
 PLAIN = 8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says
 
 
