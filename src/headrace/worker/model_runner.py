@@ -9,6 +9,7 @@ device; ``read`` does, at collect.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -107,6 +108,7 @@ class ModelRunner:
         self._padded = padded
         self._clock = clock
         self._device_clock = DeviceClock()
+        self._every = array("i", range(len(rows.traits)))
 
     def run(self, plan: StepPlan) -> StepResult:
         """The whole step."""
@@ -125,7 +127,8 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Sampled:
         """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
-        return self.launch_sample(self.launch_forward(plan))
+        with torch.inference_mode():  # once: what is entered again within costs less
+            return self.launch_sample(self.launch_forward(plan))
 
     def launch_forward(self, plan: StepPlan) -> Launched:
         """Queues the step as far as its hidden states."""
@@ -150,7 +153,8 @@ class ModelRunner:
         """
         started = self._clock.now()
         self._rows.apply(plan)
-        self._copy_blocks(plan)
+        if plan.copy_group:
+            self._copy_blocks(plan)
         packing = pack(plan, padded=self._padded) if plan.rows else None
         inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
         if begun is not None:
@@ -188,20 +192,20 @@ class ModelRunner:
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
         for samples in step.samples:
-            first = len(tokens)
-            picked, usable = samples.picked.T.tolist()
-            tokens += zip(picked)  # one-tuples
-            if 0 in usable:
+            first, table = len(tokens), samples.picked.numpy()
+            usable = table[:, 1]
+            tokens += zip(table[:, 0].tolist())  # one-tuples
+            if not usable.all():
                 bad = [first + j for j, ok in enumerate(usable) if not ok]
                 errors.update(dict.fromkeys(bad, UNUSABLE))
                 for index in bad:
                     tokens[index] = ()
             if samples.scores is not None:
                 logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
-        result = StepResult(step.plan.step_id, tokens, logprobs, _read_prompt(step), errors)
+        found = step.plan.step_id, tokens, logprobs, _read_prompt(step) if step.plan.prompt_logprobs else {}, errors
         if taken is None:  # a device without a clock of its own
-            return replace(result, device_seconds=self._clock.now() - step.started)
-        return replace(result, device_seconds=taken.device, idle_seconds=taken.idle, lent_seconds=taken.lent)
+            return StepResult(*found, device_seconds=self._clock.now() - step.started)
+        return StepResult(*found, device_seconds=taken.device, idle_seconds=taken.idle, lent_seconds=taken.lent)
 
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are."""
@@ -219,7 +223,7 @@ class ModelRunner:
         """How every chunk gets the token after its own, where nothing else is asked for."""
         if plan.prompt_logprobs or plan.sample_rows != plan.rows or len(plan.sample_work) != len(plan.rows):
             return None
-        if (np.asarray(plan.sample_work) != np.arange(len(plan.rows))).any():
+        if plan.sample_work != self._every[: len(plan.rows)]:
             return None
         return draw_of(self._rows.traits[np.asarray(plan.rows, dtype=np.int32)])
 
@@ -269,7 +273,7 @@ def _to_host(step: Sampled) -> Sampled:
     """Starts the copies of everything that ``read`` looks at, into pinned memory."""
 
     def home(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def scores_home(scores: Scores | None) -> Scores | None:
         return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
