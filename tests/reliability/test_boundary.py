@@ -78,7 +78,7 @@ def test_a_log_that_tells_prompts_is_noticed() -> None:
     defect = """
         from headrace.server import bodies
         decode = bodies.decode_object
-        bodies.decode_object = lambda body: print("got", body, file=sys.stderr, flush=True) or decode(body)
+        bodies.decode_object = lambda body, **named: print("got", body, file=sys.stderr, flush=True) or decode(body, **named)
     """
     with pytest.raises(AssertionError, match=r"xylophone|x1b"):
         checks_boundary.hygiene(60, command=planted(defect))

@@ -218,9 +218,9 @@ def test_what_every_prompt_carries_is_bounded_by_their_number() -> None:
 BREAKS = (b",", b"[", b"]", b" ", b"-", b"0", b"e", b'"', b"{", b"}", b"", b"\xff", b"NaN", b"1.5", b"\n")
 
 
-def decoded(body: bytes) -> Any:
+def decoded(body: bytes, pack: bool = False) -> Any:
     try:
-        return decode_object(body)
+        return {name: list(value) if isinstance(value, array) else value for name, value in decode_object(body, pack=pack).items()}
     except InvalidRequest as error:
         return error.message.partition(":")[0]
 
@@ -236,4 +236,14 @@ def test_in_parts_a_body_is_what_it_is_whole(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(wire, "_PART_BYTES", 1 << 20)
         whole = decoded(body)
         monkeypatch.setattr(wire, "_PART_BYTES", rng.choice((1, 3, 10, 40)))
-        assert decoded(body) == whole, bytes(body)
+        assert decoded(body) == decoded(body, pack=True) == whole, bytes(body)
+
+
+@pytest.mark.parametrize("changed", [None, 1.5, 1.0, -0.0, True, 2**31, -(2**31) - 1, 2**70, "a", []])
+def test_long_lists_of_ids_are_packed_and_what_is_no_id_is_refused_as_in_short_ones(changed: Any) -> None:
+    ids: list[Any] = [*range(50_000)]
+    raw = decode_object(json.dumps({"prompt": ids, "stop_token_ids": ids}).encode(), pack=True)
+    assert isinstance(raw["prompt"], array) and parse_completion({"prompt": raw["prompt"]}, {}).prompts == [array("i", ids)]
+    assert error_of(completion, stop_token_ids=raw["stop_token_ids"]).message == error_of(completion, stop_token_ids=ids).message
+    bad = decode_object(json.dumps({"prompt": [*ids, changed]}).encode(), pack=True)["prompt"]
+    assert error_of(completion, prompt=bad).message == error_of(completion, prompt=[1, changed]).message

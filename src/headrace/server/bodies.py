@@ -69,7 +69,7 @@ class Bodies:
         _check_kind(exchange)
         body = await self._receive(exchange)
         size = len(body) if len(body) > _INLINE_BYTES else 0
-        return await self._threads.run(size, lambda: parse(decode_object(body)))
+        return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)))
 
     def release(self, exchange: Exchange) -> None:
         """Nothing of its body is needed any more. May be called again."""

@@ -15,13 +15,14 @@ from headrace.server.wire import PART_ITEMS
 
 MAX_LABEL = 4096  # characters of a label
 _LARGEST_INTEGER = 2**64
+_ID_FIELDS = frozenset(("prompt", "tokens"))  # whose readers take packed ids
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
     "integer": (int,),
     "number": (int, float),
-    "array": (list,),
+    "array": (list, array),
     "object": (dict,),
 }
 
@@ -31,7 +32,7 @@ class Body:
 
     def __init__(self, raw: Mapping[str, Any], fields: Iterable[Field]) -> None:
         self._fields = {field.name: field for field in fields}
-        self._values = {name: value for name, value in raw.items() if value is not None}
+        self._values = {name: _unpacked(name, value) for name, value in raw.items() if value is not None}
         unknown = next((name for name in raw if name not in self._fields), None)
         if unknown is not None:
             raise InvalidRequest(
@@ -55,6 +56,10 @@ class Body:
 
     def sampling(self) -> dict[str, Any]:
         return {name: value for name, value in self._values.items() if self._fields[name].use is Use.SAMPLING}
+
+
+def _unpacked(name: str, value: Any) -> Any:
+    return value.tolist() if isinstance(value, array) and name not in _ID_FIELDS else value
 
 
 def _check(field: Field, value: Any) -> None:
@@ -88,12 +93,14 @@ def _either(names: tuple[str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    words = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object"}
+    words = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", array: "an array", dict: "an object"}
     return words[type(value)]
 
 
 def read_ids(name: str, value: Any) -> array[int]:
     """The ids without their objects: what takes the list apart, a part at a time, leaves the interpreter to the event loop in between."""
+    if isinstance(value, array):
+        return value
     if not isinstance(value, list):
         raise _no_ids(name)
     ids: array[int] = array("i")
