@@ -1,15 +1,16 @@
 """Row 59: mixed load for as long as one likes, and whether anything grows meanwhile, front end and engine apart.
 
-What lives here: the load, the samples, the judgement. What may not: pytest.
+What lives here: the load, the samples, the judgement. What may not: pytest, the arithmetic of trends (trend.py).
 
-The first third is warm-up. Memory is judged by the least-squares slope of RssAnon + VmSwap over the rest, sampled once a second.
+The first third is warm-up: everything that has a bound has reached it by then. Over the rest each process is looked at once a second:
+RssAnon + VmSwap, by which it is judged, and beside it Pss and Private_Dirty. What is held for a moment is no growth, so the least of
+each of LEASTS spans counts; the slope through them is the median of the slopes of all their pairs, with an interval of 95 %.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,10 @@ from typing import Any
 
 from tests.reliability.checks_life import engine_of
 from tests.reliability.checks_traffic import IDS
+from tests.reliability.trend import Trend, leasts, trend
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, serving
-from tests.support.snapshot import CANARY, MEMORY_SLACK, Snapshot, assert_back, private_bytes, take
+from tests.support.snapshot import CANARY, MEMORY_SLACK, Memory, Snapshot, assert_back, memory_of, take
 from tests.support.traffic import ask
 
 FLAGS = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "32", "--num-blocks", "512", "--max-model-len", "2048")
@@ -27,16 +29,19 @@ CLIENTS = 24
 POOLS = 8  # threads or descriptors that pools of a fixed size may still add
 LONG = 20.0  # minutes from which on a slope is a figure; shorter runs bound the growth itself
 SLOPE = 1.0  # MiB an hour
+LEASTS = 40
+DRIFT = 0.05  # of the 99th percentile of seconds a token
 SHARE = 0.999
+PROCESSES = ("front end", "engine")
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was asked and what became of it; (seconds, bytes of the front end, bytes of the engine) once a second."""
+    """What was asked and what became of it; (seconds, memory of the front end, memory of the engine) once a second."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
-    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    samples: list[tuple[float, Memory, Memory]] = field(default_factory=list)
     paces: list[tuple[float, float]] = field(default_factory=list)  # when, seconds a token
 
 
@@ -67,7 +72,7 @@ async def _load(server: Server, tally: Tally, seconds: float, golden: list[int])
     clients = [asyncio.create_task(_client(server.port, random.Random(number), tally, end, golden)) for number in range(CLIENTS)]
     begun = time.monotonic()
     while time.monotonic() < end:
-        tally.samples.append((time.monotonic() - begun, private_bytes(server.process.pid), private_bytes(engine)))
+        tally.samples.append((time.monotonic() - begun, memory_of(server.process.pid), memory_of(engine)))
         await asyncio.sleep(1.0)
     await asyncio.gather(*clients)
 
@@ -113,24 +118,33 @@ def judge(tally: Tally, minutes: float) -> str:
     total = sum(tally.kinds.values())
     share = 1 - len(tally.bad) / total
     assert share >= SHARE, f"{len(tally.bad)} of {total} failed, first {tally.bad[:3]}"
-    times = [when for when, _, _ in tally.samples]
-    slopes = [_slope(times, [sample[which] for sample in tally.samples]) * 3600 / 2**20 for which in (1, 2)]
-    grown = [tally.samples[-1][which] - tally.samples[0][which] for which in (1, 2)]
+    told = "; ".join(_judge_memory(name, tally, which, minutes) for which, name in enumerate(PROCESSES, 1))
+    return f"{minutes:g} min, {total} requests, {share * 100:.3f} % as they should be; {told}; {_judge_pace(tally.paces, minutes)}"
+
+
+def _judge_memory(name: str, tally: Tally, which: int, minutes: float) -> str:
+    times, memory = [sample[0] for sample in tally.samples], [sample[which] for sample in tally.samples]
+    private, shared, dirty = (_growth(times, [getattr(each, kind) for each in memory]) for kind in ("private", "proportional", "dirty"))
+    grown = memory[-1].private - memory[0].private
     if minutes >= LONG:
-        assert max(slopes) < SLOPE, f"memory grows by {slopes[0]:.2f} (front end) and {slopes[1]:.2f} (engine) MiB/h"
+        assert private.slope < SLOPE, f"memory of the {name} grows by {private} MiB/h"
     else:
-        assert max(grown) < 2 * MEMORY_SLACK, f"memory grew by {grown[0] >> 10} (front end) and {grown[1] >> 10} (engine) KiB"
-    memory = ", ".join(f"{name} {slopes[which]:+.2f} MiB/h ({grown[which] >> 10:+d} KiB)" for which, name in enumerate(("front end", "engine")))
-    drift = f"{_drift(tally.paces) * 100:+.0f} % from first to last third"
-    return f"{minutes:g} min, {total} requests, {share * 100:.3f} % as they should be; memory {memory}; a token {drift}"
+        assert grown < 2 * MEMORY_SLACK, f"memory of the {name} grew by {grown >> 10} KiB"
+    return f"{name} {private} MiB/h ({grown >> 10:+d} KiB; Pss {shared}, Private_Dirty {dirty})"
 
 
-def _slope(times: list[float], values: list[int]) -> float:
-    return statistics.linear_regression(times, values).slope if len(times) > 2 else 0.0
+def _growth(times: list[float], values: list[int]) -> Trend:
+    """In MiB an hour."""
+    return trend(*leasts(times, values, LEASTS)).scaled(3600 / 2**20)
 
 
-def _drift(paces: list[tuple[float, float]]) -> float:
-    """Of the 99th percentile of seconds a token."""
-    third = max(1, len(paces) // 3)
-    first, last = (sorted(pace for _, pace in part)[int(0.99 * third) - 1] for part in (paces[:third], paces[-third:]))
-    return last / first - 1
+def _judge_pace(paces: list[tuple[float, float]], minutes: float) -> str:
+    """How the 99th percentile of seconds a token changes from the beginning to the end, as a share of its median."""
+    paces = sorted(paces)
+    size = max(1, len(paces) // 12)
+    spans = [paces[start : start + size] for start in range(0, len(paces) - size + 1, size)]
+    slow = [sorted(pace for _, pace in span)[int(0.99 * size)] for span in spans]
+    middle = sorted(slow)[len(slow) // 2]
+    drift = trend([span[0][0] for span in spans], slow).scaled((spans[-1][0][0] - spans[0][0][0]) / middle)
+    assert minutes < LONG or drift.low < DRIFT, f"the slowest of a hundred tokens drift by {drift} of their time"
+    return f"p99 of a token {middle * 1000:.1f} ms, drift {drift.scaled(100)} %"

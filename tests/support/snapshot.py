@@ -67,6 +67,23 @@ def metric(page: str, name: str, labels: str = "") -> float:
     raise AssertionError(f"no series {name} with {labels!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one process. ``private``: RssAnon + VmSwap; ``proportional``: Pss, with its share of what others map too."""
+
+    private: int
+    proportional: int
+    dirty: int
+
+
+def memory_of(pid: int) -> Memory:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    proportional, dirty = (
+        int(found[1]) << 10 if (found := re.search(rf"^{name}:\s+(\d+)", rollup, re.M)) else 0 for name in ("Pss", "Private_Dirty")
+    )
+    return Memory(private_bytes(pid), proportional, dirty)
+
+
 def private_bytes(pid: int) -> int:
     """Memory that is this process's alone, swapped out or not."""
     status = Path(f"/proc/{pid}/status").read_text()
