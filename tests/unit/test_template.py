@@ -273,3 +273,18 @@ def test_the_bundled_template() -> None:
     text = tokenizer.apply_chat_template([{"role": "system", "content": "s"}, *USER])
     assert text == "<|bos|><|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(USER, add_generation_prompt=False).endswith("hi<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ messages[0].content }}", None),
+        ("a\n{% if %}", "the model's chat template is not valid Jinja (line 2: Expected an expression, got 'end of statement block')."),
+        ("{{ nosuch.field }}", "the chat template refuses even one short message: 'nosuch' is undefined."),
+    ],
+)
+def test_what_is_wrong_is_known_before_the_first_conversation(template: str, fault: str | None) -> None:
+    chat = ChatTemplate({"default": template}, {})
+    assert chat.fault() == fault
+    chat.close()
+    assert ChatTemplate({}, {}).fault() is None

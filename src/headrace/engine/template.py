@@ -51,6 +51,22 @@ class ChatTemplate:
     def close(self) -> None:
         self._pool.close()
 
+    def check(self) -> None:
+        """Raises ModelError, with the line, for a template that is not valid Jinja."""
+        with self._pool.borrowed():
+            pass
+
+    def fault(self) -> str | None:
+        """What would be wrong with the simplest conversation, told before the first one comes."""
+        try:
+            if self._templates:
+                self.render([{"role": "user", "content": "Hello"}], None, True, {})
+        except ModelError as error:
+            return error.message.replace("; give another with --chat-template", "")
+        except InvalidRequest as error:
+            return error.message.replace("these messages", "even one short message").replace(" Change them accordingly.", "")
+        return None
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:

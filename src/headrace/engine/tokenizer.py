@@ -61,6 +61,15 @@ def read_chat_template(value: str) -> str:
     return read_bounded(path, MAX_TEMPLATE_BYTES)
 
 
+def check_chat_template(value: str) -> None:
+    """``--chat-template``, tried before anything starts. Raises ModelError."""
+    template = ChatTemplate({"default": read_chat_template(value)}, {})
+    try:
+        template.check()
+    finally:
+        template.close()
+
+
 class Tokenizer:
     """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
 
@@ -136,6 +145,10 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Starts what the first chat would otherwise wait for; returns at once."""
         self._template.warm_up()
+
+    def template_fault(self) -> str | None:
+        """Why conversations will be refused, if that is known; may take a second."""
+        return self._template.fault()
 
     def close(self) -> None:
         self._template.close()

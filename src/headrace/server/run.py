@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace import logs
 from headrace.config import Decision, EngineConfig, ServerConfig
+from headrace.errors import ConfigError, ModelError
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
@@ -87,6 +88,8 @@ async def _serve(
     routes = [route.path for route in ROUTES]
     service = Service(config, version, routes, priority_scheduling=engine_config.scheduler.scheduling_policy == "priority")
     announce = tell if config.log_format == "json" else say
+    await _check_template(engine_config.model.chat_template)
+    service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
     announce(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
 
     def ready(engine: Engine) -> None:
@@ -95,12 +98,32 @@ async def _serve(
         announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
         announce(f"In a browser: chat at {address}/, dashboard at {address}/dashboard.")
         started()
+        faults.append(asyncio.ensure_future(_warn_of_template(engine, announce)))
 
-    service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
+    faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
     try:
         return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
     finally:
         await service.moderator.close()
+
+
+async def _check_template(value: str | None) -> None:
+    """A template that the user gives is tried before anything listens. Raises ConfigError."""
+    if value is None:
+        return
+    from headrace.engine.tokenizer import check_chat_template
+
+    try:
+        await asyncio.to_thread(check_chat_template, value)
+    except ModelError as error:
+        raise ConfigError(error.message.replace("the model's chat template", "--chat-template", 1)) from None
+
+
+async def _warn_of_template(engine: Engine, announce: Callable[[str], None]) -> None:
+    """The model's own may be broken, or refuse what everybody sends; completions work all the same."""
+    fault = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.template_fault)
+    if fault is not None:
+        announce(f"Warning: chats will be refused: {fault} Give another template with --chat-template.")
 
 
 def model_folders(model: str | None) -> tuple[str, ...]:

@@ -53,6 +53,9 @@ class Tokenizer(Protocol):
 
     def warm_up(self) -> None: ...
 
+    def template_fault(self) -> str | None:
+        """Why conversations will be refused; may take a second."""
+
 
 CreateParser = Callable[[], OutputParser | None]
 
