@@ -16,7 +16,7 @@ import headrace.errors
 PACKAGE = Path(headrace.errors.__file__).parent
 
 # The nouns: everyone may import them.
-NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "compiler", "family", "logs", "scratch"}
+NOUNS = {"config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages", "waiting", "head_start", "family", "garbage", "logs", "scratch"}
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -51,7 +51,7 @@ CORE = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf
 THIRD_PARTY: dict[str, set[str]] = {
     "": set(),
     "flags": {"yaml"},
-    "compiler": {"triton"},
+    "head_start": {"triton"},
     "cost": {"numpy"},
     "commands": set(),
     "commands.doctor": {"torch"},

@@ -10,7 +10,6 @@ it ends the process when the parent is gone.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from headrace.engine.links import Left, Link, Links, ParentGone, connect
 from headrace.engine.outlook import RECENT, outlook, pace_of
 from headrace.errors import HeadraceError, InvalidRequest, StepFailed
 from headrace.family import end_with_parent
+from headrace.garbage import freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
 from headrace.request import Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
@@ -255,8 +255,7 @@ def take_first_step(engine: Engine) -> None:
 
 
 def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
-    gc.collect()
-    gc.freeze()  # the model and the modules live as long as the process: no need to look through them again
+    freeze_start()  # the model and the modules live as long as the process
     links.send(frames.pack(frames.Started(engine.info)))
     try:
         EngineLoop(engine, links, pulse).run()

@@ -19,6 +19,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
+from headrace.garbage import freeze_start
 from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
 from headrace.server.commons import Alone, Commons
@@ -170,6 +171,7 @@ class Service:
             engine.tokenizer.warm_up()
             self._choose_dialect(engine.tokenizer)
         self.state = State.READY
+        freeze_start()
 
     def _choose_dialect(self, tokenizer: Tokenizer) -> None:
         template = "\n".join(tokenizer.chat_templates.values())
