@@ -76,10 +76,14 @@ class _Marks:
         now = time.time()
         self.seconds[name], self._last = now - self._last, now
 
+    def note(self, name: str, seconds: float) -> None:
+        """A part that was timed elsewhere; what is left belongs to the next."""
+        self.seconds[name] = seconds
+        self._last += seconds
+
 
 def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
     marks = _Marks(begin)
-    from headrace.compiler import begin_compiler
     from headrace.config import EngineConfig, ServerConfig
     from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
 
@@ -91,17 +95,13 @@ def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
     from headrace.engine.llm import LLM
 
     marks.done("import the engine")
-    if config.device.device != "cpu":
-        begin_compiler()  # as the engine would, before it imports torch
-    import torch  # noqa: F401
-
-    marks.done("import torch")
     llm = LLM.from_config(config)
+    stages = dict(llm.engine.core.executor.info.start_seconds)
+    marks.note("import torch", stages.pop("imports", 0.0))
     marks.done("load the model")
     opened = time.time() - begin
     rounds = _rounds(llm)
     found = judge(rounds)
-    stages = llm.engine.core.executor.info.start_seconds
     waited = None if found.ready is None else rounds[found.ready].sent - rounds[0].sent
     return {
         "marks": {**marks.seconds, "first token": rounds[0].first, "a later first token": found.steady_first},

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, cast
 
 from headrace.clock import RealClock
-from headrace.compiler import begin_compiler
 from headrace.config import Decision, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
@@ -33,6 +32,7 @@ from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDead, InvalidRequest
+from headrace.head_start import begin_head_start
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
 from headrace.pages import prefer_huge_pages
@@ -108,15 +108,18 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     limit_spinning()  # these before torch is imported
     prefer_huge_pages()
-    if config.device.device != "cpu":
-        begin_compiler()
+    head_start = begin_head_start() if config.device.device != "cpu" else None
+    from headrace.worker.stages import Stages
+
+    stages = Stages(RealClock())
     from headrace.worker.meter import create_recorder
     from headrace.worker.settings import resolve_device
     from headrace.worker.worker import create_executor
 
+    stages.done("imports")
     device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device)
-    executor, loaded = create_executor(config, source)
+    executor, loaded = create_executor(config, source, head_start, stages)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     recorder, limits = create_recorder(source.config, executor.info, dtype=dtype, device=device)
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, limits), recorder

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headrace.config import CacheConfig, EngineConfig
 from headrace.errors import OutOfMemory
+from headrace.head_start import HeadStart
 from headrace.models import families
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, measured_peak, set_aside
@@ -100,9 +101,9 @@ def create_demand(
 class Allotment:
     """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: Demand, head_start: HeadStart | None = None) -> None:
         self._demand = demand
-        self._meter = None if demand.on_cpu else DeviceMeter(demand.device)
+        self._meter = None if demand.on_cpu else DeviceMeter(demand.device, head_start)
         self._room = Room(self._available(), {"weights": self._weights(), "activations": self._bound()})
         self._arena = 0  # bytes that steps share
         self._scratch = 0  # bytes that libraries keep

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.head_start import HeadStart
 from headrace.worker.driver import ask_driver
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
@@ -46,26 +47,28 @@ def device_use(device: torch.device) -> DeviceUse:
     return DeviceUse(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
-def used_before_context(device: torch.device) -> int | None:
-    """Bytes in use on the card, asked without making a context; None where the driver does not say."""
-    properties, driver = torch.cuda.get_device_properties(device), ask_driver()
-    card = driver.card(str(properties.uuid)) if driver is not None else None
-    return max(0, properties.total_memory - card.free) if card is not None else None
+def used_before_context(device: torch.device, head_start: HeadStart | None = None) -> int | None:
+    """Bytes in use on the card, asked without making a context, or before the head start made it; None where the driver does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    free = head_start.free_before(str(properties.uuid)) if head_start is not None else None
+    if free is None and (driver := ask_driver()) is not None and (card := driver.card(str(properties.uuid))) is not None:
+        free = card.free
+    return max(0, properties.total_memory - free) if free is not None else None
 
 
 class DeviceMeter:
-    """What a start adds to the memory in use, beside tensors. Made before the first of them: it makes the CUDA context.
+    """What a start adds to the memory in use, beside tensors. Made before the first of them: it makes the CUDA context, where there is none.
 
     ``others``: bytes in use before, by other processes or by what this one held already. Where the driver does not tell them from
     the context, ``context`` is both.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
         self._device = device
         if torch.cuda.is_initialized() and torch.cuda.memory_reserved(device):  # what was measured or closed before may wait to be collected
             gc.collect()
             torch.cuda.empty_cache()
-        self.others = used_before_context(device) or 0
+        self.others = used_before_context(device, head_start) or 0
         held = torch.cuda.memory_reserved(device)
         torch.zeros(1, device=device)
         self._first = device_use(device)

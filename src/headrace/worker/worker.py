@@ -6,6 +6,7 @@ What lives here: the order in which a worker comes to be. What may not: the part
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ConfigError
+from headrace.head_start import HeadStart
 from headrace.kernels import Kernels
 from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.candidate import Sizes
@@ -49,12 +51,14 @@ STEP_SITES = (
 )
 
 
-def create_executor(config: EngineConfig, source: ModelSource) -> tuple[Executor, tuple[Decision, ...]]:
-    """Loads the model, sizes the KV cache and takes the first step.
+def create_executor(
+    config: EngineConfig, source: ModelSource, head_start: HeadStart | None = None, stages: Stages | None = None
+) -> tuple[Executor, tuple[Decision, ...]]:
+    """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far.
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    start = _Start(config, source)
+    start = _Start(config, source, head_start, stages or Stages(RealClock()))
     try:
         return start.run()
     finally:
@@ -91,11 +95,11 @@ class _Start:
     """One start, in its order: device, decoder, [kernels begin to build], weights, products, [kernels waited for], memory divided, rows and
     KV, first steps, graphs. What is in brackets goes on in threads, on a GPU alone."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+    def __init__(self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages) -> None:
         self._config = config
         self._source = source
         self._process = process_memory()
-        self._stages = Stages(RealClock())
+        self._stages = stages
         self._spec = families.spec_from_config(source.config)
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
@@ -109,7 +113,7 @@ class _Start:
         self._demand = create_demand(
             config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size
         )
-        self._allotment = Allotment(self._demand)
+        self._allotment = Allotment(self._demand, head_start)
         self._stages.done("device")
 
     def close(self) -> None:
@@ -256,7 +260,14 @@ def create_ahead(device: torch.device, *, strict: bool) -> CompileAhead[tuple[st
     """Threads that build kernels; None where no kernel is built at run time."""
     if device.type != "cuda" or triton.missing(device) is not None:
         return None
-    return CompileAhead(triton.prepare_compiler, strict=strict)
+
+    def prepare() -> tuple[str, str | None]:
+        prepared = triton.prepare_compiler()
+        with suppress(Exception):  # ``start`` does it again, where there is somebody to hear of it
+            triton.prepare_kernels(device)
+        return prepared
+
+    return CompileAhead(prepare, strict=strict)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

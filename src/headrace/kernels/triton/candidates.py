@@ -19,8 +19,10 @@ TRITON = "triton"
 DEVICES = ("cuda",)
 MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
 MAX_HEAD_DIM = 256
+SMALL_WEIGHT = 2**20  # elements; launching takes longer than reading fewer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32,)
+FLAT, FUSED = "flat", "fused"  # candidates for few rows
 
 Accept = Callable[[Site], Callable[..., Any] | Declined]
 
@@ -76,6 +78,30 @@ def _linear(site: Site) -> Callable[..., Any] | Declined:
     return _kernel("linear", "create_linear")(site)
 
 
+def _few_rows(site: Site) -> Declined | None:
+    """What a kernel for few rows cannot do. What stands behind it can: nobody minds."""
+    outs, ins = site.facts.get("out_features"), site.facts.get("in_features")
+    if outs is None or ins is None:
+        return Declined("the call site does not state in_features and out_features", by_choice=True)
+    if torch.cuda.get_device_capability(site.device)[0] != 9:
+        return Declined("measured and tuned on compute capability 9 alone", by_choice=True)
+    if site.facts.get("fused"):
+        return Declined("few rows of this layer go through fused_linear", by_choice=True)
+    if ins % 64 or outs * ins < SMALL_WEIGHT:
+        return Declined(f"{ins} to {outs} is no large weight whose rows the copy engine can read", by_choice=True)
+    return None
+
+
+def _flat(site: Site) -> Callable[..., Any] | Declined:
+    if site.facts.get("dtype") is torch.float32:
+        return Declined("float32 products are torch's", by_choice=True)
+    return _kernel("flat_linear", "create_linear", _few_rows, (torch.bfloat16, torch.float16))(site)
+
+
+def _fused(site: Site) -> Callable[..., Any] | Declined:
+    return _kernel("flat_linear", "create_fused", _few_rows, (torch.bfloat16,))(site)  # what is not yet normed may overflow float16
+
+
 def _experts(site: Site) -> Any:
     num_experts, top_k = site.facts.get("num_experts"), site.facts.get("top_k")
     if num_experts is None or top_k is None:
@@ -97,7 +123,7 @@ def prepare_compiler() -> tuple[str, str | None]:
 
 
 def prepare_kernels(device: torch.device) -> None:
-    """What must be there before kernels imported so far are compiled in several threads."""
+    """What must be there before kernels are compiled in several threads: all of them are imported."""
     from headrace.kernels.triton import toolchain
 
     toolchain.prepare_kernels(device)
@@ -109,7 +135,7 @@ def _failure(error: Exception) -> str | None:
     return build_failure(error)
 
 
-def _candidate(create: Accept, rehearse: str | None) -> tuple[Candidate]:
+def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batch_invariant: bool = True) -> tuple[Candidate]:
     """``rehearse``: a function of rehearsals.py."""
 
     def rehearsed(site: Site, run: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
@@ -117,10 +143,11 @@ def _candidate(create: Accept, rehearse: str | None) -> tuple[Candidate]:
         calls: Iterable[tuple[str, Callable[[], object]]] = getattr(module, str(rehearse))(site, run, sizes)
         return calls
 
-    return (Candidate(TRITON, create, DEVICES, failure=_failure, rehearse=rehearsed if rehearse else None),)
+    return (Candidate(name, create, DEVICES, batch_invariant, failure=_failure, rehearse=rehearsed if rehearse else None),)
 
 
-LINEAR = _candidate(_linear, "linears")
+LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False) + _candidate(_linear, "linears")
+FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
 RMS_NORM = _candidate(_kernel("norm", "rms_norm"), "norms")
 LAYER_NORM = _candidate(_kernel("norm", "layer_norm"), "norms")
 ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write"), "rotary_writes")

@@ -12,10 +12,11 @@ import atexit
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import traceback
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import torch
 import triton
@@ -96,7 +97,8 @@ def prepare_kernels(device: torch.device) -> None:
 
 
 def _kernels() -> list[JITFunction]:
-    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith(_KERNELS)]
+    """Of every file here, whichever a model needs."""
+    modules = [import_module(_KERNELS + each.name) for each in sorted(iter_modules([str(Path(__file__).parent)]))]
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 

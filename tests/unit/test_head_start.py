@@ -1,0 +1,58 @@
+"""The head start needs a driver and a process without torch, and nothing that it meets may hurt."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from headrace import head_start
+from headrace.worker.driver import CardFacts, DriverFacts
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver, and no torch yet."""
+    monkeypatch.setattr(head_start, "_DRIVER", tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+
+def test_without_a_driver_or_with_torch_there_is_no_head_start(early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert head_start.begin_head_start() is None
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(head_start, "_DRIVER", tmp_path / "nothing")
+    assert head_start.begin_head_start() is None
+
+
+@pytest.mark.parametrize("driver", [None, ModuleType("triton.backends.nvidia.driver")], ids=["no triton", "another triton"])
+def test_what_goes_wrong_is_left_to_who_needs_it(early: None, driver: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    monkeypatch.setattr(head_start, "_LIBRARY", "libnothing.so")
+    monkeypatch.setattr(head_start, "ask_driver", lambda: None)
+    begun = head_start.begin_head_start()
+    assert begun is not None and begun.free_before("1") is None
+    begun.join()
+
+
+def test_memory_is_read_before_the_context_is_made(early: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def ask() -> DriverFacts:
+        calls.append("asked")
+        return DriverFacts("580.1", (13, 0), (CardFacts("H0", "GPU-1-a", 7, 9), CardFacts("H1", "GPU-1-b", 8, 9)))
+
+    def answer(name: str, status: int = 0) -> object:
+        return lambda *_: calls.append(name) or status
+
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(**{name: answer(name) for name in names}))
+    monkeypatch.setattr(head_start, "ask_driver", ask)
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
+    begun = head_start.begin_head_start()
+    assert begun is not None
+    assert (begun.free_before("1-a"), begun.free_before("1-b"), begun.free_before("2"), begun.free_before("")) == (7, 8, None, None)
+    assert calls == ["asked", *names]
