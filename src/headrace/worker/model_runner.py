@@ -192,7 +192,7 @@ class ModelRunner:
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
         for samples in step.samples:
-            first, table = len(tokens), samples.picked.numpy()
+            first, table = len(tokens), samples.picked.cpu().numpy()
             usable = table[:, 1]
             tokens += zip(table[:, 0].tolist())  # one-tuples
             if not usable.all():
