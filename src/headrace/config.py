@@ -84,7 +84,7 @@ class CacheConfig:
 class SchedulerConfig:
     """Who goes, with how many tokens."""
 
-    max_num_seqs: int = option(256, "sequences running at once", minimum=1)
+    max_num_seqs: int | None = option(None, "sequences running at once; automatic by device", minimum=1)
     max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True, minimum=1)
     max_logits_rows: int = option(2048, "positions a step whose logits may be materialised (prompt_logprobs spend it)", minimum=1)
     scheduling_policy: str = option("fcfs", "order of the waiting queue", choices=("fcfs", "priority"))
@@ -93,6 +93,13 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def rows(self) -> int:
+        """``max_num_seqs``, once it is resolved. Raises ConfigError before."""
+        if self.max_num_seqs is None:
+            raise ConfigError("max_num_seqs must be resolved before an engine is made; resolve the config first.")
+        return self.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,4 +60,4 @@ def test_configs_are_frozen_and_hold_no_state_in_common() -> None:
     first, second = EngineConfig(), EngineConfig(scheduler=SchedulerConfig(max_num_seqs=3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.scheduler.max_num_seqs = 3  # type: ignore[misc]
-    assert (first.scheduler.max_num_seqs, second.scheduler.max_num_seqs) == (256, 3)
+    assert (first.scheduler.max_num_seqs, second.scheduler.max_num_seqs) == (None, 3)

@@ -253,7 +253,7 @@ def create_scheduler(
     )
     limits = SchedulerLimits(
         max_model_len=info.max_model_len,
-        max_num_seqs=min(config.max_num_seqs, info.max_num_seqs),
+        max_num_seqs=min(config.max_num_seqs or info.max_num_seqs, info.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET,
         max_logits_rows=config.max_logits_rows,
         paged_allocation=cache.paged_allocation,

@@ -18,6 +18,8 @@ from headrace.techniques import TECHNIQUES, Technique
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
 CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a few tens of milliseconds of an 8B model
+DEFAULT_ROWS = 256
+CUDA_ROWS = 512
 DEFAULT_BLOCK_SIZE = 16  # tokens
 HASH_TOKENS_A_STEP = 2048
 HASH_SLOTS = 1 << 20  # tokens, if that holds one sequence; eight bytes each
@@ -31,11 +33,15 @@ def find_source(config: EngineConfig) -> ModelSource:
 
 
 def resolve_config(config: EngineConfig, device: str) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Fills max_num_batched_tokens, block_size and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash)."""
+    """Fills max_num_seqs, max_num_batched_tokens, block_size and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash)."""
     decisions: list[Decision] = []
+    if config.scheduler.max_num_seqs is None:
+        rows, reason = _sequences_at_once(device)
+        decisions.append(Decision("max_num_seqs", rows, reason))
+        config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=rows))
     if config.scheduler.max_num_batched_tokens is None:
         tokens, reason = _tokens_a_step(device)
-        tokens = max(tokens, config.scheduler.max_num_seqs)
+        tokens = max(tokens, config.scheduler.rows)
         decisions.append(Decision("max_num_batched_tokens", tokens, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
     if config.cache.block_size is None:
@@ -47,6 +53,14 @@ def resolve_config(config: EngineConfig, device: str) -> tuple[EngineConfig, tup
         decisions.append(Decision("overlap", depth, reason))
         config = replace(config, device=replace(config.device, overlap=depth))
     return config, tuple(decisions)
+
+
+def _sequences_at_once(device: str) -> tuple[int, str]:
+    if device == "cuda":
+        return CUDA_ROWS, "a step reads the weights once for all of them; beyond, keys and values are most of what it reads"
+    if device == "cpu":
+        return DEFAULT_ROWS, "more would only share the same cores"
+    return DEFAULT_ROWS, "the keyed-hash executor's default"
 
 
 def _tokens_a_step(device: str) -> tuple[int, str]:
@@ -77,7 +91,7 @@ def create_hash_executor(config: EngineConfig, source: ModelSource) -> KeyedHash
     max_model_len = config.model.max_model_len or longest
     if max_model_len > MAX_HASH_SLOTS:
         raise ConfigError(f"max_model_len is {max_model_len}, but the keyed-hash executor holds {MAX_HASH_SLOTS} tokens at most; give less.")
-    block_size, rows = config.cache.block_size or DEFAULT_BLOCK_SIZE, config.scheduler.max_num_seqs
+    block_size, rows = config.cache.block_size or DEFAULT_BLOCK_SIZE, config.scheduler.rows
     needed = -(-max_model_len // block_size)
     num_blocks = config.cache.num_blocks or max(needed, min(rows * needed, HASH_SLOTS // block_size))
     info = keyed_hash_info(

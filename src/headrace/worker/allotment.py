@@ -91,7 +91,7 @@ def create_demand(
         dtype,
         block_size,
         tokens_a_step,
-        scheduler.max_num_seqs,
+        scheduler.rows,
         scheduler.max_logits_rows,
         config.model.max_model_len,
         graphs,

@@ -169,7 +169,7 @@ class _Start:
             return
         for op, dtype in STEP_SITES:
             self._kernels.choose(op, dtype=dtype)
-        setting, seqs = self._setting, self._config.scheduler.max_num_seqs
+        setting, seqs = self._setting, self._config.scheduler.rows
         sizes = Sizes(self._spec, setting.dtype, setting.block_size, max_model_len, seqs, setting.tokens_a_step)
         self._ahead.start(self._kernels, sizes, partial(triton.prepare_kernels, setting.device))
 
@@ -192,7 +192,7 @@ class _Start:
         return plan
 
     def _allocate(self, plan: KVPlan) -> tuple[Rows, list[Tensor]]:
-        setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.max_num_seqs
+        setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.rows
         block_sizes = [group.spec.block_size for group in plan.groups]
         with allotment.explaining("rows", row_bytes(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes)):
             rows = Rows(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes, setting.device)
@@ -225,7 +225,7 @@ class _Start:
         )
 
     def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: DecodeGraphs | None) -> None:
-        warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.max_num_seqs > 1)
+        warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.rows > 1)
         self._stages.done("first steps")
         if graphs is not None and self._kernels.graphable:
             with self._allotment.capturing():
@@ -244,7 +244,7 @@ class _Start:
         info = ExecutorInfo(
             vocab_size=self._spec.vocab_size,
             max_model_len=plan.max_model_len,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_seqs=self._config.scheduler.rows,
             kv_groups=plan.groups,
             device=_device_name(self._setting.device, self._setting.threads),
             memory=memory,
