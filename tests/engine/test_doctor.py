@@ -6,16 +6,20 @@ import json
 import mmap
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from headrace.bench import shapes
 from headrace.bench.driver import drive
+from headrace.bench.kernel_cases import DEFAULT_SPEC
+from headrace.bench.shapes import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.commands.doctor import _render_memory
-from headrace.cost.profile import DeviceProfile, save_profile
+from headrace.commands.doctor import _render_memory, _render_shape
+from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.keywords import create_config
 from headrace.engine.llm import create_engine
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
@@ -104,3 +108,35 @@ def test_a_card_s_account_names_each_purpose_once() -> None:
     lines = [line.split() for line in text.splitlines()]
     assert [line[-1] for line in lines if line[0] == "kv_cache"] == ["5"]
     assert "set aside" not in text and "accounted for: 90.00%" in text and "pinned host memory: 2.0 MiB" in text
+
+
+def shape_report(**changes: int) -> tuple[list[Finding], float, str]:
+    spec = replace(DEFAULT_SPEC, **{"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 100, **changes})  # type: ignore[arg-type]
+    bench = ShapeBench(spec, torch.float32, torch.device("cpu"), 512)
+    findings, unmeasured = advise(bench, Limits(1e10, 1e10, {"float32": 1e11}))
+    facts = {"findings": [asdict(each) | {"cost": each.cost} for each in findings], "unmeasured": unmeasured}
+    return findings, unmeasured, _render_shape(facts)
+
+
+def test_what_dimensions_cost_is_measured_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SECONDS_EACH, "cpu", 0.005)
+    findings, unmeasured, text = shape_report(vocab_size=1000)
+    assert unmeasured == 0.0 and {each.tokens for each in findings} == {4, 256}
+    for each in findings:
+        assert each.seconds and each.better_seconds and each.share is not None and each.share < 1
+    assert "vocabulary 1000" in text and "feed-forward width 100" in text
+
+
+def test_a_measurement_that_takes_long_is_left_to_profile() -> None:
+    findings, unmeasured, text = shape_report(hidden_size=10001, intermediate_size=99999, vocab_size=200001)
+    assert unmeasured > 20 and all(each.cost == "not measured" for each in findings)
+    assert "headrace doctor MODEL --profile" in text and "vocabulary 200001" in text
+
+
+def test_costs_are_told_from_noise() -> None:
+    finding = Finding("width 5", "odd", "even", 16, 2e-3, "6", 1.5e-3, 0.25, 0.016)
+    assert finding.cost == "25% of 2 ms, 16 ms of a step"
+    assert replace(finding, share=-0.1).cost == "nothing" and replace(finding, share=None).cost == "not measured"
+    facts = {"findings": [asdict(each) | {"cost": each.cost} for each in (replace(finding, share=0.0), finding)], "unmeasured": 0.0}
+    assert "suspected, but costs nothing measurable here: width 5" in _render_shape(facts)
+    assert "no dimension" in _render_shape({"findings": [], "unmeasured": 0.0})

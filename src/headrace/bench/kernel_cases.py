@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.layers.inputs import AttentionInputs
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
 
-BLOCK_SIZE = 16  # tokens
+BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
 
@@ -58,6 +58,7 @@ class CaseMaker:
         self.dtype = dtype
         self.context = context
         self.working_set = working_set
+        self.block_size = BLOCK_SIZES[device.type]
         self._generator = torch.Generator(device).manual_seed(0)
 
     def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
@@ -78,12 +79,12 @@ class CaseMaker:
 
     def _linears(self, rows: int) -> Iterator[KernelCase]:
         spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
-        yield self._linear("qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden)
-        yield self._linear("output", rows, hidden, spec.num_heads * spec.head_dim)
-        yield self._linear("gate+up", rows, 2 * inner, hidden)
-        yield self._linear("down", rows, hidden, inner)
+        yield self.linear("qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden)
+        yield self.linear("output", rows, hidden, spec.num_heads * spec.head_dim)
+        yield self.linear("gate+up", rows, 2 * inner, hidden)
+        yield self.linear("down", rows, hidden, inner)
         if rows <= MANY_ROWS:
-            yield self._linear("head, tied", rows, spec.vocab_size, hidden, shared=True)
+            yield self.linear("head, tied", rows, spec.vocab_size, hidden, shared=True)
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=self.dtype).normal_(0.0, scale, generator=self._generator)
@@ -99,7 +100,7 @@ class CaseMaker:
     def _bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
 
-    def _linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
+    def linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
         facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs, "shared_weight": shared}
         size, x = self._bytes(outs * ins), self._random(rows, ins)
         weight = self._weight(outs, ins)
@@ -136,7 +137,7 @@ class CaseMaker:
         return {"dtype": self.dtype, "head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
 
     def _cache(self, tokens: int) -> tuple[Tensor, Tensor]:
-        shape = (-(-tokens // BLOCK_SIZE), 2, self.spec.num_kv_heads, BLOCK_SIZE, self.spec.head_dim)
+        shape = (-(-tokens // self.block_size), 2, self.spec.num_kv_heads, self.block_size, self.spec.head_dim)
         cache = self._random(*shape)
         return cache[:, 0], cache[:, 1]
 
@@ -158,18 +159,18 @@ class CaseMaker:
     def _attention(self, rows: int) -> KernelCase:
         spec, prompt = self.spec, rows > MANY_ROWS
         sequences, queries, context = (1, rows, max(rows, self.context)) if prompt else (rows, 1, self.context)
-        per_row = -(-context // BLOCK_SIZE)
+        per_row = -(-context // self.block_size)
         inputs = AttentionInputs(
             block_table=torch.randperm(sequences * per_row, generator=self._generator).int().view(sequences, per_row),
             query_start=torch.arange(0, rows + 1, queries, dtype=torch.int32),
             context_len=torch.full((sequences,), context, dtype=torch.int32),
             slots=torch.full((rows,), -1),
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             max_query_len=queries,
             max_context_len=context,
         )
         q, keys = self._random(rows, spec.num_heads, spec.head_dim), 2 * sequences * context * spec.num_kv_heads * spec.head_dim
-        caches = [self._cache(sequences * per_row * BLOCK_SIZE) for _ in range(self._copies(self._bytes(keys)))]
+        caches = [self._cache(sequences * per_row * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(attend, q, k, v, inputs, spec.attention_scale, None, None) for k, v in caches]
@@ -205,13 +206,13 @@ class CaseMaker:
 
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` sequences that decode: their last token, its place, their block tables."""
-        blocks = -(-self.context // BLOCK_SIZE)
+        blocks = -(-self.context // self.block_size)
         ids, every = torch.randint(self.spec.vocab_size, (rows, self.context), dtype=torch.int32, generator=self._generator), torch.arange(rows).int()
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
         context = torch.full((rows,), self.context, dtype=torch.int32)
 
         def calls(gather: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(gather, ids, table, every, every.clone(), context - 1, context, BLOCK_SIZE, blocks)]
+            return [partial(gather, ids, table, every, every.clone(), context - 1, context, self.block_size, blocks)]
 
         size = rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
         return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", {"dtype": torch.int32}, size, 0, calls)

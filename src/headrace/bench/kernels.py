@@ -76,7 +76,7 @@ def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = 
     _check(bench)
     dtype = DTYPES[bench.dtype]
     device = torch.device(bench.device)
-    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * _cache_bytes(device), device)
+    maker = CaseMaker(bench.spec, dtype, bench.context, 4 * cache_bytes(device), device)
     done: list[KernelRow] = []
     with torch.inference_mode(), device:
         for rows, op in product(bench.rows, bench.ops):
@@ -87,7 +87,7 @@ def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = 
     return done
 
 
-def _cache_bytes(device: torch.device) -> int:
+def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else last_level_cache_bytes()
 
 
@@ -117,7 +117,7 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
         if not error <= TOLERANCE[dtype]:
             yield KernelRow(case.op, case.label, name, note=f"wrong: differs from its twin by {error:.2g}", wrong=True)
             continue
-        rounds = (cuda_time if bench.device == "cuda" else _time)(calls, bench.seconds)
+        rounds = time_calls(calls, bench.seconds, torch.device(bench.device))
         middle = median(rounds)
         note = "" if name == TWIN else f"error {error:.0e}"
         yield KernelRow(case.op, case.label, name, middle, (max(rounds) - min(rounds)) / middle, case.bytes, case.flops, floor, note)
@@ -143,6 +143,11 @@ def _error(got: Tensor, want: Tensor) -> float:
     """Largest difference over largest value; NaN where either has one."""
     got, want = got.float(), want.float()
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], seconds: float, device: torch.device) -> list[float]:
+    """Seconds a call, one mean for each of five rounds; every round goes through all the calls, each over its own memory."""
+    return cuda_time(calls, seconds) if device.type == "cuda" else _time(calls, seconds)
 
 
 def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:

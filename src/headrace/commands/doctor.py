@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and keep the result")
+    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and keep the result, and all the shape advice")
     parser.add_argument("--no-load", action="store_true", help="look at the machine only, load no model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_argument(parser)
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     report["profile"] = _profile_facts(profile or _stored(device))
     if not args.no_load:
         report |= examine_engine(config)
+        report["shape"] = examine_shape(config, device, thorough=args.profile)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
     return 0
 
@@ -176,6 +177,26 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
         engine.close()
 
 
+def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[str, Any]:
+    """What the model's dimensions cost on this device. Called with no engine there."""
+    import torch
+
+    from headrace.bench.shapes import ShapeBench, advise
+    from headrace.engine.resolve import find_source, resolve_config
+    from headrace.models import families
+    from headrace.worker.profile import limits_now
+    from headrace.worker.settings import resolve_dtype
+
+    if config.device.executor != "model":
+        return {"findings": [], "unmeasured": 0.0}
+    spec = families.spec_from_config(find_source(config).config)
+    dtype, tokens = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device)[0], resolve_config(config, device)[0].scheduler
+    assert tokens.max_num_batched_tokens is not None, "resolved"
+    bench = ShapeBench(spec, dtype, torch.device(device), tokens.max_num_batched_tokens)
+    findings, unmeasured = advise(bench, limits_now(device), thorough=thorough)
+    return {"findings": [asdict(each) | {"cost": each.cost} for each in findings], "unmeasured": unmeasured}
+
+
 def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
     """Every resident byte by purpose, after the largest step; ``bookkeeping``: bytes the scheduler and its pools took."""
     from headrace.worker.residency import PeakMemory, create_ledger, resident_memory, touched_memory
@@ -229,6 +250,8 @@ def render(report: Mapping[str, Any]) -> str:
         rows = [[decision["name"], decision["value"], decision["reason"]] for decision in report["decisions"]]
         parts += [_section("Engine", report["engine"]), "Chosen\n" + _indent(table(("what", "value", "why"), rows))]
         parts.append("Memory\n" + _indent(_render_memory(report)))
+    if "shape" in report:
+        parts.append("Shape\n" + _indent(_render_shape(report["shape"])))
     return "\n\n".join(parts)
 
 
@@ -250,6 +273,19 @@ def _render_memory(report: Mapping[str, Any]) -> str:
     pinned = [f"{name}: {_mib(size)} MiB" for name, size in memory.items() if name.startswith("pinned")]
     above = [] if "context" in report["announced"] else [text, ""]
     return "\n".join([*above, table(("in use", "MiB"), rows), f"accounted for: {memory['share explained']:.2%}", *peaks, *pinned])
+
+
+def _render_shape(shape: Mapping[str, Any]) -> str:
+    """Dimensions that cost something here, the dearest first; the others by name."""
+    findings = sorted(shape["findings"], key=lambda each: -(each["step"] or 0.0))
+    told = [each for each in findings if each["cost"] != "nothing"]
+    rows = [[each[name] for name in ("dimension", "tokens", "cost", "better", "why", "remedy")] for each in told]
+    lines = [table(("dimension", "tokens", "costs", "compared with", "why", "remedy"), rows)] if rows else []
+    if free := dict.fromkeys(each["dimension"] for each in findings if each["cost"] == "nothing"):
+        lines.append(f"suspected, but costs nothing measurable here: {'; '.join(free)}")
+    if shape["unmeasured"]:
+        lines.append(f"measuring takes about {shape['unmeasured']:.0f} s: headrace doctor MODEL --profile does it")
+    return "\n".join(lines or ["no dimension of this model is known to cost speed on this device"])
 
 
 def _mib(size: int) -> float:

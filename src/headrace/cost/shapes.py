@@ -1,0 +1,219 @@
+"""Which dimensions of a model a device computes badly, and what to measure to know how badly.
+
+After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is no multiple of what memory
+and matrix instructions move at once leaves part of them idle, and so does a product whose tiles do not fill the last wave of processors.
+
+What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring (bench/shapes.py), printing.
+
+    wave quantisation: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from headrace.spec import DecoderSpec
+
+ALIGNED = 64  # elements: 128 bytes of bfloat16 on a GPU, one block of a packed product on a CPU
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the vendor's products for many tokens
+FULL_WAVES = 0.85  # of the processors' time; what is below is suspected
+FEW_WAVES = 8  # beyond, what the last wave wastes is under an eighth
+NEAR = 0.35  # how much wider or narrower a width may be that fills its waves
+HEAD_DIMS = {"cuda": (64, 128, 256), "cpu": (32, 64, 96, 128, 160, 192, 224, 256)}  # what kernels hold without padding
+SPLITS = (2, 4, 8)  # devices
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y [tokens, outs] = x [tokens, ins] · Wᵀ in ``layers`` places of a step."""
+
+    name: str
+    ins: int
+    outs: int
+    layers: int
+
+    @property
+    def size(self) -> str:
+        return f"{self.ins} → {self.outs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention of ``heads`` query heads over ``kv_heads``, each of ``dim`` elements, in ``layers`` places of a step."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    layers: int
+
+    @property
+    def size(self) -> str:
+        return f"{self.heads} heads over {self.kv_heads}, each of {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A dimension, the work it shapes, the same work in a better shape, and how much more of it (``ratio``) the better shape does.
+
+    ``tokens``: of a step, at which it is to be measured. ``better`` None: nothing can be measured on one device; ``remedy`` says all.
+    """
+
+    dimension: str
+    why: str
+    remedy: str
+    tokens: tuple[int, ...] = ()
+    work: Product | Heads | None = None
+    better: Product | Heads | None = None
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The device as far as shapes matter. ``few`` and ``many``: tokens of a decode step and of a prompt's step."""
+
+    kind: str  # "cuda" or "cpu"
+    processors: int
+    few: int
+    many: int
+
+
+def products(spec: DecoderSpec) -> tuple[Product, ...]:
+    """The dense products of a step; sparse layers have none of their own shape."""
+    dense = sum(layer.moe is None for layer in spec.layers)
+    gates = 2 if spec.gated_mlp else 1
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    found = (
+        Product("qkv", spec.hidden_size, width, spec.num_layers),
+        Product("output", spec.num_heads * spec.head_dim, spec.hidden_size, spec.num_layers),
+        Product("gate and up" if spec.gated_mlp else "up", spec.hidden_size, gates * spec.intermediate_size, dense),
+        Product("down", spec.intermediate_size, spec.hidden_size, dense),
+    )
+    return tuple(each for each in found if each.layers)
+
+
+def head_product(spec: DecoderSpec) -> Product:
+    return Product("LM head", spec.hidden_size, spec.vocab_size, 1)
+
+
+def suspects(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    """In no order of importance: what each costs is known once it is measured."""
+    yield from _unaligned(spec, target)
+    yield from _waves(spec, target)
+    yield from _head_dim(spec, target)
+    yield from _group(spec, target)
+    yield from _splits(spec, target)
+
+
+def _up(size: int, step: int = ALIGNED) -> int:
+    return -(-size // step) * step
+
+
+def _unaligned(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    both = (target.few, target.many)
+    if spec.vocab_size % ALIGNED:
+        head, padded = head_product(spec), _up(spec.vocab_size)
+        why = f"no multiple of {ALIGNED}: rows of logits begin anywhere, and the last tile is mostly empty"
+        remedy = f"pad embedding and head to {padded} rows"
+        yield _product(f"vocabulary {spec.vocab_size}", why, remedy, head, replace(head, outs=padded), (target.few,))
+    for name, size in (("hidden size", spec.hidden_size), ("feed-forward width", spec.intermediate_size)):
+        if size % ALIGNED:
+            why = f"no multiple of {ALIGNED}: loads of a row are split, the last tile is partly empty"
+            wider = _widened(spec, name, _up(size))
+            for work, wide in zip(products(spec), products(wider), strict=True):
+                if work != wide:
+                    yield _product(f"{name} {size}", why, f"train with {_up(size)}, or pad with zeros at load", work, wide, both)
+
+
+def _widened(spec: DecoderSpec, name: str, size: int) -> DecoderSpec:
+    return replace(spec, hidden_size=size) if name == "hidden size" else replace(spec, intermediate_size=size)
+
+
+def _product(dimension: str, why: str, remedy: str, work: Product, better: Product, tokens: tuple[int, ...]) -> Suspect:
+    ratio = better.ins * better.outs / (work.ins * work.outs)
+    return Suspect(f"{dimension} ({work.name} {work.size})", why, remedy, tokens, work, better, ratio)
+
+
+def wave_use(tokens: int, outs: int, processors: int) -> tuple[float, float]:
+    """(waves, share of them that computes) of a product's tiles."""
+    waves = -(-tokens // TILE_ROWS) * -(-outs // TILE_COLUMNS) / processors
+    return waves, waves / -(-waves // 1)
+
+
+def _waves(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    if target.kind != "cuda":
+        return
+    for work in products(spec):
+        waves, use = wave_use(target.many, work.outs, target.processors)
+        if waves > FEW_WAVES or use >= FULL_WAVES or (full := _full_width(work.outs, target)) is None:
+            continue
+        why = f"{waves:.2f} waves of tiles at {target.many} tokens: {use:.0%} of {target.processors} processors' time"
+        remedy = f"a width of {full}, or steps of another size (--max-num-batched-tokens)"
+        yield _product(f"{work.name} width {work.outs}", why, remedy, work, replace(work, outs=full), (target.many,))
+
+
+def _full_width(outs: int, target: Target) -> int | None:
+    """The nearest width that fills its waves."""
+    near = range(int(outs * (1 - NEAR)) // TILE_COLUMNS, int(outs * (1 + NEAR)) // TILE_COLUMNS + 1)
+    widths = [each * TILE_COLUMNS for each in near if each and wave_use(target.many, each * TILE_COLUMNS, target.processors)[1] >= 0.95]
+    return min(widths, key=lambda width: abs(width - outs), default=None)
+
+
+def _head_dim(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    whole = HEAD_DIMS[target.kind]
+    if spec.head_dim in whole or not (above := [each for each in whole if each > spec.head_dim]):
+        return
+    work = _heads(spec)
+    group, width = spec.num_heads // spec.num_kv_heads, spec.num_heads * spec.head_dim
+    kv_heads = max(1, round(width / above[0] / group))
+    better = replace(work, heads=group * kv_heads, kv_heads=kv_heads, dim=above[0])
+    ratio = better.heads * better.dim / width
+    why = f"kernels hold a head of {spec.head_dim} in {above[0]} places, the rest of them empty"
+    remedy = f"heads of {above[0]} in a model of this width"
+    yield Suspect(f"head dim {spec.head_dim}", why, remedy, (target.few, target.many), work, better, ratio)
+
+
+def _heads(spec: DecoderSpec) -> Heads:
+    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.num_layers)
+
+
+def _group(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    """Query heads that share keys: they fill one matrix instruction, and keys are read once for all of them."""
+    group, work = spec.num_heads // spec.num_kv_heads, _heads(spec)
+    if group == 1 and spec.num_heads % 4 == 0:
+        why = "every query head reads keys and values of its own"
+        better = replace(work, kv_heads=spec.num_heads // 4)
+        yield Suspect("GQA group 1", why, "fewer KV heads (a group of 4 to 8), with a quarter of the KV cache", (target.few,), work, better)
+    elif group & (group - 1):
+        whole = 1 << group.bit_length()
+        better = replace(work, heads=whole * spec.num_kv_heads)
+        why = f"{group} query heads share a KV head: tiles hold {whole}"
+        yield Suspect(f"GQA group {group}", why, f"groups of {whole}", (target.few, target.many), work, better, whole / group)
+
+
+def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
+    """What tensor parallelism would meet."""
+    if target.kind != "cuda":
+        return
+    uneven = [n for n in SPLITS if spec.num_heads % n or (spec.num_kv_heads % n and n % spec.num_kv_heads)]
+    if uneven:
+        remedy = f"heads that {uneven[0]} divides; this model cannot be split so"
+        yield Suspect(f"{spec.num_heads} heads over {spec.num_kv_heads}", f"not to be dealt to {_listed(uneven)} devices", remedy)
+    copied = [n for n in SPLITS if n > spec.num_kv_heads and n not in uneven]
+    if copied:
+        times = ", ".join(f"{n // spec.num_kv_heads}× on {n}" for n in copied)
+        why = f"fewer than {_listed(copied)} devices: each holds a copy ({times} the KV bytes of an even split)"
+        yield Suspect(f"{spec.num_kv_heads} KV heads", why, f"split over at most {spec.num_kv_heads} devices")
+    gate = next((each for each in products(spec) if each.name in ("gate and up", "up")), None)
+    uneven = [n for n in SPLITS if spec.intermediate_size % (n * ALIGNED) and not spec.intermediate_size % ALIGNED]
+    if gate is not None and uneven:
+        parts = uneven[0]
+        work = replace(gate, outs=gate.outs // parts)
+        better = replace(work, outs=gate.outs // spec.intermediate_size * _up(-(-spec.intermediate_size // parts)))
+        why = f"split over {_listed(uneven)} devices its parts are no multiples of {ALIGNED}"
+        remedy = f"a multiple of {parts * ALIGNED}"
+        yield _product(f"feed-forward width {spec.intermediate_size}", why, remedy, work, better, (target.few, target.many))
+
+
+def _listed(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
