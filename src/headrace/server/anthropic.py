@@ -48,6 +48,8 @@ class AnthropicErrors(ErrorShape):
     def body(self, error: HeadraceError) -> bytes:
         shown = error_object(error)["error"]
         kind = "request_too_large" if error.status == _TOO_LARGE else _ERROR_TYPES.get(error.type, error.type)
+        if error.code == "context_length_exceeded":
+            shown["message"] = f"prompt is too long: {shown['message']}"  # by these words clients of this API know it
         return encode({"type": "error", "error": {**shown, "type": kind}})
 
     def event(self, error: HeadraceError) -> bytes:

@@ -1,0 +1,83 @@
+"""The openai package for Node against the real server: what it made of each answer is what it should be.
+
+Needs node and, in tests/server/node, ``npm install --no-package-lock``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.fake_engine import SCRIPTED
+from support.serving import SERVE, Server, serving
+
+FOLDER = Path(__file__).parent / "node"
+NODE = shutil.which("node")
+
+if NODE is None or not (FOLDER / "node_modules" / "openai").is_dir():
+    pytest.skip("openai for Node is not installed; `npm install --no-package-lock` in tests/server/node", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo")
+    with serving(*flags, command=SERVE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shown(server: Server) -> dict[str, Any]:
+    with serving("--token-seconds", "0", "--max-model-len", "2048", "--reasoning-parser", "qwen3") as scripted:
+        command = [str(NODE), str(FOLDER / "client.mjs"), server.url, scripted.url, str(SCRIPTED)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {each.pop("name"): each for each in map(json.loads, done.stdout.splitlines())}
+    assert not {name: each for name, each in found.items() if "failed" in each}
+    return found
+
+
+def test_a_chat_whole_and_streamed_is_one_answer(shown: dict[str, Any]) -> None:
+    whole, streamed = shown["whole"], shown["streamed"]
+    assert whole["text"] == streamed["text"] == shown["helper"]["text"] == shown["responses"]["text"] and whole["text"]
+    assert whole["reason"] == streamed["reason"] == shown["helper"]["reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == streamed["usage"]["completion_tokens"] == 12
+    assert streamed["roles"] == 1 and streamed["last"] == 0 and whole["id"]
+    assert shown["unicode"]["same"]
+
+
+def test_calls_forced_and_of_the_models_own(shown: dict[str, Any]) -> None:
+    forced = shown["forced"]
+    assert forced["function"] == "grind" and forced["same"] and isinstance(json.loads(forced["arguments"])["size"], int)
+    own = shown["own_call"]
+    assert own["shown"] == [["tool_calls", "Let me see.", '{"size": 3}']] * 2 and own["reasoning"] == "hm" and own["next"] == "Done."
+
+
+def test_structured_output_logprobs_and_stop(shown: dict[str, Any]) -> None:
+    assert isinstance(shown["structured"]["content"]["size"], int)
+    assert shown["logprobs_and_stop"] == {"tops": [2, 2, 2], "cut": True}
+
+
+def test_the_other_routes(shown: dict[str, Any]) -> None:
+    assert shown["completions"]["same"] and shown["completions"]["text"] and shown["models"]["names"] == ["demo"]
+    responses = shown["responses"]
+    assert responses["text"] == responses["streamed"] == responses["helper"] and responses["last"] == "response.incomplete"
+
+
+def test_errors_are_what_the_client_knows_them_by(shown: dict[str, Any]) -> None:
+    errors = shown["errors"]
+    assert (errors["param"]["name"], errors["param"]["param"]) == ("BadRequestError", "temperature")
+    for each in (errors["long"], errors["long_stream"]):
+        assert (each["status"], each["code"]) == (400, "context_length_exceeded") and "maximum context length is 1200 tokens" in each["message"]
+    assert (errors["model"]["name"], errors["model"]["code"]) == ("NotFoundError", "model_not_found")
+    assert errors["embeddings"]["status"] == 404 and "embeddings" in errors["embeddings"]["message"]
+
+
+def test_what_is_left_or_aborted_frees_the_engine(shown: dict[str, Any], server: Server) -> None:
+    assert shown["cancelled"]["aborted"] == "APIUserAbortError"
+    server.wait_idle()
