@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.bench import shapes
+from headrace.bench import shape_advice
 from headrace.bench.driver import drive
 from headrace.bench.kernel_cases import DEFAULT_SPEC
-from headrace.bench.shapes import Finding, ShapeBench, advise
+from headrace.bench.shape_advice import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.commands.doctor import _render_memory, _render_shape
@@ -119,7 +119,7 @@ def shape_report(**changes: int) -> tuple[list[Finding], float, str]:
 
 
 def test_what_dimensions_cost_is_measured_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SECONDS_EACH, "cpu", 0.005)
+    monkeypatch.setitem(shape_advice.SECONDS_EACH, "cpu", 0.005)
     findings, unmeasured, text = shape_report(vocab_size=1000)
     assert unmeasured == 0.0 and {each.tokens for each in findings} == {4, 256}
     for each in findings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from headrace.bench import table as bench_table
-from headrace.bench import table_run, table_start
+from headrace.bench import table_run, table_start, table_techniques
 from headrace.bench.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured, TableBench
+from headrace.bench.table_merge import combine, read_files
 from headrace.bench.table_peers import Peer, differences, load_peer
 from headrace.bench.table_rows import ROWS, Row, requests_of, scaled, select_rows
 from headrace.bench.table_show import lines_of, markdown, refusals, terminal
@@ -196,14 +198,15 @@ def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
 
 def test_both_starts_come_from_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_start, "start_seconds", lambda flags: {"empty caches: ready": 9.0})
-    cold, warm = table_start.measure_starts(select_rows(["start"]), ["model"])
+    (cold, warm), stages = table_start.measure_starts(select_rows(["start"]), ["model"])
+    assert stages == {"empty caches: ready": 9.0}
     assert (cold.values, cold.problem) == ((9.0,), None) and not warm.values and "never became steady" in str(warm.problem)
 
     def fails(flags: Sequence[str]) -> dict[str, float]:
         raise BenchFailed("no such model")
 
     monkeypatch.setattr(table_start, "start_seconds", fails)
-    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [])] == ["no such model"] * 2
+    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [])[0]] == ["no such model"] * 2
 
 
 def test_measured_keeps_its_median() -> None:
@@ -241,7 +244,7 @@ def test_a_file_that_is_no_table_is_named(text: str, said: str, tmp_path: Path) 
     path = tmp_path / "table.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        bench_table.read_models(path)
+        read_files([path])
 
 
 def test_the_engine_of_a_model_has_random_weights_and_strict_kernels() -> None:
@@ -262,3 +265,80 @@ def test_every_peer_has_its_shape_in_the_package(peer: Peer) -> None:
         found = peer.find(shape, "bfloat16")
         assert found is not None and found.name == name
         assert {row.name for row in ROWS} >= set(found.rows)
+
+
+# --- several runs, one page
+
+
+def ablation(technique: str = "cuda_graphs", **more: Any) -> dict[str, Any]:
+    points = {"off": [{"rows": 1, "ms": 6.4}, {"rows": 8, "ms": 7.0}], "on": [{"rows": 1, "ms": 1.6}, {"rows": 8, "ms": 1.4}]}
+    curves = [{"mode": mode, "points": each} for mode, each in points.items()]
+    figures = [{"name": "ms", "higher_is_better": False}]
+    return {"technique": technique, "title": "t", "x": "rows", "figures": figures, "curves": curves, "same": 9, "compared": 10, **more}
+
+
+def written(path: Path, entry: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(entry))
+    return path
+
+
+def test_rows_of_one_model_from_several_runs_are_one_table(peer: Peer, tmp_path: Path) -> None:
+    first, second = model_of(peer, "Llama-3.2-1B", command="first"), model_of(peer, "Llama-3.2-1B", command="second")
+    second["rows"] = [{**second["rows"][0], "values": [7.0]}, {**second["rows"][1], "values": [], "problem": "lost"}]
+    second["facts"], second["limits"] = {"date": "later"}, {**peer.limits, "read_bandwidth": peer.limits["read_bandwidth"] * 0.9}
+    files = [written(tmp_path / f"{name}.json", {"models": [model]}) for name, model in (("a", first), ("b", second))]
+    (both,) = read_files(files)
+    assert len(both["rows"]) == len(first["rows"]) and both["rows"][0]["values"] == [7.0] and both["rows"][1] == first["rows"][1]
+    assert both["command"] == "first ; second" and both["facts"]["date"] == "today and later"
+    assert "below the peer's" in refusals(both, peer)[0], "the worse limits decide"
+    assert combine([first, {**second, "dtype": "float16"}])[1]["dtype"] == "float16", "another precision is another table"
+
+
+def test_ablations_stand_below_the_table_of_their_model(peer: Peer, tmp_path: Path) -> None:
+    model = written(tmp_path / "table.json", {"models": [model_of(peer, "Llama-3.2-1B", start_stages={"empty caches: import torch": 2.5})]})
+    facts = {"model": "some/where/Llama-3.2-1B, auto", "date": "then"}
+    results = written(tmp_path / "ablations.json", {"facts": facts, "ablations": [ablation()]})
+    (merged,) = read_files([results, model])
+    for text in (terminal(merged, peer), markdown(merged, peer)):
+        assert "1: 6.4 → 1.6 · 8: 7 → 1.4" in text and "1: 4.00 · 8: 5.00" in text and "9 of 10" in text
+    assert "| import torch | 2.500 |" in markdown(merged, peer)
+    other = written(tmp_path / "other.json", {"facts": {**facts, "model": "Llama-3.1-8B, auto"}, "ablations": []})
+    with pytest.raises(ConfigError, match=r"ablations of Llama-3\.1-8B, and the tables are of Llama-3\.2-1B"):
+        read_files([model, other])
+
+
+def test_a_technique_that_could_not_be_measured_is_missing_and_the_last_measurement_counts(peer: Peer) -> None:
+    failed, old, new = {"technique": "flat_gemm", "problem": "no GPU"}, ablation(same=1), ablation(same=2)
+    text = markdown(model_of(peer, "Llama-3.2-1B", techniques=[failed, old, new]), peer)
+    assert "flat_gemm (no GPU)" in text and "2 of 10" in text and "1 of 10" not in text
+
+
+def test_techniques_are_measured_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        if "overlap" in command:
+            return SimpleNamespace(returncode=1, stderr="headrace: the card is on fire\n")
+        Path(command[command.index("--output-json") + 1]).write_text(json.dumps({"facts": {"date": "now"}, "ablations": [ablation()]}))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(table_techniques.subprocess, "run", run)
+    found = table_techniques.measure_techniques(["cuda_graphs", "overlap"], ["some/model", "--load-format", "dummy"])
+    assert [each.get("problem") for each in found] == [None, "headrace: the card is on fire"] and found[0]["date"] == "now"
+    assert commands[0][-4:] == ["--model", "some/model", "--load-format", "dummy"] and "cuda_graphs" in commands[0]
+    assert "cuda_graphs" in table_techniques.chosen_techniques([]) and table_techniques.chosen_techniques(["overlap"]) == ["overlap"]
+    with pytest.raises(ConfigError, match="no technique 'nothing'"):
+        table_techniques.chosen_techniques(["nothing"])
+
+
+def test_what_stands_above_the_mark_stays(peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, table = tmp_path / "page.md", written(tmp_path / "table.json", {"models": [model_of(peer, "Llama-3.2-1B")]})
+    page.write_text(f"# Mine\n\n{bench_table.MARK}\n\nold")
+    parser = argparse.ArgumentParser()
+    bench_table.add_arguments(parser)
+    for _ in range(2):
+        assert bench_table.run(parser.parse_args(["--merge", str(table), "--markdown", str(page)]), EngineConfig()) == 0
+    text = page.read_text()
+    assert text.startswith("# Mine\n\n<!--") and text.count("## Llama-3.2-1B") == text.count(bench_table.MARK) == 1 and "old" not in text
+    capsys.readouterr()

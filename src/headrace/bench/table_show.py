@@ -15,9 +15,12 @@ from typing import Any
 from headrace.bench.report import table
 from headrace.bench.table_peers import Peer, differences, said_limits
 from headrace.bench.table_rows import ROWS, Row, scaled
+from headrace.bench.table_techniques import curves_of, problems_of
 
 MISSING = "missing"
 NOT_COMPARABLE = "not comparable"
+_CURVE_COLUMNS = ("technique", "figure", "off → on", "gain", "equal answers")
+_KINDS, _STARTS = ("caches empty", "caches filled"), ("empty caches: ", "in one process: ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ def terminal(model: Mapping[str, Any], peer: Peer) -> str:
     right = [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in [columns, *grid]]
     parts = [_title(model), *(f"{name}: {value}" for name, value in _facts(model, peer)), "", table(right[0], right[1:])]
     parts += [f"missing: {text}" for text in _problems(model, peer)]
+    parts += ["", table(_CURVE_COLUMNS, _curves(model))] if model.get("techniques") else []
     parts += [f"{each['name']}: {each['value']} ({each['reason']})" for each in model.get("kernels", ())]
     return "\n".join(parts)
 
@@ -128,10 +132,33 @@ def markdown(model: Mapping[str, Any], peer: Peer) -> str:
     lines += [f"- {name}: {value}" for name, value in _facts(model, peer)]
     lines += ["", *_markdown_table(columns, _grid(model, peer)), ""]
     lines += [f"Missing: {text}." for text in _problems(model, peer)]
+    if model.get("techniques"):
+        lines += ["", "Techniques, off → on (gain: how many times better):", "", *_markdown_table(_CURVE_COLUMNS, _curves(model)), ""]
+    if model.get("start_stages"):
+        lines += ["", *_markdown_table(("a start, stage by stage (s)", *_KINDS), _stages(model["start_stages"])), ""]
     if model.get("kernels"):
         rows = [[each["name"].removeprefix("kernel "), each["value"], each["reason"]] for each in model["kernels"]]
         lines += ["", *_markdown_table(["operation", "kernel chosen", "why, and what declined"], rows), ""]
     return "\n".join(lines)
+
+
+def _curves(model: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [
+            curve.technique,
+            f"{curve.figure}, by {curve.x}",
+            " · ".join(f"{x:g}: {off:.4g} → {on:.4g}" for x, off, on, _ in curve.points),
+            " · ".join(f"{x:g}: {better:.2f}" for x, _, _, better in curve.points if better is not None),
+            curve.equal,
+        ]
+        for curve in curves_of(model)
+    ]
+
+
+def _stages(seconds: Mapping[str, float]) -> list[list[str]]:
+    """What both starts have, one beside the other."""
+    first, second = ({name.removeprefix(kind): value for name, value in seconds.items() if name.startswith(kind)} for kind in _STARTS)
+    return [[name, _number(first.get(name)), _number(second.get(name))] for name in dict.fromkeys([*first, *second])]
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -166,4 +193,4 @@ def _problems(model: Mapping[str, Any], peer: Peer) -> list[str]:
     for line in lines_of(model, peer):
         if line.problem:
             by_reason.setdefault(line.problem, []).append(line.row.name)
-    return [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+    return [*(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()), *problems_of(model)]

@@ -31,15 +31,15 @@ def start_seconds(flags: Sequence[str], repeats: int = 1) -> dict[str, float]:
     return seconds
 
 
-def measure_starts(rows: Sequence[Row], flags: Sequence[str]) -> list[Measured]:
-    """Seconds from the command to ready, of one start with empty caches and of the one after it."""
+def measure_starts(rows: Sequence[Row], flags: Sequence[str]) -> tuple[list[Measured], dict[str, float]]:
+    """Seconds from the command to ready, of one start with empty caches and of the one after it; and of every stage of both."""
     if not rows:
-        return []
+        return [], {}
     try:
         seconds = start_seconds(flags)
     except BenchFailed as error:
-        return [Measured(row.name, row.unit, problem=error.message) for row in rows]
-    return [_measured(row, seconds.get(READY[row.name])) for row in rows]
+        return [Measured(row.name, row.unit, problem=error.message) for row in rows], {}
+    return [_measured(row, seconds.get(READY[row.name])) for row in rows], seconds
 
 
 def _measured(row: Row, ready: float | None) -> Measured:

@@ -181,7 +181,7 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
     """What the model's dimensions cost on this device. Called with no engine there."""
     import torch
 
-    from headrace.bench.shapes import ShapeBench, advise
+    from headrace.bench.shape_advice import ShapeBench, advise
     from headrace.engine.resolve import find_source, resolve_config
     from headrace.models import families
     from headrace.worker.profile import limits_now

@@ -3,7 +3,7 @@
 After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is no multiple of what memory
 and matrix instructions move at once leaves part of them idle, and so does a product whose tiles do not fill the last wave of processors.
 
-What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring (bench/shapes.py), printing.
+What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring (bench/shape_advice.py), printing.
 
     wave quantisation: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
 """
