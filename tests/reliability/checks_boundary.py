@@ -289,4 +289,3 @@ def _hostile_answers(server: Server, rng: random.Random, bodies: int) -> Iterabl
         yield server.ask("GET", path, headers=key).body
     leaver = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     leaver.close()
-

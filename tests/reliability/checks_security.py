@@ -207,6 +207,7 @@ FOREIGN = (
     ("Host", "evil.example"), ("Host", "evil.example:80"), ("Host", "127.0.0.1.evil.example"), ("Origin", "https://evil.example"), ("Origin", "null"),
 )  # fmt: skip
 
+
 def browsers(server: Server) -> str:
     """What a foreign page could make a browser send is refused, and no answer invites it."""
     good, post = {"Content-Type": "application/json"}, ("POST", "/v1/completions", b'{"prompt":"x","max_tokens":1}')

@@ -110,10 +110,11 @@ def _timed(server: Server, body: Any) -> tuple[Any, float]:
 # --- row 30
 
 
-def overload(seconds: float, *, strict: bool = False, command: Command = SERVE) -> str:
-    """Ten times what the server can do, in an open loop: the excess is told to come back, what was admitted ends, nothing is left.
+def overload(seconds: float, *, slack: float = 1.0, command: Command = SERVE) -> str:
+    """Ten times what the server can do, in an open loop: the excess is told to come back at once, what was admitted ends about as soon
+    as it would behind a full queue, and nothing is left.
 
-    ``strict``: the figures in time and goodput too; they mean something on a quiet machine alone.
+    ``slack``: by how much the figures in time may be missed, on a machine that does other things too.
     """
     tokens, rows, step = 10, 4, 0.02
     flags = ("--executor", "keyed-hash", "--device-time", str(step), "--max-num-seqs", str(rows), "--max-queue", "16")
@@ -121,7 +122,7 @@ def overload(seconds: float, *, strict: bool = False, command: Command = SERVE) 
     with serving(*flags, command=command) as server:
         warm_up = together(ask(server.port, "/v1/completions", body) for _ in range(8))
         assert all(reply.complete for reply in warm_up)
-        before, peak = take(server), asyncio.run(_closed_loop(server.port, body, 16, min(seconds, 10.0)))
+        before, full = take(server), asyncio.run(_closed_loop(server.port, body, 16, min(seconds, 10.0)))
         replies = asyncio.run(_open_loop(server.port, body, 10 * rows / (tokens * step), seconds))
         served = [reply for reply in replies if reply.status == 200]
         refused = [reply for reply in replies if reply.status != 200]
@@ -129,25 +130,26 @@ def overload(seconds: float, *, strict: bool = False, command: Command = SERVE) 
         assert all(reply.retry_after is not None and 1 <= reply.retry_after <= 30 for reply in refused)
         assert all(reply.complete and b"[DONE]" in reply.body for reply in served)
         assert_back(server, before, seconds=10.0, slack=16 << 20)
-    goodput, wait = len(served) / seconds, _share([reply.seconds for reply in refused], 0.99)
-    if strict:
-        assert goodput >= 0.9 * peak, f"{goodput:.1f} answers/s under overload, {peak:.1f} at the best"
-        assert wait < 0.1, f"refusals took {wait:.3f} s"
-    return f"{goodput:.1f} of {peak:.1f} answers/s, {len(refused)} refused (p99 {wait * 1000:.0f} ms), as before afterwards"
+    goodput, peak = len(served) / seconds, len(full) / min(seconds, 10.0)
+    wait, first, usual = (_share(values, 0.99) for values in ([r.seconds for r in refused], [r.first for r in served], [r.first for r in full]))
+    assert goodput >= 0.9 * peak / slack, f"{goodput:.1f} answers/s under overload, {peak:.1f} at the best"
+    assert wait < 0.1 * slack, f"refusals took {wait:.3f} s"
+    assert first <= 2 * usual * slack, f"the first token took {first:.2f} s, {usual:.2f} s behind a full queue"
+    told = f"{len(refused)} refused (p99 {wait * 1000:.0f} ms), first token p99 {first:.2f} s ({usual:.2f} s behind a full queue)"
+    return f"{goodput:.1f} of {peak:.1f} answers/s, {told}, as before afterwards"
 
 
-async def _closed_loop(port: int, body: Any, clients: int, seconds: float) -> float:
-    """Answers a second with as many clients as the queue holds."""
+async def _closed_loop(port: int, body: Any, clients: int, seconds: float) -> list[Reply]:
+    """Answers with as many clients as the queue holds."""
     end = time.monotonic() + seconds
 
-    async def client() -> int:
-        count = 0
+    async def client() -> list[Reply]:
+        replies = []
         while time.monotonic() < end:
-            reply = await ask(port, "/v1/completions", body)
-            count += reply.status == 200
-        return count
+            replies.append(await ask(port, "/v1/completions", body))
+        return [reply for reply in replies if reply.status == 200]
 
-    return sum(await all_of(client() for _ in range(clients))) / seconds
+    return [reply for replies in await all_of(client() for _ in range(clients)) for reply in replies]
 
 
 async def _open_loop(port: int, body: Any, rate: float, seconds: float) -> list[Reply]:

@@ -116,8 +116,7 @@ ROWS = (
         "structured output is total",
         PARTLY,
         tests(
-            "grammar every_kind_of_constraint what_is_no_constraint_is_said "
-            "what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does"
+            "grammar every_kind_of_constraint what_is_no_constraint_is_said what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does"
         ),
         "5,000 drawn requests",
     ),

@@ -1,8 +1,9 @@
-"""Whether a series of measurements goes up: a slope that outliers and steps do not move much, and how sure one may be of it.
+"""What measurements say: whether a series goes up, and how sure one may be of it; whether two samples are alike.
 
 What lives here: arithmetic. What may not: what is measured, what is allowed.
 
 Sources: Theil (1950) and Sen (1968): the median of the slopes of all pairs; Sen's interval from the variance of Kendall's S.
+Mann and Whitney (1947): the rank-sum test, with the normal approximation.
 """
 
 from __future__ import annotations
@@ -45,3 +46,11 @@ def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
     spread = SURE * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     low, high = int((len(slopes) - spread) / 2), math.ceil((len(slopes) + spread) / 2)
     return Trend(statistics.median(slopes), slopes[max(low, 0)], slopes[min(high, len(slopes) - 1)])
+
+
+def alike(first: Sequence[float], second: Sequence[float]) -> float:
+    """The probability of ranks as uneven as these, or more, if both samples are of one kind."""
+    n, m = len(first), len(second)
+    wins = sum((a > b) + 0.5 * (a == b) for a in first for b in second)
+    deviation = math.sqrt(n * m * (n + m + 1) / 12)
+    return math.erfc(abs(wins - n * m / 2) / deviation / math.sqrt(2))

@@ -234,7 +234,7 @@ _SCHEMAS = st.recursive(
     ),
     max_leaves=4,
 )
-_FIELDS = st.one_of(
+FIELDS = st.one_of(
     st.dictionaries(st.sampled_from(["json", "json_object", "regex", "choice", "grammar"]), _ODD, max_size=2),
     st.builds(lambda pattern: {"regex": pattern}, _PATTERNS),
     st.builds(lambda pattern: {"grammar": f"start: /{pattern}/"}, _PATTERNS),
@@ -263,7 +263,7 @@ def follow_or_refuse(check: GrammarCheck, fields: dict[str, object], min_tokens:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(fields=_FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
+@given(fields=FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
 def test_whatever_is_asked_for_is_refused_or_followed(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
     follow_or_refuse(check, fields, min_tokens, ignore_eos)
 
@@ -271,7 +271,7 @@ def test_whatever_is_asked_for_is_refused_or_followed(check: GrammarCheck, field
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(fields=_FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
+@given(fields=FIELDS, min_tokens=st.sampled_from([0, 5]), ignore_eos=st.booleans())
 def test_whatever_is_asked_for_five_thousand_times(check: GrammarCheck, fields: dict[str, object], min_tokens: int, ignore_eos: bool) -> None:
     follow_or_refuse(check, fields, min_tokens, ignore_eos)
 
