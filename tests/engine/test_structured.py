@@ -9,9 +9,8 @@ import gzip
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,11 +18,9 @@ import pytest
 from tests.support.outside import shared
 
 from headrace import LLM, SamplingParams, StructuredOutputs
-from headrace.config import ModelConfig
+from headrace.cli import main
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
-from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import InvalidRequest
-from headrace.models.source import find_model
 
 EVERY = 1 if os.environ.get("HEADRACE_ALL_SCHEMAS") else 12  # each so many-th schema
 PERSON = {
@@ -171,49 +168,15 @@ def test_what_the_demo_model_writes_under_a_schema_validates(llm: LLM) -> None:
         jsonschema.validate(json.loads(text), schema)
 
 
-# --- figures
-
-
-def large_vocabulary(size: int = 128_000) -> Vocabulary:
-    """The demo tokenizer's tokens, then made-up words, as many as large models have."""
-    source = find_model(ModelConfig())
-    tokenizer = load_tokenizer(source)
-    assert tokenizer is not None
-    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    letters = "etaoinshrdlucmfwyp"
-    index = 0
-    while len(tokens) < size:
-        word, rest = "", index
-        while rest or not word:
-            word, rest = word + letters[rest % 18], rest // 18
-        tokens.append((" " if index % 2 else "").encode() + word.encode())
-        index += 1
-    eos = next(iter(source.eos_token_ids))
-    return Vocabulary(tokens, sorted(tokenizer.special_token_ids | {eos}), (eos,))
-
-
-@pytest.mark.slow
-def test_figures() -> None:
-    """Prints: time of a mask at a vocabulary of 128,000 and of the first mask of a schema. Limits are loose: machines are shared."""
-    tokenizer, limits = create_tokenizer(large_vocabulary()), create_limits()
-    firsts, masks = [], []
-    for case in cases():
-        begin = time.perf_counter()
-        try:
-            matcher = create_matcher(tokenizer, StructuredOutputs(json=case["schema"]), limits)
-            check_start(matcher)
-        except GrammarError:
-            continue
-        firsts.append(time.perf_counter() - begin)
-        good = next((test["data"] for test in case["tests"] if test["valid"]), None)
-        for token in tokenizer.tokenize_bytes(json.dumps(good, ensure_ascii=False).encode())[:200]:
-            if not matcher.consume_token(token):
-                break
-            begin = time.perf_counter()
-            matcher.compute_bitmask()
-            masks.append(time.perf_counter() - begin)
-    masks.sort()
-    print(f"first mask: median {1e3 * median(firsts):.2f} ms, worst {1e3 * max(firsts):.0f} ms over {len(firsts)} schemas")
-    mean, p99 = sum(masks) / len(masks), masks[len(masks) * 99 // 100]
-    print(f"a mask: mean {1e6 * mean:.0f} us, median {1e6 * median(masks):.0f} us, p99 {1e6 * p99:.0f} us")
-    assert median(firsts) < 0.2 and mean < 5e-4
+def test_masks_are_measured(tmp_path: Path) -> None:
+    """The benchmark follows what can be followed, and counts all of it."""
+    out, lines = tmp_path / "out.json", tmp_path / "schemas.jsonl"
+    tests = [{"data": {"a": 5}, "valid": True}]
+    schemas = ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "object"}, {"not": {}}, {"enum": [{"a": 5}]})
+    lines.write_text("".join(json.dumps({"schema": schema, "tests": tests}) + "\n" for schema in schemas))
+    args = ("bench", "masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "0", "--output-json", str(out))
+    assert main(args) == 0
+    figures = json.loads(out.read_text())
+    assert (figures["schemas"], figures["followed"]) == (4, 3)
+    assert [line["answers"] for line in figures["spread"]] == ["alone, every schema", "2 side by side", "8 side by side"]
+    assert all(0 < line["cpu median µs"] <= line["cpu p99 µs"] for line in figures["spread"]) and figures["first_ms"]["median"] > 0

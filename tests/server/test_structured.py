@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-from tests.support.serving import SERVE, Server, serving
+from tests.support.outside import shared
+from tests.support.serving import SERVE, Answer, Server, serving
 
 SCHEMA = {
     "type": "object",
@@ -21,6 +25,7 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 ASK = [{"role": "user", "content": "Who?"}]
+WHOLE = bool(os.environ.get("HEADRACE_ALL_SCHEMAS"))  # every schema of the benchmark, at length: minutes
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +110,41 @@ def _metric(text: str, name: str) -> float:
     found = re.search(rf"headrace_structured_output_{name}{{[^}}]*}} (\S+)", text)
     assert found is not None
     return float(found[1])
+
+
+# --- a benchmark's schemas
+
+
+@pytest.mark.timeout(3600 if WHOLE else 60)
+def test_what_is_written_under_a_benchmarks_schemas_validates(server: Server) -> None:
+    """A schema is refused with its reason or kept to: an answer that ends by itself is an instance."""
+    with gzip.open(shared("data", "json_schemas", "maskbench_sample.jsonl.gz"), "rt", encoding="utf-8") as lines:
+        cases = [json.loads(line) for line in lines][:: 1 if WHOLE else 64]
+
+    def ask(case: Any) -> Answer:
+        body = {"prompt": "Write JSON:", "max_tokens": 400 if WHOLE else 80, "seed": 7, "structured_outputs": {"json": case["schema"]}}
+        return server.ask("POST", "/v1/completions", body, timeout=600)
+
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(ask, cases))
+    refused = [answer for answer in answers if answer.status != 200]
+    assert all(answer.status == 400 and answer.error["param"] == "structured_outputs" for answer in refused) and len(refused) < len(cases) // 4
+    ended = invalid = 0
+    for case, answer in zip(cases, answers, strict=True):
+        choice = answer.json["choices"][0] if answer.status == 200 else {"finish_reason": None}
+        if choice["finish_reason"] == "stop":
+            ended += 1
+            if not _is_instance(choice["text"], case["schema"]):
+                invalid += 1
+                print(f"{case['id']}: {choice['text'][:300]!r}")
+    print(f"{len(cases)} schemas: {len(refused)} refused, {ended} answers ended, {invalid} of them are no instances")
+    assert not invalid and ended > len(cases) // 4
+
+
+def _is_instance(text: str, schema: Any) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        print(error)
+        return False
+    return True
