@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from headrace.errors import InvalidRequest
 
@@ -475,6 +475,32 @@ class SequenceOutput(NamedTuple):
     num_cached_tokens: int | None = None
     finished: Finished | None = None
     first_scheduled: float | None = None
+
+
+class TokenOutputs(Seq[SequenceOutput]):
+    """New tokens of many sequences after one step and nothing else, as columns: each output is made when somebody looks at it."""
+
+    __slots__ = ("indices", "request_ids", "tokens")
+
+    def __init__(self, request_ids: Seq[int], indices: Seq[int], tokens: Seq[tuple[int, ...]]) -> None:
+        self.request_ids = request_ids
+        self.indices = indices
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[SequenceOutput]:
+        return map(SequenceOutput, self.request_ids, self.indices, self.tokens)
+
+    @overload
+    def __getitem__(self, at: int) -> SequenceOutput: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[SequenceOutput]: ...
+
+    def __getitem__(self, at: int | slice) -> SequenceOutput | list[SequenceOutput]:
+        return list(self)[at]
 
 
 @dataclass(frozen=True, slots=True)

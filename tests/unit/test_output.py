@@ -5,15 +5,26 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import stops
+from headrace.engine import output, stops
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.stops import StopMatcher
-from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SamplingParams, SequenceOutput, TokenLogprobs
+from headrace.request import (
+    Finished,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+    TokenOutputs,
+)
 
 STOP_CALL = tuple[int, int, int]
 TIMES = RequestTimes(1.0, 2.0, 3.0, 4.0)
@@ -329,3 +340,36 @@ def test_the_last_token_of_a_loop_has_its_text() -> None:
         collector.add(delta)
     answer = collector.output().outputs[0]
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("abc", "stop", "repetition")
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_columns_of_tokens_reach_everybody(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some wait for their whole answer, some look at each token; some leave, some end."""
+    monkeypatch.setattr(output, "_MOST_KEPT", most)
+    seen: dict[int, list[int]] = {}
+    processor = OutputProcessor(None, lambda *_: None)
+    for number in range(5):
+        processor.add(replace(request(detokenize=False), request_id=number), whole=number < 4)
+
+    def take(outputs: Sequence[SequenceOutput]) -> None:
+        for request_id, delta in processor.process(outputs):
+            seen.setdefault(request_id, []).extend(delta.token_ids)
+
+    ids = [0, 1, 2, 3]
+    sent: dict[int, list[int]] = {number: [] for number in range(5)}
+    for step in range(30):
+        if step == 8:
+            processor.drop(1)
+        if step in (12, 20):
+            ids = [3, 0] if step == 12 else [4, 3, 0]
+        tokens = [(100 * step + number,) for number in ids]
+        for number, new in zip(ids, tokens, strict=True):
+            sent[number] += new
+        columns = TokenOutputs(ids, [0] * len(ids), tokens)
+        take(list(columns) if step in (0, 5, 17) else columns)
+        if step == 11:
+            sent[2] += [7]
+            take([SequenceOutput(2, 0, (7,), finished=Finished(FinishReason.LENGTH))])
+    take([SequenceOutput(number, 0, (), finished=Finished(FinishReason.LENGTH)) for number in (0, 3, 4)])
+    assert {number: seen[number] for number in (0, 2, 3, 4)} == {number: sent[number] for number in (0, 2, 3, 4)}
+    assert seen[1] == sent[1][:1] and processor.num_live == 0

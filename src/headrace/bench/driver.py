@@ -91,7 +91,7 @@ class Driver:
         self._run.most_running = max(self._run.most_running, len(self._live))
         self._core.add(Request(request_id=request_id, prompt_token_ids=prompt, params=greedy(turn), arrival_time=now))
 
-    def _take(self, outputs: list[SequenceOutput]) -> None:
+    def _take(self, outputs: Sequence[SequenceOutput]) -> None:
         now = self._clock.now()
         self._run.most_scheduled = max(self._run.most_scheduled, len(outputs))
         for output in outputs:

@@ -304,6 +304,10 @@ class CacheManager:
         kv.tables[group][index] = own
         self._leave(step_id, group, block)  # this very step still reads it, to copy it
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether every group could hand out so many."""
+        return all(pool.num_available >= num_blocks for pool in self.pools)
+
     def tokens_available(self, kv: SequenceKV) -> int:
         """How many tokens the tables could cover with every block there is."""
         return min(

@@ -6,6 +6,7 @@ What lives here: counting. What may not: pricing steps (metrics.py), words. Noth
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from headrace.request import Request, SequenceOutput, StepAccount
@@ -72,7 +73,7 @@ class StepAccounts:
                 counted.add(sequence.request_id)
                 account.add_step(share)
 
-    def settle(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
+    def settle(self, outputs: Seq[SequenceOutput]) -> Seq[SequenceOutput]:
         """The same outputs; ends carry what was counted."""
         if not self._open:
             return outputs

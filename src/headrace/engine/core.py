@@ -12,6 +12,7 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,7 +106,7 @@ class EngineCore:
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
-        return [*(event.request.request_id for event in self._events if isinstance(event, AddRequest)), *self.scheduler.roster.requests]
+        return [*(event.request.request_id for event in self._events if isinstance(event, AddRequest)), *self.scheduler.requests]
 
     def observe(self, observer: StepObserver | None) -> None:
         """Tells this one of the steps from now on, instead of the one before; None: nobody."""
@@ -130,7 +131,7 @@ class EngineCore:
         """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
         self._events.append(FinishSequence(request_id, index, num_tokens))
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> Sequence[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
         if self._masks is not None:
             self._take_compiled(self._masks)
@@ -169,7 +170,7 @@ class EngineCore:
             self._journal.scheduled(begin, events)
         plan = self.scheduler.schedule(begin, events)
         if self._masks is not None:
-            self._masks.keep(self.scheduler.roster.requests)
+            self._masks.keep(self.scheduler.requests)
         if plan is None:
             return False
         submitted = self.clock.now()
@@ -185,7 +186,7 @@ class EngineCore:
         used, self._host_mark = now - self._host_mark, now
         return max(0.0, used)
 
-    def _collect_oldest(self) -> list[SequenceOutput]:
+    def _collect_oldest(self) -> Sequence[SequenceOutput]:
         awaited = self.clock.now()
         step = self._fifo.popleft()
         result, error = self._result_of(step)
@@ -196,7 +197,7 @@ class EngineCore:
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
         self._settle(result is None)
         if self._masks is not None and not self._events:  # else some that have been taken are not in the roster yet
-            self._masks.keep(self.scheduler.roster.requests)
+            self._masks.keep(self.scheduler.requests)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
         record = None

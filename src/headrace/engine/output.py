@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from headrace.engine.stops import StopMatcher
@@ -27,7 +28,10 @@ from headrace.request import (
     SequenceOutput,
     StepAccount,
     TokenLogprobs,
+    TokenOutputs,
 )
+
+_MOST_KEPT = 64  # steps kept in one piece
 
 
 class TextDecoder(Protocol):
@@ -147,6 +151,8 @@ class OutputProcessor:
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
     _held: dict[int, list[int] | None] = field(default_factory=dict)  # of requests wanted whole: the ids held back; None: none came yet
+    _kept: list[Sequence[tuple[int, ...]]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
+    _kept_for: Sequence[int] = ()
 
     def add(self, request: Request, *, whole: bool = False) -> None:
         """``whole``: nobody looks at the answer before it has ended, so that its tokens may come as one delta then, where nothing in
@@ -188,6 +194,9 @@ class OutputProcessor:
 
     def process(self, outputs: Iterable[SequenceOutput]) -> Iterator[tuple[int, RequestDelta]]:
         """``(request_id, delta)`` for everything that is still wanted."""
+        if isinstance(outputs, TokenOutputs) and self._keep(outputs):
+            return
+        self._spread()
         for out in outputs:
             request_id = out.request_id
             if request_id in self._held:
@@ -202,6 +211,27 @@ class OutputProcessor:
             delta = self.feed(*out)
             if delta is not None:
                 yield request_id, delta
+
+    def _keep(self, outputs: TokenOutputs) -> bool:
+        """Whether nobody wants to see any of these tokens yet; then they are kept as they are."""
+        if outputs.request_ids is not self._kept_for:
+            self._spread()
+            if any(self._held.get(request_id) is None for request_id in outputs.request_ids):
+                return False
+            self._kept_for = outputs.request_ids
+        elif len(self._kept) >= _MOST_KEPT:
+            self._spread()
+            self._kept_for = outputs.request_ids
+        self._kept.append(outputs.tokens)
+        return True
+
+    def _spread(self) -> None:
+        """Gives everybody the tokens that were kept for them; those of requests that were dropped meanwhile are surplus."""
+        for request_id, column in zip(self._kept_for, zip(*self._kept, strict=True), strict=False):
+            held = self._held.get(request_id)
+            if held is not None:
+                held.extend(chain.from_iterable(column))
+        self._kept, self._kept_for = [], ()
 
     def feed(
         self,

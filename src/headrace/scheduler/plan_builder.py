@@ -113,7 +113,21 @@ class PlanBuilder:
             )
         )
 
+    def reserve(self, count: int) -> None:
+        """Tokens that are planned elsewhere take their part of the budget."""
+        self._num_tokens += count
+
     def build(self, rows_dropped: list[int]) -> StepPlan:
+        columns = (array("i", self.starts), array("i", self.counts), array("i", self.sample_work))
+        return self._build(rows_dropped, rows_of(self.work), *columns, rows_of(self.sampled))
+
+    def build_alike(self, rows_dropped: list[int], rows: array[int], starts: array[int], counts: array[int], sample_work: array[int]) -> StepPlan:
+        """A plan of other work than was collected here, with the edits that were; every row gets a token."""
+        return self._build(rows_dropped, rows, starts, counts, sample_work, rows)
+
+    def _build(
+        self, rows_dropped: list[int], rows: array[int], starts: array[int], counts: array[int], sample_work: array[int], sample_rows: array[int]
+    ) -> StepPlan:
         edits = self.edits
         return StepPlan(
             step_id=self.step_id,
@@ -126,11 +140,16 @@ class PlanBuilder:
             copy_group=array("i", edits.copy_group),
             copy_source=array("i", edits.copy_source),
             copy_target=array("i", edits.copy_target),
-            rows=array("i", [sequence.row for sequence in self.work]),  # type: ignore[misc]  # planned sequences have rows
-            starts=array("i", self.starts),
-            counts=array("i", self.counts),
-            sample_work=array("i", self.sample_work),
-            sample_rows=array("i", [sequence.row for sequence in self.sampled]),  # type: ignore[misc]
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            sample_work=sample_work,
+            sample_rows=sample_rows,
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
         )
+
+
+def rows_of(sequences: list[Sequence]) -> array[int]:
+    """Of sequences that run: they have one."""
+    return array("i", [sequence.row for sequence in sequences])  # type: ignore[misc]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.request import SequenceStatus
+from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.policies import Policy
@@ -44,6 +45,27 @@ class Planner:
                 self._plan_running(plan)
 
     # --- those who run
+
+    def can_repeat(self, num_running: int) -> bool:
+        """Whether a step of one token for each that runs is what ``fill`` would plan as far as those who wait are concerned."""
+        head = self.roster.waiting.peek()
+        if head is None:
+            return True
+        if head.last_step > self.roster.retired or self.policy.preempts(head.order, self.roster.running[-1].order):
+            return False
+        return len(self.roster.free_rows) < rows_wanted(head) and num_running < self.limits.max_num_batched_tokens
+
+    def repeat(self, cohort: Cohort, plan: PlanBuilder, now: float) -> list[int] | None:
+        """Plans what those of a cohort that are due need, and returns their places; None, and nothing is planned, where blocks are scarce."""
+        due = cohort.due_to_plan()
+        if due and not self.cache.has_room(2 * len(due)):  # a block to grow, a copy of a shared one
+            return None
+        for place in due:
+            self._plan_decode(cohort.settle(place), plan)
+        assert len(plan.work) == len(due), "there was room for all"
+        plan.reserve(len(cohort.members) - len(due))
+        self._plan_waiting(plan, now, idle=False)  # it only says why they wait
+        return due
 
     def _plan_running(self, plan: PlanBuilder) -> None:
         """One token for each sequence that needs one, then what is left of the budget for prompts under way.

@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenLogprobs
+from headrace.request import (
+    REPETITION,
+    Finished,
+    FinishReason,
+    SequenceOutput,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenOutputs,
+)
+from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.repetition import RepetitionDetector
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
@@ -41,6 +52,29 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
             outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
     outputs.extend(SequenceOutput(s.request_id, s.index, (), prompt_logprobs=entries) for s, entries in scores.items())
     return outputs
+
+
+def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float) -> Seq[SequenceOutput]:
+    """Reads the result of a step in which every member of a cohort got one token and nothing else; the same as ``take_result``."""
+    heeded, members = cohort.due_to_take(), cohort.members
+    if not cohort.stop_ids.isdisjoint(tokens):
+        heeded = sorted({*heeded, *(place for place, token in enumerate(tokens) if token in members[place].stop_ids)})
+    outputs = TokenOutputs(cohort.request_ids, cohort.indices, result.tokens)
+    taken = {place: _accept(roster, cohort.settle(place), place, result, (), now) for place in heeded}
+    cohort.take(tokens, heeded)
+    if all(output.finished is None for output in taken.values()):
+        return outputs  # they are what they would have been without a thought
+    return [taken.get(place, output) for place, output in enumerate(outputs)]
+
+
+def single_tokens(result: StepResult) -> list[int] | None:
+    """The tokens of a result that holds one for each sample and nothing else."""
+    if result.errors or result.logprobs or result.prompt_logprobs:
+        return None
+    try:
+        return [token for (token,) in result.tokens]
+    except ValueError:
+        return None
 
 
 def take_failure(roster: Roster, step: InFlight, message: str, now: float) -> list[SequenceOutput]:

@@ -14,19 +14,24 @@ What lives here: the face of the control plane. What may not: its parts (planner
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
 from headrace.request import FinishReason, Request, SequenceOutput, StepPlan, StepResult
+from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import create_policy
-from headrace.scheduler.results import InFlight, take_failure, take_result
+from headrace.scheduler.results import InFlight, single_tokens, take_alike, take_failure, take_result
 from headrace.scheduler.roster import Roster
+from headrace.sequence import NEVER, Sequence
+
+STEPS_ALIKE = 4  # before a cohort is made: that costs about what one step costs without
 
 
 class Scheduler:
@@ -36,26 +41,40 @@ class Scheduler:
         self.limits = limits
         self.cache = cache
         self.policy = create_policy(config.scheduling_policy)
-        self.roster = Roster(cache, limits, eos_token_ids)
+        self._roster = Roster(cache, limits, eos_token_ids)
         self.in_flight: deque[InFlight] = deque()
-        self._planner = Planner(config, limits, self.roster, cache, self.policy)
+        self._planner = Planner(config, limits, self._roster, cache, self.policy)
         self._next_step = 0
         self._num_requests = 0
         self._rows_lost = False
         self._rejected: list[SequenceOutput] = []
+        self._cohort: Cohort | None = None
+        self._alike = 0  # steps in a row that planned one token for each that runs
+
+    @property
+    def roster(self) -> Roster:
+        """With every sequence's record as it should be."""
+        if self._cohort is not None:
+            self._cohort.settle_all()
+        return self._roster
+
+    @property
+    def requests(self) -> Mapping[int, list[Sequence]]:
+        """The live ones, by id; their sequences' records may lag behind."""
+        return self._roster.requests
 
     @property
     def has_work(self) -> bool:
-        return bool(self.roster.requests or self.in_flight or self._rejected)
+        return bool(self._roster.requests or self.in_flight or self._rejected)
 
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that model and cache allow."""
-        return self.roster.max_sequence_tokens
+        return self._roster.max_sequence_tokens
 
     @property
     def num_waiting(self) -> int:
-        return len(self.roster.waiting)
+        return len(self._roster.waiting)
 
     @property
     def admits(self) -> bool:
@@ -64,39 +83,87 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(1 for _ in self.roster) - self.num_waiting
+        return sum(map(len, self._roster.requests.values())) - self.num_waiting
 
     @property
     def counters(self) -> SchedulerCounters:
-        return SchedulerCounters(self._num_requests, self.roster.num_preemptions, self._planner.prefix_queries, self._planner.prefix_hits)
+        return SchedulerCounters(self._num_requests, self._roster.num_preemptions, self._planner.prefix_queries, self._planner.prefix_hits)
 
     @property
     def log(self) -> DecisionLog:
-        return self.roster.log
+        return self._roster.log
 
     # --- planning
 
     def schedule(self, now: float, events: Iterable[Event] = ()) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result)."""
-        self.roster.log.now = now
+        self._roster.log.now = now
+        again = self._repeat(self._cohort, now) if self._cohort is not None and not events else None
+        if again is not None:
+            return again
+        self._dissolve()
         for event in events:
             self._apply(event, now)
-        self.roster.drop_ended()
-        limits = self.limits
-        plan = PlanBuilder(self._next_step, limits.max_num_batched_tokens, limits.max_logits_rows, padded=limits.padded)
+        self._roster.drop_ended()
+        plan = self._begin_plan()
         if self._rows_lost:
             self._planner.restore_rows(plan)
             self._rows_lost = False
         self._planner.fill(plan, now, idle=not self.in_flight)
         return None if plan.is_empty else self._submit(plan)
 
+    def _begin_plan(self) -> PlanBuilder:
+        limits = self.limits
+        return PlanBuilder(self._next_step, limits.max_num_batched_tokens, limits.max_logits_rows, padded=limits.padded)
+
     def _submit(self, plan: PlanBuilder) -> StepPlan:
-        built = plan.build(self.roster.dropped_rows)
-        self.roster.dropped_rows = []
-        self.roster.drop_ended()
-        self._next_step += 1
-        self.in_flight.append(InFlight(built, plan.work, plan.sampled))
+        built = plan.build(self._roster.dropped_rows)
+        self._follow(InFlight(built, plan.work, plan.sampled))
+        self._gather(plan)
         return built
+
+    def _follow(self, step: InFlight) -> None:
+        self._roster.dropped_rows = []
+        self._roster.drop_ended()
+        self._next_step += 1
+        self.in_flight.append(step)
+
+    # --- steps that are alike
+
+    def _repeat(self, cohort: Cohort, now: float) -> StepPlan | None:
+        """The step before once more, each sequence a token further; None where it takes more thought."""
+        if self._roster.stale or self._rows_lost or not self._planner.can_repeat(len(cohort.members)):
+            return None
+        plan = self._begin_plan()
+        due = self._planner.repeat(cohort, plan, now)
+        if due is None:
+            return None
+        built = cohort.plan(due, plan, self._roster.dropped_rows)
+        if self._roster.stale:  # some are fully planned
+            self._dissolve()
+        self._follow(InFlight(built, cohort.members, cohort.members))
+        return built
+
+    def _gather(self, plan: PlanBuilder) -> None:
+        """Makes a cohort of those who run once their steps have been alike for a while, the ones in flight included."""
+        running = self._roster.running
+        alike = bool(running) and plan.work == running and plan.sampled == running and self.limits.kv_caching and not self.limits.padded
+        self._alike = self._alike + 1 if alike else 0
+        if self._alike <= STEPS_ALIKE or any(step.sampled != running for step in self.in_flight) or not self._planner.can_repeat(len(running)):
+            return
+        oldest = self.in_flight[0].plan.step_id
+        if any(each.attentive or each.structured or each.ignore_through >= oldest or each.plain_until == NEVER for each in running):
+            return
+        members = running[:]
+        self._cohort = Cohort(members)
+        self.in_flight = deque(InFlight(step.plan, members, members) for step in self.in_flight)
+
+    def _dissolve(self) -> None:
+        """Everybody goes alone again, with a record that is as it should be."""
+        if self._cohort is not None:
+            self._cohort.settle_all()
+            self._cohort = None
+            self._alike = 0
 
     def rebuild_rows(self) -> None:
         """The workers' rows were lost: the next plan builds them all from this state. Nothing may be in flight."""
@@ -112,30 +179,30 @@ class Scheduler:
         if isinstance(event, RefuseRequest):
             self._add(event.request, now, refusal=event.message)
             return
-        if isinstance(event, AbortRequest) and event.request_id in self.roster.requests:
-            self.roster.log.add("aborted", event.request_id)
-        for sequence in list(self.roster.requests.get(event.request_id, ())):
+        if isinstance(event, AbortRequest) and event.request_id in self._roster.requests:
+            self._roster.log.add("aborted", event.request_id)
+        for sequence in list(self._roster.requests.get(event.request_id, ())):
             if isinstance(event, AbortRequest):
-                self.roster.end(sequence)
+                self._roster.end(sequence)
             elif sequence.index == event.index:
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
-                self.roster.end(sequence)
+                self._roster.end(sequence)
 
     def _add(self, request: Request, now: float, refusal: str | None = None) -> None:
         self._num_requests += 1
-        sequence = self.roster.create(request, 0, self.policy.order(request, self._num_requests))
+        sequence = self._roster.create(request, 0, self.policy.order(request, self._num_requests))
         refusal = refusal or self._refusal(request)
         if refusal is None:
-            self.roster.enter(sequence)
+            self._roster.enter(sequence)
             return
-        self.roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
+        self._roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal)
         self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n))
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request can never run here; front ends check the same before they submit."""
         prompt = len(request.prompt_token_ids)
-        if request.request_id in self.roster.requests:
+        if request.request_id in self._roster.requests:
             return f"request id {request.request_id} is in use"
         if not 1 <= prompt < self.max_sequence_tokens:
             return f"the prompt has {prompt} tokens; this engine takes 1 to {self.max_sequence_tokens - 1}"
@@ -150,20 +217,29 @@ class Scheduler:
 
     # --- results
 
-    def update(self, result: StepResult, now: float) -> list[SequenceOutput]:
+    def update(self, result: StepResult, now: float) -> Seq[SequenceOutput]:
         """Takes the oldest step's result: appends tokens, ends what has ended, returns what is new."""
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
-        self.roster.retire(result.step_id)
-        outputs = take_result(self.roster, step, result, now)
-        return self.take_rejected() + outputs if self._rejected else outputs
+        self._roster.retire(result.step_id)
+        cohort = self._cohort
+        tokens = single_tokens(result) if cohort is not None and step.sampled is cohort.members else None
+        if cohort is None or tokens is None:
+            self._dissolve()
+            outputs: Seq[SequenceOutput] = take_result(self._roster, step, result, now)
+        else:
+            outputs = take_alike(self._roster, cohort, result, tokens, now)
+            if self._roster.stale:
+                self._dissolve()
+        return [*self.take_rejected(), *outputs] if self._rejected else outputs
 
     def fail(self, message: str, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed edits)."""
+        self._dissolve()
         step = self.in_flight.popleft()
-        self.roster.log.add("failed", -1, len(step.work))
+        self._roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)
-        outputs = self.take_rejected() + take_failure(self.roster, step, message, now)
-        self.roster.roll_back_all(through=self._next_step - 1)
-        self.roster.retire(step.plan.step_id)
+        outputs = self.take_rejected() + take_failure(self._roster, step, message, now)
+        self._roster.roll_back_all(through=self._next_step - 1)
+        self._roster.retire(step.plan.step_id)
         return outputs
