@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,17 @@ def test_children_find_no_compiled_kernel_but_their_models(monkeypatch: pytest.M
 
 def test_a_figure_that_one_run_lacks_is_lacking() -> None:
     assert startup._median_of([{"a": 1.0, "ready": 2.0}, {"a": 3.0}]) == {"a": 2.0}
+
+
+def test_children_find_bytecode_where_this_process_may_not_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(startup.subprocess, "run", lambda command, env, **_: environments.append(env))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    with startup.bytecode() as environment:
+        assert "PYTHONDONTWRITEBYTECODE" not in environment and Path(environment["PYTHONPYCACHEPREFIX"]).is_dir()
+    assert environments == [environment] and not Path(environment["PYTHONPYCACHEPREFIX"]).exists()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    with startup.bytecode() as environment:
+        assert "PYTHONPYCACHEPREFIX" not in environment or environment["PYTHONPYCACHEPREFIX"] == os.environ.get("PYTHONPYCACHEPREFIX")
+    assert len(environments) == 1

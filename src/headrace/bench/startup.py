@@ -4,6 +4,8 @@ What lives here: timing child processes, their caches empty or filled. What may 
 inside a child (startup_child.py).
 
 A start with empty caches finds no compiled kernel, of ours or of Triton's: both are pointed at a new folder. The start after it finds them.
+Python's bytecode is no such cache: it belongs to an installation, and where this process may not write any (PYTHONDONTWRITEBYTECODE) and
+libraries came without, the children are given a folder that has it; compiling torch's sources anew takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +33,7 @@ from headrace.bench.serve import limits_of
 from headrace.bench.workload import Lengths, random_dialogues
 
 READY_TIMEOUT = 600.0  # s
+_IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.meter", "triton")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +65,26 @@ def _has_server() -> bool:
 def _starts(flags: Sequence[str], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
     """Medians of starts that found nothing compiled, and of starts after them."""
     cold, warm = [], []
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="headrace-caches-") as folder:
-            environment = os.environ | _caches_in(Path(folder))
-            cold.append(in_process(flags, environment))
-            warm.append(in_process(flags, environment))
+    with bytecode() as installed:
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory(prefix="headrace-caches-") as folder:
+                environment = installed | _caches_in(Path(folder))
+                cold.append(in_process(flags, environment))
+                warm.append(in_process(flags, environment))
     return _named("empty caches", _median_of(cold)), _named("in one process", _median_of(warm))
+
+
+@contextmanager
+def bytecode() -> Iterator[dict[str, str]]:
+    """The environment of children that find bytecode as an installation has it."""
+    if not sys.dont_write_bytecode:
+        yield dict(os.environ)
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-bytecode-") as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = folder
+        subprocess.run([sys.executable, "-c", f"import {', '.join(_IMPORTED)}"], env=environment, capture_output=True, check=False)
+        yield environment
 
 
 def _named(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
