@@ -36,7 +36,7 @@ Grid = tuple[int, ...]
 Arguments = tuple[Any, ...]
 Launch = Callable[[Grid, Arguments, Mapping[str, Any]], Any]
 
-_KNOWN_VERSION = "none yet: 3.6. once it has run on a card"  # whose driver is called directly
+_KNOWN_VERSION = "3.6."  # whose driver is called directly
 _TENSORS = (Tensor, nn.Parameter)
 _KINDS = (*_TENSORS, int, float, type(None), TensorDescriptor)
 _CONSTANTS = (int, bool, str, type(None))  # equal ones of one type are the same to the compiler (0.0 and -0.0 are not)
@@ -52,6 +52,11 @@ def launchable(*, do_not_specialize: Iterable[str] = (), do_not_specialize_on_al
         return made(function, do_not_specialize=list(do_not_specialize), do_not_specialize_on_alignment=list(do_not_specialize_on_alignment))
 
     return decorate
+
+
+def dependent(programmatic: bool) -> dict[str, Any]:
+    """The option with which a kernel may begin while the one before still runs; it waits for it itself (programmatic dependent launch)."""
+    return {"launch_pdl": True} if programmatic else {}
 
 
 class Known(NamedTuple):
