@@ -124,6 +124,9 @@ class DeviceConfig:
     trace: str | None = option(None, "write what host and device did, step by step, into this file, for ui.perfetto.dev", metavar="FILE")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
+    flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
+    deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
+    programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")
 
     def __post_init__(self) -> None:
@@ -133,12 +136,17 @@ class DeviceConfig:
                 raise ConfigError(f"{flag} is {value}, but only one device is supported so far; leave it at 1.")
 
 
+MAX_FRONT_ENDS = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Who may ask, and how much."""
 
     host: str = option("127.0.0.1", "address to listen on; other than loopback needs a key")
     port: int = option(8000, "port to listen on; 0 takes a free one", minimum=0)
+    uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
+    api_server_count: int = option(1, "front-end processes that accept, tokenise and stream, for the one engine", minimum=1)
     api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
@@ -168,6 +176,8 @@ class ServerConfig:
         check_fields(self)
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; give 0 to 65535.")
+        if self.api_server_count > MAX_FRONT_ENDS:
+            raise ConfigError(f"api_server_count is {self.api_server_count}; give 1 to {MAX_FRONT_ENDS}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

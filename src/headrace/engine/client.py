@@ -307,12 +307,12 @@ class AsyncLLM:
         return self.alive and not self._closing
 
     async def stats(self) -> dict[str, Any]:
-        """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
-        return await self._connection.ask(frames.AskStats)
+        """Gauges and counters of the engine: see EngineSocket."""
+        return await self._connection.stats()
 
     async def recent(self, step: int, decision: int) -> dict[str, Any]:
-        """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
-        return await self._connection.ask(lambda number: frames.AskRecent(number, step, decision))
+        """The same, with what happened after this step and this decision."""
+        return await self._connection.recent(step, decision)
 
     async def explain(self, streams: Sequence[Stream]) -> dict[str, Any]:
         """Where these requests stand (``outlook`` of each, None once it has ended) and what their steps were, for those that asked."""

@@ -146,6 +146,18 @@ class EngineSocket:
         if transport is not None and not transport.is_closing():  # uvloop's raises then, and its process's end is heard later
             transport.write(data)
 
+    @property
+    def alive(self) -> bool:
+        return self.ailment is None
+
+    async def stats(self) -> dict[str, Any]:
+        """Gauges and counters of the engine: ``EngineStats`` by field name, and "steps" (``StepRecorder.summary()``)."""
+        return await self.ask(frames.AskStats)
+
+    async def recent(self, step: int, decision: int) -> dict[str, Any]:
+        """``stats()`` with "records" (steps) and "decisions" (the scheduler's log) of higher numbers than these, the newest only."""
+        return await self.ask(lambda number: frames.AskRecent(number, step, decision))
+
     async def ask(self, question: Callable[[int], frames.Frame]) -> dict[str, Any]:
         """The answer to ``question(number)``. Raises EngineDead."""
         if self.death is not None:
@@ -345,7 +357,7 @@ async def _spawn(launch: bytes) -> asyncio.subprocess.Process:
         "headrace.engine.process",
         stdin=asyncio.subprocess.PIPE,
         stdout=2,  # standard output is the front end's
-        env=_environment(),
+        env=environment(),
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -356,7 +368,7 @@ async def _spawn(launch: bytes) -> asyncio.subprocess.Process:
     return process
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's environment; a package that is not installed is found where this process found it."""
     root = str(Path(headrace.__file__).resolve().parent.parent)
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

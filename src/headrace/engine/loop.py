@@ -171,7 +171,7 @@ class EngineLoop:
     def _abort_all(self, link: Link, command: Left) -> None:
         """What a front end leaves behind. A grammar that is being compiled for it is found out when its first token is nobody's."""
         left = [each for each in self._core.request_ids if each >> frames.SERIAL_SHIFT == link.serial]
-        log.info("front end %d has left; %d of its requests end", link.serial, len(left))
+        log.debug("front end %d has left; %d of its requests end", link.serial, len(left))
         for request_id in left:
             self._abort(request_id)
 

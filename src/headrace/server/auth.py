@@ -29,17 +29,17 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Raises ConfigError when the address and the keys do not go together."""
+    """Raises ConfigError when the address and the keys do not go together. ``secret``: of the start that this front end belongs to."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, secret: bytes = b"") -> None:
         if any(not key.strip() or not key.isascii() for key in config.api_key):
             raise ConfigError("--api-key is empty or not ASCII; give a key of printable ASCII characters.")
-        self._loopback = is_loopback(config.host)
-        if not self._loopback and not config.api_key:
+        self._loopback = config.uds is None and is_loopback(config.host)
+        if not self._loopback and config.uds is None and not config.api_key:
             raise ConfigError(f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY.")
         self._host = config.host.lower()
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
-        self._secret = secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
+        self.secret = secret or secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
 
     def check_browser(self, headers: Headers) -> None:
         """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""
@@ -65,7 +65,7 @@ class Guard:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) != 1 or not any(matches):
             raise Unauthorized("The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
-        return hmac.new(self._secret, digest, hashlib.sha256).hexdigest()[:32]
+        return hmac.new(self.secret, digest, hashlib.sha256).hexdigest()[:32]
 
 
 def _host_name(host: str) -> str:

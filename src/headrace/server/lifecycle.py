@@ -100,6 +100,30 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Signals:
+    """SIGTERM and SIGINT, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.came = asyncio.Event()
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        kinds = (signal.SIGTERM, signal.SIGINT)
+        for kind in kinds:
+            loop.add_signal_handler(kind, self._on_signal)
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                loop.remove_signal_handler(kind)
+
+    def _on_signal(self) -> None:
+        self.count += 1
+        self.came.set()
+
+
 class Lifecycle:
     """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine."""
 
@@ -112,11 +136,10 @@ class Lifecycle:
         self._create_engine = create_engine
         self._announce = announce
         self._ready = ready
-        self._signals = 0
-        self._signalled = asyncio.Event()
+        self._signals = Signals()
 
     async def run(self) -> int:
-        with self._handled_signals():
+        with self._signals.handled():
             loading = asyncio.ensure_future(self._create_engine())
             # The web stack is imported beside the engine's start, not before it.
             server = await asyncio.to_thread(_create_server, self._service, self._guard)
@@ -135,7 +158,7 @@ class Lifecycle:
                 self._service.threads.close()
 
     async def _live(self, loading: asyncio.Future[Engine]) -> int:
-        stop = asyncio.create_task(self._signalled.wait())
+        stop = asyncio.create_task(self._signals.came.wait())
         try:
             await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
@@ -162,8 +185,8 @@ class Lifecycle:
         hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
         while not engine.dead and hung < HANG_SECONDS:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signalled.wait(), WATCH_SECONDS)
-            if self._signals:
+                await asyncio.wait_for(self._signals.came.wait(), WATCH_SECONDS)
+            if self._signals.count:
                 return await self._drain(engine)
             hung = 0.0 if engine.alive else hung + WATCH_SECONDS
         return await self._bury(engine)
@@ -177,17 +200,18 @@ class Lifecycle:
         if running:
             self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
         deadline = time.monotonic() + limit
-        while service.exchanges and time.monotonic() < deadline and self._signals < 2 and not engine.dead:
+        while service.exchanges and time.monotonic() < deadline and self._signals.count < 2 and not engine.dead:
             await asyncio.sleep(0.02)
         if engine.dead:
             return await self._bury(engine)
-        forced = self._signals >= 2
+        forced = self._signals.count >= 2
         await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
         return 1 if forced else 0
 
     async def _bury(self, engine: Engine) -> int:
         self._service.state = State.DEAD
-        log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
+        if len(self._service.ledger.pages) == 1:  # of several front ends, their parent says it
+            log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
         return 1
 
@@ -206,22 +230,6 @@ class Lifecycle:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
-
-    @contextlib.contextmanager
-    def _handled_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        kinds = (signal.SIGTERM, signal.SIGINT)
-        for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal)
-        try:
-            yield
-        finally:
-            for kind in kinds:
-                loop.remove_signal_handler(kind)
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._signalled.set()
 
 
 def _create_server(service: Service, guard: Guard) -> uvicorn.Server:

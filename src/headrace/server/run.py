@@ -6,6 +6,7 @@ What lives here: wiring and the start-up lines. What may not: flags (commands/se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -20,6 +21,8 @@ from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
+from headrace.server.household import Household
+from headrace.server.ledger import Page
 from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
 from headrace.server.moderation.watch import Moderator
 from headrace.server.service import Engine, Service
@@ -45,20 +48,27 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
-    guard = Guard(config)
-    os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the engine's process inherits it
+    guard, me = Guard(config), os.getpid()
+    os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the other processes inherit it, and the level
+    os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
     logs.configure(config.log_format)
     sock = bind(config)
 
-    def live(ready: Callable[[], None], since: float) -> int:
-        return run_loop(_serve(engine_config, config, version, create_engine, guard, sock, since, ready))
+    def live(started: Callable[[], None], since: float) -> Coroutine[Any, Any, int]:
+        if config.api_server_count > 1:
+            return _house(engine_config, config, version, guard, sock, since, started)
+        return _serve(engine_config, config, version, create_engine, guard, sock, since, started)
 
     try:
         if config.supervise:
-            return Supervisor(lambda ready: live(ready, time.time())).run()
-        return live(lambda: None, time.time() if began is None else began)
+            supervisor = Supervisor(lambda ready: run_loop(_stamping(live(ready, time.time()), supervisor.page)))
+            return supervisor.run()
+        return run_loop(live(lambda: None, time.time() if began is None else began))
     finally:
         sock.close()
+        if config.uds is not None and os.getpid() == me:
+            with contextlib.suppress(OSError):
+                os.unlink(config.uds)
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -74,6 +84,54 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
+async def _stamping(main: Coroutine[Any, Any, int], page: Page) -> int:
+    """Whoever reads the page sees that this event loop turns."""
+    stamp = asyncio.create_task(page.stamp())
+    try:
+        return await main
+    finally:
+        stamp.cancel()
+
+
+class _Greeting:
+    """What a start says to the person who started it."""
+
+    def __init__(self, engine: EngineConfig, config: ServerConfig, version: str, sock: socket.socket, began: float) -> None:
+        self.say = tell if config.log_format == "json" else say
+        self._began = began
+        self._address, self._unix = address_of(sock), config.uds is not None
+        self._open = not config.api_key
+        self.say(f"Headrace {version} listens on {self._address} and loads {engine.model.model or 'the bundled demo model'}.")
+
+    def ready(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.say(line)
+        key = " (no key needed: this machine only)" if self._open else ""
+        self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
+        if not self._unix:
+            self.say(f"In a browser: chat at {self._address}/, dashboard at {self._address}/dashboard.")
+
+
+async def _house(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    version: str,
+    guard: Guard,
+    sock: socket.socket,
+    began: float,
+    started: Callable[[], None],
+) -> int:
+    """Several front ends, each in a process of its own."""
+    await _check_template(engine_config.model.chat_template)
+    greeting = _Greeting(engine_config, config, version, sock, began)
+
+    def ready(lines: Sequence[str]) -> None:
+        greeting.ready(lines)
+        started()
+
+    return await Household(engine_config, config, version, guard.secret, sock, greeting.say, ready).run()
+
+
 async def _serve(
     engine_config: EngineConfig,
     config: ServerConfig,
@@ -84,25 +142,20 @@ async def _serve(
     began: float,
     started: Callable[[], None],
 ) -> int:
-    address = address_of(sock)
     routes = [route.path for route in ROUTES]
     service = Service(config, version, routes, priority_scheduling=engine_config.scheduler.scheduling_policy == "priority")
-    announce = tell if config.log_format == "json" else say
     await _check_template(engine_config.model.chat_template)
     service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
-    announce(f"Headrace {version} listens on {address} and loads {engine_config.model.model or 'the bundled demo model'}.")
+    greeting = _Greeting(engine_config, config, version, sock, began)
 
     def ready(engine: Engine) -> None:
-        for line in describe(engine, service.decisions):
-            announce(line)
-        announce(f"Ready after {time.time() - began:.1f} s at {address}/v1{'' if config.api_key else ' (no key needed: this machine only)'}.")
-        announce(f"In a browser: chat at {address}/, dashboard at {address}/dashboard.")
+        greeting.ready(describe(engine, service.decisions))
         started()
-        faults.append(asyncio.ensure_future(_warn_of_template(engine, announce)))
+        faults.append(asyncio.ensure_future(warn_of_template(engine, greeting.say)))
 
     faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
     try:
-        return await Lifecycle(service, guard, sock, create_engine, announce, ready).run()
+        return await Lifecycle(service, guard, sock, create_engine, greeting.say, ready).run()
     finally:
         await service.moderator.close()
 
@@ -119,7 +172,7 @@ async def _check_template(value: str | None) -> None:
         raise ConfigError(error.message.replace("the model's chat template", "--chat-template", 1)) from None
 
 
-async def _warn_of_template(engine: Engine, announce: Callable[[str], None]) -> None:
+async def warn_of_template(engine: Engine, announce: Callable[[str], None]) -> None:
     """The model's own may be broken, or refuse what everybody sends; completions work all the same."""
     fault = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.template_fault)
     if fault is not None:

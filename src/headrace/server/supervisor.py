@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError, ModelError
 from headrace.family import adopt_orphans, end_children, end_with_parent
+from headrace.server.ledger import Ledger, Watch
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before a restart; it doubles while lives are short
 SHORT_LIFE = 60.0  # seconds
 FAILED_STARTS = 5  # in a row, none of which became ready: the next would not either
+LOOK_SECONDS, HANG_LOOKS = 1.0, 20  # at a server's stamp; so many without a change are a hang
 LEFTOVER_SECONDS = 5.0  # for the dead server's engine to be gone
 USAGE = 2  # the exit status for settings that cannot be honoured: a restart changes none of them
 
@@ -47,12 +49,13 @@ class Life:
 
 
 class Supervisor:
-    """``start(ready)`` is a whole server: it calls ``ready`` once and returns an exit status."""
+    """``start(ready)`` is a whole server: it calls ``ready`` once and returns an exit status. ``page``: where its event loop leaves its stamp."""
 
     def __init__(self, start: Callable[[Ready], int]) -> None:
         if not hasattr(signal, "sigtimedwait"):
             raise ConfigError("--supervise needs Linux; leave it out and let the system's own service manager restart the server.")
         self._start = start
+        self.page = Ledger.create(1).pages[0]
         self._stopping = False
         self._ever_ready = False
         self._short_lives = self._failed_starts = 0
@@ -99,12 +102,17 @@ class Supervisor:
             raise
 
     def _watch(self, server: int) -> int:
-        """Until the server has ended; signals are passed on to it."""
+        """Until the server has ended; signals are passed on to it. One whose event loop does not turn has ended, too."""
+        watch = Watch(self.page, HANG_LOOKS)
         while True:
-            number = signal.sigwaitinfo(_WATCHED).si_signo
-            if number != signal.SIGCHLD:
+            came = signal.sigtimedwait(_WATCHED, LOOK_SECONDS)
+            if came is None:
+                if not self._stopping and watch.hung():
+                    log.error("The server hangs: its event loop has not turned for %g s. It is ended.", HANG_LOOKS * LOOK_SECONDS)
+                    os.kill(server, signal.SIGKILL)
+            elif came.si_signo != signal.SIGCHLD:
                 self._stopping = True
-                os.kill(server, number)
+                os.kill(server, came.si_signo)
             elif (status := _reaped(server)) is not None:
                 return status
 
