@@ -1,6 +1,6 @@
 """The openai package for Node against the real server: what it made of each answer is what it should be.
 
-Needs node and, in tests/server/node, ``npm install --no-package-lock``.
+Needs node and, in tests/server/node, ``npm install``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "node"
 NODE = shutil.which("node")
 
 if NODE is None or not (FOLDER / "node_modules" / "openai").is_dir():
-    pytest.skip("openai for Node is not installed; `npm install --no-package-lock` in tests/server/node", allow_module_level=True)
+    pytest.skip("openai for Node is not installed; `npm install` in tests/server/node", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
