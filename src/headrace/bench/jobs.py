@@ -123,9 +123,13 @@ def account_of(engine: Any) -> dict[str, Any]:
         "dtype": info.dtype,
         "config": dict(engine.source.config),
         "memory": dict(info.memory),
-        "kernels": [each for each in decisions if each["name"].startswith("kernel ")],
-        "decisions": [each for each in decisions if not each["name"].startswith("kernel ")],
+        "kernels": [each for each in decisions if _is_kernel(each["name"])],
+        "decisions": [each for each in decisions if not _is_kernel(each["name"])],
     }
+
+
+def _is_kernel(name: str) -> bool:
+    return name.startswith("kernel ") and name != "kernel cache"
 
 
 def say(line: str) -> None:
