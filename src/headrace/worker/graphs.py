@@ -81,7 +81,7 @@ class DecodeGraphs:
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
         self._draw: dict[tuple[int, Draw], _Captured] = {}  # each writes (token, usable), [bucket, 2] int32
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
-        self._staging = PinnedRing((3, width))
+        self._staging = PinnedRing((3, width), stream=torch.cuda.current_stream(rows.device))
         self._shipped = torch.zeros((3, width), dtype=torch.int32, device=rows.device)
         self._every = torch.arange(width + 1, dtype=torch.int32, device=rows.device)
 
