@@ -58,19 +58,25 @@ def test_rotary_write(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 30, 700, 3000])
-def test_moe(dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "crowded"), [(1, False), (30, False), (700, False), (3000, False), (90, True), (1500, True)])
+def test_moe(dtype: torch.dtype, tokens: int, crowded: bool) -> None:
+    """``crowded``: most tokens take the same experts, as those of one prompt may, and some experts, of broken weights, have none."""
     torch.manual_seed(tokens)
     experts, hidden, inner = 32, 512, 352
     x, router = torch.randn(tokens, hidden, device=CUDA), torch.randn(tokens, experts, device=CUDA)
     gate_up = torch.randn(experts, 2 * inner, hidden, device=CUDA) * hidden**-0.5
     down = torch.randn(experts, hidden, inner, device=CUDA) * inner**-0.5
+    if crowded:
+        router[: tokens - 37, 3:7] += 9.0
+        router[:, -2:] -= 30.0
+        gate_up[-2:], down[-2:] = float("nan"), float("nan")
     arguments = (*(each.to(dtype) for each in (x, router, gate_up, down)), 4, True, Activation.SILU)
     check(chosen("moe", dtype=dtype, num_experts=experts, top_k=4)(*arguments), reference.moe(*arguments), factor=2.0)
     if dtype is torch.bfloat16 and tokens > 1:
         kernel = chosen("moe", dtype=dtype, num_experts=experts, top_k=4, batch_invariant=True)
-        alone = kernel(arguments[0][5:6], arguments[1][5:6], *arguments[2:])
-        assert torch.equal(kernel(*arguments)[5:6], alone)
+        together = kernel(*arguments)
+        for row in (5, tokens - 1):
+            assert torch.equal(together[row : row + 1], kernel(arguments[0][row : row + 1], arguments[1][row : row + 1], *arguments[2:]))
 
 
 def test_picks() -> None:

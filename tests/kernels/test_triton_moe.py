@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -29,13 +31,20 @@ def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, top_k: int, renorm
     assert float((got.float() - want.float()).abs().max()) <= 2 * TOLERANCE[dtype] * float(want.float().abs().max().clamp(min=1.0))
 
 
-@pytest.mark.parametrize("tokens", [40, 70, 100])
-def test_every_tile_equals_the_twin(tokens: int) -> None:
-    arguments = (*inputs(tokens, torch.bfloat16, experts=4), 2, True, Activation.SILU)
-    arguments[1][:, 0] += 3.0  # an expert that all take: its list is longer than the mean
-    tiles = {tiles_for(torch.bfloat16, count * 2, 4, invariant=False) for count in (16, 40, 70, 100)}
-    assert len(tiles) == 4
-    got, want = Moe(False, True)(*arguments).float(), reference.moe(*arguments).float()
+@pytest.mark.parametrize(("experts", "batch_invariant"), [(6, False), (40, False), (6, True)])
+def test_every_tile_of_uneven_experts_equals_the_twin(experts: int, batch_invariant: bool) -> None:
+    """All tokens take the first expert, whose list is longer than a tile; tails of every size; experts nobody takes, of weights not to be read."""
+    x, router, gate_up, down = inputs(150, torch.bfloat16, experts=experts)
+    router.zero_()
+    router[:, 0] = 6.0
+    for expert, (first, end) in enumerate(pairwise((0, 70, 115, 140, 150)), start=1):
+        router[first:end, expert] = 4.0
+    gate_up[5:], down[5:] = float("nan"), float("nan")
+    assert _routed(router, 2, True)[1].tolist() == [150, 70, 45, 25, 10] + [0] * (experts - 5)
+    tile = tiles_for(torch.bfloat16, 300, experts, invariant=batch_invariant).expand
+    assert (tile.rows, tile.halvings) == {(6, False): (128, 3), (40, False): (16, 0), (6, True): (64, 0)}[experts, batch_invariant]
+    arguments = (x, router, gate_up, down, 2, True, Activation.SILU)
+    got, want = Moe(batch_invariant, True)(*arguments).float(), reference.moe(*arguments).float()
     assert float((got - want).abs().max()) <= 2 * TOLERANCE[torch.bfloat16] * float(want.abs().max())
 
 

@@ -4,9 +4,13 @@
 What lives here: the products, the sum, the sizes of tiles. What may not: the router's product, shared experts, routing (moe_routing.py).
 
     route     token      → its top_k experts and their weights; each pair of token and choice in the list of its expert
-    expand    pair       → act(gate · x) · (up · x)    a program takes BLOCK_N columns of one expert and every so many runs of BLOCK_M of
-    contract  pair       → down · inner                its pairs; weights stand left in the matrix instruction, so that few pairs fill it
+    expand    pair       → act(gate · x) · (up · x)    a program takes BLOCK_N columns of one expert and BLOCK_M of its pairs
+    contract  pair       → down · inner
     combine   token      → Σ weight · its pairs
+
+How many pairs an expert has is known on the device alone, and a prompt may send all its tokens to a few of them. So a launch has a program
+for every tile there can be; each finds from the counts which tile is its own, if any, and no program has more work than another. Weights
+stand left in the matrix instruction, so that few pairs fill it: the last tile of an expert is cut to the pairs that are left.
 
 A few tokens take the two launches of moe_few.py instead. A pair's place in its list depends on timing; a row's bits do not depend on it.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -44,60 +49,114 @@ def _weights(map, ptr, row, k, there, WIDTH: tl.constexpr, BULK: tl.constexpr, B
     return tl.load(at, mask=there[:, None] & (step < WIDTH)[None, :], other=0.0)
 
 
+@triton.jit
+def _unit(counts_ptr, unit, ACROSS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, its pairs, pairs of experts before it, tile of its pairs, tile of columns) of a program; no such expert: nothing to do.
+
+    Tiles of one expert's columns stand side by side, so that its weights are read from memory once.
+    """
+    each = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + each, mask=each < EXPERTS, other=0)
+    both = (tl.cdiv(counts, BLOCK_M).to(tl.int64) << 32) | counts.to(tl.int64)  # two sums in one
+    ends = tl.cumsum(both, 0)
+    expert = tl.sum(((ends >> 32).to(tl.int32) * ACROSS <= unit).to(tl.int32), 0)
+    own = tl.sum(tl.where(each == expert, both, 0), 0)
+    before = tl.sum(tl.where(each == expert, ends, 0), 0) - own
+    tiles = tl.maximum((own >> 32).to(tl.int32), 1)
+    within = unit - (before >> 32).to(tl.int32) * ACROSS
+    return expert, (own & 0xFFFFFFFF).to(tl.int32), before & 0xFFFFFFFF, within % tiles, within // tiles
+
+
+@triton.jit
+def _takes(left, BLOCK_M: tl.constexpr, HALVING: tl.constexpr, HALVINGS: tl.constexpr):
+    """Whether a tile halved so often is the smallest one for so many pairs, or for the first BLOCK_M of them."""
+    rows: tl.constexpr = BLOCK_M >> HALVING
+    least: tl.constexpr = 0 if HALVING == HALVINGS else rows // 2
+    return (left > least) & ((left <= rows) | (HALVING == 0))
+
+
+@triton.jit
+def _expand_tile(
+    x_ptr, weight_ptr, weight_map, inner_ptr, listed_ptr, x_row, expert, first, count, before, first_column, ROWS: tl.constexpr,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    column, step, place = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, ROWS)
+    row = expert * (2 * INNER) + first_column
+    pair = tl.load(listed_ptr + place, mask=place < count, other=0)
+    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
+    gate, up = tl.zeros((BLOCK_N, ROWS), tl.float32), tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for k in range(0, HIDDEN, BLOCK_K):
+        x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
+        weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+        gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
+        weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
+        up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
+    kind = inner_ptr.dtype.element_ty
+    y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
+    at = inner_ptr + (before + place)[:, None] * INNER + column[None, :]
+    tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
+
+
 @launchable(do_not_specialize=["room"])
 def _expand_kernel(
-    x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, weight_map, inner_ptr, counts_ptr, listed_ptr, x_row, room, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr,
+    HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(2)
-    column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    row = expert * (2 * INNER) + tl.program_id(0) * BLOCK_N
     if PDL:
         gdc_wait()
-    count = tl.load(counts_ptr + expert)
-    for first in range(tl.program_id(1) * BLOCK_M, count, tl.num_programs(1) * BLOCK_M):
-        place = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0)
-        x_at = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_row + step[None, :]
-        gate, up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(0, HIDDEN, BLOCK_K):
-            x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < HIDDEN)[None, :], other=0.0)
-            weight = _weights(weight_map, weight_ptr, row, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            gate = tl.dot(weight, tl.trans(x), gate, input_precision="ieee")
-            weight = _weights(weight_map, weight_ptr, row + INNER, k, column < INNER, HIDDEN, BULK, BLOCK_K)
-            up = tl.dot(weight, tl.trans(x), up, input_precision="ieee")
-        kind = inner_ptr.dtype.element_ty
-        y = (act(gate.to(kind).to(tl.float32), KIND) * up.to(kind).to(tl.float32)).to(kind)
-        at = inner_ptr + pair.to(tl.int64)[:, None] * INNER + column[None, :]
-        tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < INNER)[None, :])
+    across: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    expert, count, before, tile, column = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
+    if expert < EXPERTS:
+        first, own_ptr = tile * BLOCK_M, listed_ptr + expert.to(tl.int64) * room
+        for halving in tl.static_range(HALVINGS + 1):
+            if _takes(count - first, BLOCK_M, halving, HALVINGS):
+                _expand_tile(
+                    x_ptr, weight_ptr, weight_map, inner_ptr, own_ptr, x_row, expert, first, count, before, column * BLOCK_N, BLOCK_M >> halving,
+                    TOP_K, HIDDEN, INNER, KIND, BULK, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 
 
+@triton.jit
+def _contract_tile(
+    inner_ptr, weight_ptr, weight_map, out_ptr, listed_ptr, expert, first, count, before, first_column, ROWS: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    column, step, place = first_column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, ROWS)
+    row = expert * HIDDEN + first_column
+    x_at = inner_ptr + (before + place)[:, None] * INNER + step[None, :]
+    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for k in range(0, INNER, BLOCK_K):
+        x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
+        weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    pair = tl.load(listed_ptr + place, mask=place < count, other=0).to(tl.int64)
+    at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
+    y = total.to(out_ptr.dtype.element_ty)
+    tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
+
+
 @launchable(do_not_specialize=["room"])
 def _contract_kernel(
-    inner_ptr, weight_ptr, weight_map, out_ptr, counts_ptr, listed_ptr, room, HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    inner_ptr, weight_ptr, weight_map, out_ptr, counts_ptr, listed_ptr, room, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
+    HIDDEN: tl.constexpr, INNER: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, HALVINGS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(2)
-    column, step = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    row = expert * HIDDEN + tl.program_id(0) * BLOCK_N
     if PDL:
         gdc_wait()
-    count = tl.load(counts_ptr + expert)
-    for first in range(tl.program_id(1) * BLOCK_M, count, tl.num_programs(1) * BLOCK_M):
-        place = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(listed_ptr + expert.to(tl.int64) * room + place, mask=place < count, other=0).to(tl.int64)
-        x_at = inner_ptr + pair[:, None] * INNER + step[None, :]
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for k in range(0, INNER, BLOCK_K):
-            x = tl.load(x_at + k, mask=(place < count)[:, None] & (k + step < INNER)[None, :], other=0.0)
-            weight = _weights(weight_map, weight_ptr, row, k, column < HIDDEN, INNER, BULK, BLOCK_K)
-            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-        at = out_ptr + pair[:, None] * HIDDEN + column[None, :]
-        y = total.to(out_ptr.dtype.element_ty)
-        tl.store(at, tl.trans(y), mask=(place < count)[:, None] & (column < HIDDEN)[None, :])
+    across: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    expert, count, before, tile, column = _unit(counts_ptr, tl.program_id(0), across, EXPERTS, BLOCK_E, BLOCK_M)
+    if expert < EXPERTS:
+        first, own_ptr = tile * BLOCK_M, listed_ptr + expert.to(tl.int64) * room
+        for halving in tl.static_range(HALVINGS + 1):
+            if _takes(count - first, BLOCK_M, halving, HALVINGS):
+                _contract_tile(
+                    inner_ptr, weight_ptr, weight_map, out_ptr, own_ptr, expert, first, count, before, column * BLOCK_N, BLOCK_M >> halving,
+                    HIDDEN, INNER, BULK, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 
@@ -118,35 +177,39 @@ def _combine_kernel(pairs_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, HIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a grouped product: pairs × columns, and how much of the inner sum at once."""
+    """Sizes of a grouped product: pairs × columns, and how much of the inner sum at once. ``halvings`` of pairs are there for what is left."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    halvings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Both products take runs of the same number of pairs."""
+    """Those of the two products."""
 
     expand: Tile
     contract: Tile
 
 
+_EXACT = Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # float32
+_SAME = Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))  # where bits must not depend on the number of pairs
+# Up to so many pairs an expert in the mean; found by measurement on an H200. Tails are for experts that have fewer.
+_TILES = (
+    (8.0, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3))),
+    (48.0, Tiles(Tile(64, 64, 64, 4, 4, 2), Tile(64, 128, 64, 4, 4, 2))),
+    (inf, Tiles(Tile(128, 128, 64, 8, 4, 3), Tile(128, 128, 64, 8, 3, 3))),
+)
+
+
 def tiles_for(dtype: torch.dtype, pairs: int, num_experts: int, *, invariant: bool) -> Tiles:
     """By the mean number of pairs an expert has; one choice for all where bits must not depend on it."""
     if dtype is torch.float32:
-        return Tiles(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))
-    mean = 32.0 if invariant else pairs / num_experts
-    if mean <= 8:
-        return Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 3))
-    if mean <= 24:
-        return Tiles(Tile(32, 64, 64, 4, 5), Tile(32, 64, 128, 4, 3))
-    if mean <= 48:
-        return Tiles(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))
-    return Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3))
+        return _EXACT
+    return _SAME if invariant else next(tiles for mean, tiles in _TILES if pairs <= mean * num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +245,13 @@ def moe_grouped(
     expanded = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=device)
     contracted = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=device)
     weights, counts, listed = _routed(router_logits, top_k, renormalize)
-    runs = triton.cdiv(5 * tokens * top_k, 4 * num_experts * tiles.expand.rows)  # a quarter more than the mean; longer lists are looped over
     map_, product = _product(gate_up, tiles.expand, bulk)
-    _expand_kernel[(triton.cdiv(inner, tiles.expand.columns), runs, num_experts)](
+    _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand, inner)](
         x, gate_up, map_, expanded, counts, listed, x.stride(0), tokens, TOP_K=top_k, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], PDL=False,
         **product,
     )  # fmt: skip
     map_, product = _product(down, tiles.contract, bulk)
-    _contract_kernel[(triton.cdiv(hidden, tiles.contract.columns), runs, num_experts)](
+    _contract_kernel[_grid(tokens * top_k, num_experts, tiles.contract, hidden)](
         expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=False, **product
     )
     block = min(1024, triton.next_power_of_2(hidden))
@@ -197,13 +259,27 @@ def moe_grouped(
     return out
 
 
+def _grid(pairs: int, num_experts: int, tile: Tile, columns: int) -> tuple[int]:
+    """As many programs as there are tiles at most, however the pairs are spread."""
+    return ((pairs // tile.rows + min(num_experts, pairs)) * triton.cdiv(columns, tile.columns),)
+
+
 def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any]]:
     """How the copy engine finds tiles of ``weight`` [E, N, K] (the weight itself where it cannot), and the kernel's sizes."""
-    rows = weight.view(-1, weight.shape[2])
-    bulk = bulk and weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-    map_ = TensorDescriptor.from_tensor(rows, [tile.columns, tile.depth]) if bulk else weight
-    sizes = {"BULK": bulk, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
-    return map_, {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+    num_experts, _, depth = weight.shape
+    bulk = bulk and depth * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+    map_ = TensorDescriptor.from_tensor(weight.view(-1, depth), [tile.columns, tile.depth]) if bulk else weight
+    return map_, {
+        "BULK": bulk,
+        "EXPERTS": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_M": tile.rows,
+        "HALVINGS": tile.halvings,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def _routed(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -81,7 +81,7 @@ def attentions(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
 
 def experts(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    """A few tokens, then 4, 16, 36 and 160 pairs an expert: what tiles are chosen by. Routing all to the same experts changes no launch."""
+    """A few tokens, then 4, 16 and 64 pairs an expert: what tiles are chosen by. Routing all to the same experts changes no launch."""
     spec = sizes.spec
     moe = next(layer.moe for layer in spec.layers if layer.moe is not None)
     gate_up = _empty(site, moe.num_experts, 2 * moe.intermediate_size, spec.hidden_size)  # one for all calls: it is the largest layer
@@ -91,7 +91,7 @@ def experts(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         x, router = _zeros(site, tokens, spec.hidden_size), _zeros(site, tokens, moe.num_experts)
         return run(x, router, gate_up, down, moe.top_k, moe.renormalize, spec.activation)
 
-    for tokens in (_TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 36, 160))):
+    for tokens in (_TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 64))):
         yield f"{tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
 
 
