@@ -62,6 +62,14 @@ def test_wrong_values_are_named(parse: Callable[..., Any], name: str, value: Any
     assert error_of(parse, **{name: value}).param == name
 
 
+def test_effort_is_the_templates_to_say() -> None:
+    assert chat(reasoning_effort="low").conversation.variables == {"reasoning_effort": "low"}
+    assert chat(reasoning_effort="none", chat_template_kwargs={"a": 1}).conversation.variables == {"enable_thinking": False, "a": 1}
+    assert chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).conversation.variables == {"reasoning_effort": "high"}
+    for value in ("much", "", 5, ["low"]):
+        assert error_of(chat, reasoning_effort=value).param == "reasoning_effort"
+
+
 LISTS = (("stop", 5), ("stop", [""]), ("stop", ["x"] * 65), ("stop_token_ids", "5"), ("stop_token_ids", [-1]), ("bad_words", "x"), ("bad_words", [1]))
 LONG = (("bad_words", ["x" * 1000] * 9),)
 FLAGS = (("ignore_eos", 1), ("include_stop_str_in_output", "yes"), ("skip_special_tokens", 0), ("stream", "true"), ("return_token_ids", 1))

@@ -24,7 +24,7 @@ from headrace.server.fields import Field, Use
 from headrace.server.messages import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS, ROLES
 from headrace.server.protocol.body import MAX_LABEL
 from headrace.server.protocol.completion import MAX_PROMPTS
-from headrace.server.protocol.sampling import MAX_SALT
+from headrace.server.protocol.sampling import EFFORTS, MAX_SALT
 
 Schema = dict[str, Any]
 
@@ -147,9 +147,10 @@ _BY_NAME: Mapping[str, Schema] = {
         "properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
         "additionalProperties": {"type": "null"},
     },
+    "reasoning_effort": {"enum": list(EFFORTS)},
     "reasoning": {
         "type": "object",
-        "properties": {"effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", None]}, "summary": {"enum": ["auto", None]},
+        "properties": {"effort": {"enum": [*EFFORTS, None]}, "summary": {"enum": ["auto", None]},
                        "generate_summary": {"enum": ["auto", None]}},
         "additionalProperties": {"type": "null"},
     },

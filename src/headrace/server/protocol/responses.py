@@ -28,11 +28,10 @@ from headrace.server.protocol.blocks import (
 )
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, effort_variables, model_defaults, sampling_params
 from headrace.server.tools import read_tool_choice
 
 _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +111,7 @@ def _effort(reasoning: dict[str, Any]) -> dict[str, Any]:
         if name != "effort" and value not in neutral:
             where = f"reasoning.{name[:100]}"
             raise InvalidRequest(f"{where} is not supported; leave it out.", param=where, code="unsupported_parameter")
-    effort = reasoning.get("effort")
-    if effort is None:
-        return {}
-    if effort not in _EFFORTS:
-        raise InvalidRequest(f"reasoning.effort must be one of {', '.join(_EFFORTS)}.", param="reasoning.effort")
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return effort_variables("reasoning.effort", reasoning.get("effort"))
 
 
 def _read_conversation(body: Body) -> Chat:

@@ -17,6 +17,7 @@ from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
 from headrace.server.tools import ToolChoice, read_tool_choice
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SALT = 1024  # characters; the engine takes no more
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
@@ -59,8 +60,20 @@ def template_options(body: Body) -> TemplateOptions:
         tools=tools if choice.shown else None,
         choice=choice,
         add_generation_prompt=body.get("add_generation_prompt", True),
-        variables=check_template_kwargs(body.get("chat_template_kwargs")),
+        variables={
+            **effort_variables("reasoning_effort", body.get("reasoning_effort")),
+            **check_template_kwargs(body.get("chat_template_kwargs")),
+        },
     )
+
+
+def effort_variables(where: str, effort: Any) -> dict[str, Any]:
+    """How much to think is the template's to say to the model."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"{where} must be one of {', '.join(EFFORTS)}.", param=where)
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
