@@ -478,7 +478,7 @@ class SequenceOutput(NamedTuple):
 
 
 class TokenOutputs(Seq[SequenceOutput]):
-    """New tokens of many sequences after one step and nothing else, as columns: each output is made when somebody looks at it."""
+    """One new token for each of many sequences and nothing else, as columns: an output is made when somebody looks at it."""
 
     __slots__ = ("indices", "request_ids", "tokens")
 
@@ -500,7 +500,9 @@ class TokenOutputs(Seq[SequenceOutput]):
     def __getitem__(self, at: slice) -> list[SequenceOutput]: ...
 
     def __getitem__(self, at: int | slice) -> SequenceOutput | list[SequenceOutput]:
-        return list(self)[at]
+        if isinstance(at, slice):
+            return list(self)[at]
+        return SequenceOutput(self.request_ids[at], self.indices[at], self.tokens[at])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engin
 
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.process import pack_step
 from headrace.request import Request, SequenceOutput, StepPlan, TokenOutputs
 from headrace.scheduler import cohort, scheduler
 
@@ -134,6 +135,12 @@ def test_columns_are_outputs() -> None:
     columns = TokenOutputs([4, 5], [0, 1], [(7,), (8,)])
     assert list(columns) == [SequenceOutput(4, 0, (7,)), SequenceOutput(5, 1, (8,))] == columns[:]
     assert (columns[1], len(columns), bool(columns), bool(TokenOutputs([], [], []))) == (SequenceOutput(5, 1, (8,)), 2, True, False)
+
+
+def test_columns_are_sent_as_their_outputs_would_be() -> None:
+    for indices in ([0, 0, 0], [0, 2, 1]):
+        columns = TokenOutputs([2**40, 5, 6], indices, [(7,), (8,), (2**30,)])
+        assert pack_step(columns) == pack_step(list(columns))
 
 
 def test_steady_decoding_is_a_cohort() -> None:

@@ -11,6 +11,7 @@ What lives here: arithmetic. What may not: torch, clocks, measuring, decisions.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,8 +81,12 @@ def expected_experts(num_experts: int, top_k: int, tokens: int) -> float:
 def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
     """Sums a plan up, per attention window, in a few vector operations (closed forms; no loop over rows).
 
-    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys.
+    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys: as many, where each is one token.
     """
+    rows = len(plan.counts)
+    if plan.counts.count(1) == rows:
+        seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
+        return StepLoad(rows, len(plan.sample_work), seen, seen)
     count = np.array(plan.counts, dtype=np.float64)
     end = np.array(plan.starts, dtype=np.float64) + count
     pairs, keys = [], []
@@ -93,6 +98,13 @@ def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
             pairs.append(float((_triangle(end, window) - _triangle(end - count, window)).sum()))
             keys.append(float(np.minimum(end, count + (window - 1)).sum()))
     return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys))
+
+
+def _keys_of_tokens(starts: array[int], window: int | None) -> float:
+    """Keys that single tokens at these positions see."""
+    if window is None:
+        return float(sum(starts) + len(starts))
+    return float(np.minimum(np.asarray(starts) + 1, window).sum())
 
 
 def _triangle(positions: np.ndarray, window: int) -> np.ndarray:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.info import EngineInfo
-from headrace.request import Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from headrace.request import Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs
 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
 MAX_ASKED = 64  # requests that one question may be about
@@ -168,6 +169,12 @@ Event = Hello | Started | StartFailed | Beat | Died | StatsReply | Step
 _encoder = msgspec.msgpack.Encoder()
 
 
+def plain(record: Any) -> dict[str, Any]:
+    """A dataclass as a dict, all the way down. (``asdict`` leaves a tuple for the interpreter to keep each time, up to 2000 of each length.)"""
+    found: dict[str, Any] = msgspec.to_builtins(record)
+    return found
+
+
 def pack(frame: Frame) -> bytes:
     """A frame as it goes over the socket."""
     body = _encoder.encode(frame)
@@ -243,13 +250,17 @@ def unpack_request(frame: Add) -> Request:
 
 def pack_step(outputs: Iterable[SequenceOutput]) -> bytes:
     """One frame for everything a step produced."""
-    request_ids, indexes, counts, token_ids = array("q"), array("i"), array("i"), array("i")
+    if isinstance(outputs, TokenOutputs):
+        indices = array("i", outputs.indices).tobytes() if any(outputs.indices) else b""
+        token_ids = array("i", chain.from_iterable(outputs.tokens)).tobytes()
+        return pack(Step(array("q", outputs.request_ids).tobytes(), indices, b"", token_ids, []))
+    request_ids, indexes, counts, ids_of_all = array("q"), array("i"), array("i"), array("i")
     extras: list[Extra] = []
     for row, (request_id, index, ids, logprobs, prompt_logprobs, num_cached, finished, scheduled) in enumerate(outputs):
         request_ids.append(request_id)
         indexes.append(index)
         counts.append(len(ids))
-        token_ids.extend(ids)
+        ids_of_all.extend(ids)
         if finished is not None or logprobs or prompt_logprobs or num_cached is not None or scheduled is not None:
             extras.append(Extra(row, finished, num_cached, _logprob_columns(logprobs), _logprob_columns(prompt_logprobs), scheduled))
     return pack(
@@ -257,7 +268,7 @@ def pack_step(outputs: Iterable[SequenceOutput]) -> bytes:
             request_ids.tobytes(),
             indexes.tobytes() if any(indexes) else b"",
             b"" if counts.count(1) == len(counts) else counts.tobytes(),
-            token_ids.tobytes(),
+            ids_of_all.tobytes(),
             extras,
         )
     )
