@@ -16,7 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import headrace.kernels as registry
+from headrace.kernels import reference
+from headrace.kernels.around import MOST_ROWS
+from headrace.kernels.candidate import Candidate
 from headrace.models.decoder import Decoder
+from headrace.spec import NormKind
 from support import tiny
 from support.forward import PagedRun, load_decoder
 
@@ -81,6 +86,25 @@ def test_chunks_and_decode_steps_mixed(case: Case) -> None:
     sizes = random.Random(1)
     uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 7, 8, 9)))
     assert_close(uneven, case.expected)
+
+
+def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by the twins: up to 64 tokens one way and more the other, over one cache."""
+    rows: list[int] = []
+
+    def counted(weight: Tensor, bias: Tensor | None) -> Callable[..., Any]:
+        apply = reference.fused_linear(weight, bias)
+        return lambda x, around: (rows.append(len(x)), apply(x, around))[1]
+
+    offered = (Candidate("planted", lambda site: counted, failure=None),)
+    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, "fused_linear": offered})
+    decoder = load_decoder(case.folder, max_model_len=64)
+    sizes = random.Random(1)
+    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
+    assert_close(uneven, case.expected)
+    spec = decoder.spec
+    fuses = spec.norm is NormKind.RMS and spec.gated_mlp and not spec.sandwich_norm and all(layer.moe is None for layer in spec.layers)
+    assert bool(rows) == fuses and max(rows, default=0) <= MOST_ROWS
 
 
 def errors(logits: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:

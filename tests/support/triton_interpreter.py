@@ -130,7 +130,8 @@ def _drop_dependent_launch() -> None:
     def nothing(*arguments: Any, **named: Any) -> None:
         return None
 
-    for module in (extra_cuda, sys.modules.get("triton.language.extra.cuda.gdc")):
+    # what an import statement finds is another module object than the package's attribute
+    for module in (extra_cuda, sys.modules.get("triton.language.extra.cuda"), sys.modules.get("triton.language.extra.cuda.gdc")):
         if module is not None:
             module.gdc_wait = nothing  # type: ignore[attr-defined]
             module.gdc_launch_dependents = nothing  # type: ignore[attr-defined]

@@ -30,6 +30,9 @@ ABLATIONS = (
     "prefix_caching",
     "overlap",
     "cuda_graphs",
+    "flat_gemm",
+    "deep_fusion",
+    "programmatic_launch",
     "batch_invariant",
 )
 BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU, unless the user says otherwise

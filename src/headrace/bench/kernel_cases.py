@@ -8,13 +8,14 @@ Bytes are what must cross the memory bus once: weights, inputs, outputs, the vis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.kernels.around import MOST_ROWS, Around
 from headrace.layers.inputs import AttentionInputs
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
 
@@ -65,6 +66,9 @@ class CaseMaker:
         """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one prompt."""
         if op == "linear":
             yield from self._linears(rows)
+        elif op == "fused_linear":
+            if rows <= MOST_ROWS:
+                yield from self._fused_linears(rows)
         elif op in ("rms_norm", "layer_norm"):
             yield self._norm(op, rows)
         elif op in ("activation", "gated_activation"):
@@ -85,6 +89,25 @@ class CaseMaker:
         yield self.linear("down", rows, hidden, inner)
         if rows <= MANY_ROWS:
             yield self.linear("head, tied", rows, spec.vocab_size, hidden, shared=True)
+
+    def _fused_linears(self, rows: int) -> Iterator[KernelCase]:
+        spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
+        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        yield self._fused("norm, qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden, norm)
+        yield self._fused("output, sum", rows, hidden, spec.num_heads * spec.head_dim, behind)
+        yield self._fused("norm, gate+up, act", rows, 2 * inner, hidden, replace(norm, gate=spec.activation))
+        yield self._fused("down, sum", rows, hidden, inner, behind)
+
+    def _fused(self, name: str, rows: int, outs: int, ins: int, around: Around) -> KernelCase:
+        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs, "gated": around.gate is not None}
+        size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
+
+        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
+            products = [pack(weight.clone() if i else weight, None) for i in range(self._copies(size) if size < self.working_set else 1)]
+            return [lambda product=product: product(x, around)[0] for product in products]
+
+        return KernelCase("fused_linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=self.dtype).normal_(0.0, scale, generator=self._generator)

@@ -8,6 +8,7 @@ What lives here: the registry. What may not: any kernel.
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
+``fused_linear`` (dtype, in_features, out_features, gated),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``gather_inputs``, ``store_tokens`` (dtype, int32).
 """
 
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "linear": cpu.LINEAR + triton.LINEAR,
+        "fused_linear": triton.FUSED_LINEAR,
         "embedding": triton.EMBEDDING,
         "rms_norm": cpu.RMS_NORM + triton.RMS_NORM,
         "layer_norm": triton.LAYER_NORM,
@@ -58,6 +60,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
 TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "linear": reference.linear,
+        "fused_linear": reference.fused_linear,
         "embedding": reference.embedding,
         "rms_norm": reference.rms_norm,
         "layer_norm": reference.layer_norm,
@@ -76,11 +79,11 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 # Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
-_TWINS_THAT_VARY = frozenset({"linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
+_TWINS_THAT_VARY = frozenset({"linear", "fused_linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
 # Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
 _TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
-_MAKERS = frozenset({"linear"})
+_MAKERS = frozenset({"linear", "fused_linear"})
 
 Facts = tuple[tuple[str, Any], ...]
 Key = tuple[str, Facts]
@@ -130,15 +133,25 @@ class Kernels:
     """Chooses once a call site, at construction time. ``choices`` is what ``headrace doctor`` prints.
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
-    (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch.
+    (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
+    a kernel may be launched while the one before still runs (on a GPU that can).
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError.
     """
 
-    def __init__(self, device: torch.device, *, strict: bool = False, disabled: frozenset[str] = frozenset(), batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        strict: bool = False,
+        disabled: frozenset[str] = frozenset(),
+        batch_invariant: bool = False,
+        programmatic: bool = False,
+    ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
+        self._programmatic = programmatic
         self._strict = strict
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
@@ -166,6 +179,17 @@ class Kernels:
                 self._chosen[key] = self._choose(key)
             return self._chosen[key].call
 
+    def offer(self, op: str, **facts: Any) -> Callable[..., Any] | None:
+        """As ``choose``, for a shortcut that a layer can do without: None where there is nobody but the twin."""
+        key = (op, tuple(sorted(facts.items())))
+        with self._lock:
+            if key not in self._chosen:
+                chosen = self._choose(key, optional=True)
+                if chosen.candidate is None:
+                    return None
+                self._chosen[key] = chosen
+            return self._chosen[key].call
+
     def rehearsals(self, sizes: Sizes, *, since: int = 0) -> Iterator[Rehearsal]:
         """Independent small calls that build every kernel of the call sites so far, without the first ``since`` of ``choices``."""
         for key, chosen in list(self._chosen.items())[since:]:
@@ -175,9 +199,9 @@ class Kernels:
                 site = f"{key[0]} {chosen.site.facts.get('dtype')}"
                 yield from (Rehearsal(f"{site}: {name}", call, give_way) for name, call in candidate.rehearse(chosen.site, made, sizes))
 
-    def _choose(self, key: Key) -> _Chosen:
+    def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
         op, facts = key
-        site = Site(op, self.device, dict(facts), self.batch_invariant)
+        site = Site(op, self.device, dict(facts), self.batch_invariant, self._programmatic)
         declined: list[tuple[str, Declined]] = []
         for candidate in CANDIDATES[op]:
             if self.device.type not in candidate.devices:
@@ -188,7 +212,8 @@ class Kernels:
                     site, KernelChoice(op, facts, candidate.name, _reasons(declined)), self._guarded(key, candidate, made), candidate, made
                 )
             declined.append((candidate.name, made))
-        self._check_twin(op, declined)
+        if not optional:
+            self._check_twin(op, declined)
         return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined)), TWINS[op])
 
     def _try(self, candidate: Candidate, site: Site, key: Key) -> Callable[..., Any] | Declined:

@@ -27,12 +27,16 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there."""
+    """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there.
+
+    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves.
+    """
 
     op: str
     device: torch.device
     facts: Mapping[str, Any]
     batch_invariant: bool
+    programmatic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

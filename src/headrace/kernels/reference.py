@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.around import Around, Fused
 from headrace.layers.inputs import AttentionInputs
 from headrace.spec import Activation
 
@@ -22,6 +23,27 @@ from headrace.spec import Activation
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """y = x · weightᵀ + bias. ``weight`` [out, in], ``bias`` [out]; the result maps x [..., in] to [..., out]."""
     return partial(F.linear, weight=weight, bias=bias)
+
+
+def fused_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Around], Fused]:
+    """The product with what stands around it: y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, then y · scale and y².
+
+    ``x`` [T, in]; ``weight`` [out, in], with a gate W and V, one behind the other, [2 out, in]; see ``Around``. One rounding, of y.
+    """
+
+    def apply(x: Tensor, around: Around) -> Fused:
+        y = x.float() @ weight.float().T
+        if around.squares is not None:
+            y = y * torch.rsqrt(around.squares.sum(0) / x.shape[-1] + around.eps).unsqueeze(1)
+        y = y if bias is None else y + bias.float()
+        if around.gate is not None:
+            y = gated_activation(y, around.gate)
+        y = (y if around.residual is None else y + around.residual.float()).to(x.dtype)
+        if around.scale is None:
+            return y, None, None
+        return y, (y.float() * around.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)
+
+    return apply
 
 
 def embedding(ids: Tensor, table: Tensor, scale: float | None) -> Tensor:

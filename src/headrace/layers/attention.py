@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels import Kernels
+from headrace.kernels.around import Around
 from headrace.layers.basic import RMSNorm
 from headrace.layers.inputs import AttentionInputs
 from headrace.layers.linear import Linear
+from headrace.layers.stream import Stream, added
 from headrace.quant import QuantMethod
 from headrace.spec import DecoderSpec, LayerSpec
 
@@ -19,7 +21,8 @@ from headrace.spec import DecoderSpec, LayerSpec
 class Attention(nn.Module):
     """One layer's attention: MHA, GQA or MQA, by the numbers of heads. q, k and v come from one merged matrix.
 
-    ``cos_sin`` is the rotary table shared by all layers (None: positions were embedded).
+    ``cos_sin`` is the rotary table shared by all layers (None: positions were embedded). ``around``: its products are computed with what
+    stands around them, too, where there is a kernel for it.
     """
 
     def __init__(
@@ -32,13 +35,23 @@ class Attention(nn.Module):
         device: torch.device,
         kernels: Kernels,
         method: QuantMethod,
+        around: bool = False,
     ) -> None:
         super().__init__()
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qkv = Linear(
-            spec.hidden_size, (heads + 2 * kv_heads) * size, bias=spec.qkv_bias, dtype=dtype, device=device, kernels=kernels, method=method
+            spec.hidden_size,
+            (heads + 2 * kv_heads) * size,
+            bias=spec.qkv_bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            method=method,
+            around=around,
         )
-        self.output = Linear(heads * size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device, kernels=kernels, method=method)
+        self.output = Linear(
+            heads * size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around
+        )
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(size, spec.norm_eps, offset=spec.norm_offset, dtype=dtype, device=device, kernels=kernels)
@@ -62,9 +75,25 @@ class Attention(nn.Module):
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
     ) -> Tensor:  # [tokens, hidden]
-        q, k, v = self.qkv.forward(x).view(self._shape).split_with_sizes(self._split, dim=1)
+        return self.output.forward(self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether ``forward_fused`` can be called."""
+        return self.qkv.fused is not None and self.output.fused is not None
+
+    def forward_fused(
+        self, stream: Stream, scale: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor
+    ) -> Stream:
+        """The stream with this layer's result added, ready for the norm whose weight is ``scale``; the rest as ``forward``."""
+        assert self.qkv.fused is not None and self.output.fused is not None
+        qkv, _, _ = self.qkv.fused(stream.x, Around(stream.squares, stream.eps))
+        return added(self.output.fused, self._attended(qkv, positions, inputs, k_cache, v_cache), stream, scale)
+
+    def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        q, k, v = qkv.view(self._shape).split_with_sizes(self._split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
         q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)
-        out = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap)
-        return self.output.forward(out.view(-1, self._width))
+        out: Tensor = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap)
+        return out.view(-1, self._width)

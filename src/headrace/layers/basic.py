@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels import Kernels
+from headrace.kernels.around import Around
 from headrace.layers.linear import Linear
+from headrace.layers.stream import Stream, added
 from headrace.quant import QuantMethod
 from headrace.spec import Activation
 
@@ -39,6 +41,11 @@ class RMSNorm(nn.Module):
         if self._offset:
             self.weight = nn.Parameter(self.weight.float() + self._offset, requires_grad=False)
         self._scale = self.weight.data
+
+    @property
+    def scale(self) -> Tensor:  # [size]
+        """What normed values are multiplied by, for a kernel that does part of the norm."""
+        return self._scale
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # [..., size] each
         """Returns (norm(x + residual), x + residual)."""
@@ -82,7 +89,10 @@ class Embedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))), or with ``gated`` down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first."""
+    """down(act(up(x))), or with ``gated`` down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first.
+
+    ``around``: its products are computed with what stands around them, too, where there is a kernel for it.
+    """
 
     def __init__(
         self,
@@ -96,13 +106,25 @@ class FeedForward(nn.Module):
         device: torch.device,
         kernels: Kernels,
         method: QuantMethod,
+        around: bool = False,
     ) -> None:
         super().__init__()
         width = 2 * inner_size if gated else inner_size
-        self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method)
-        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method)
+        self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around, gated=gated)
+        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around)
         self._activation = activation
         self._act = kernels.choose("gated_activation" if gated else "activation", dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
         return self.down.forward(self._act(self.up.forward(x), self._activation))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether ``forward_fused`` can be called."""
+        return self.up.fused is not None and self.down.fused is not None
+
+    def forward_fused(self, stream: Stream, scale: Tensor) -> Stream:
+        """The stream with this layer's result added, ready for the norm whose weight is ``scale``."""
+        assert self.up.fused is not None and self.down.fused is not None
+        inner, _, _ = self.up.fused(stream.x, Around(stream.squares, stream.eps, gate=self._activation))
+        return added(self.down.fused, inner, stream, scale)

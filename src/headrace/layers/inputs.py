@@ -12,7 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """One KV group's view of a step: sequences are packed one after another, without padding between them."""
+    """One KV group's view of a step: sequences are packed one after another, without padding between them.
+
+    Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
+    """
 
     block_table: Tensor  # [sequences, max_blocks], int32; entries beyond a sequence's length are never read
     query_start: Tensor  # [sequences + 1], int32: first packed token of each sequence

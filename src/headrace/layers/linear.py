@@ -5,21 +5,21 @@ What lives here: Linear. What may not: weight formats (quant/), kernels, reading
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.quant import LinearShape, QuantMethod
+from headrace.quant import Apply, ApplyFused, LinearShape, QuantMethod
 
 
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
-    ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
+    ``around``: once loading has finished ``fused`` computes it with what stands around it, for few rows, or is None where nobody can.
+    ``gated``: with a gate, the first half of the rows. ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold
+    none of its own.
     """
 
     weight: nn.Parameter | None
@@ -35,18 +35,21 @@ class Linear(nn.Module):
         device: torch.device,
         kernels: Kernels,
         method: QuantMethod,
+        around: bool = False,
+        gated: bool = False,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         super().__init__()
         if (rank, world) != (0, 1):
             raise ConfigError(f"A linear layer was asked to be part {rank} of {world}, but layers are not split yet; use one device.")
-        self.shape = LinearShape(in_features, out_features, bias, dtype, device)
+        self.shape = LinearShape(in_features, out_features, bias, dtype, device, around, gated)
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
         self._kernels = kernels
         self._method = method
         self._shared = False
-        self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
+        self._apply_weight: Apply = self._unfinished
+        self.fused: ApplyFused | None = None
         method.create(self, self.shape)
 
     def tie_weight(self, weight: nn.Parameter) -> None:  # [out, in]
@@ -57,7 +60,7 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """Packs the filled parameters for the chosen kernel and drops what it does not need. Once."""
         held = 0 if self._shared else sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
-        self._apply_weight = self._method.load(self, self.shape, self._kernels, shared=self._shared)
+        self._apply_weight, self.fused = self._method.load(self, self.shape, self._kernels, shared=self._shared)
         self.weight_bytes = held
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] → [..., out]

@@ -13,15 +13,19 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
+from headrace.kernels.around import MOST_ROWS
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
+from headrace.layers.stream import Stream
 from headrace.quant import QuantMethod
 from headrace.quant.unquantized import Unquantized
 from headrace.spec import DecoderSpec, LayerSpec, NormKind, attention_groups
+
+Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its layers in turn
 
 
 class LayerFactory:
@@ -33,6 +37,7 @@ class LayerFactory:
         self._dtype = dtype
         self._device = device
         self._method = method
+        self._around = _can_fuse(spec)
 
     def norm(self) -> RMSNorm | LayerNorm:
         spec = self._spec
@@ -47,7 +52,14 @@ class LayerFactory:
 
     def attention(self, layer: LayerSpec, cos_sin: Tensor | None) -> Attention:
         return Attention(
-            self._spec, layer, cos_sin, dtype=self._dtype, device=self._device, kernels=self._kernels, method=self._method
+            self._spec,
+            layer,
+            cos_sin,
+            dtype=self._dtype,
+            device=self._device,
+            kernels=self._kernels,
+            method=self._method,
+            around=self._around,
         )
 
     def feed_forward(self, layer: LayerSpec) -> FeedForward | SparseFeedForward:
@@ -66,6 +78,7 @@ class LayerFactory:
             device=self._device,
             kernels=self._kernels,
             method=self._method,
+            around=self._around,
         )
 
     def head(self, tied_to: Embedding | None) -> Linear:
@@ -119,6 +132,25 @@ class Block(nn.Module):
             x, _ = self.post_feed_forward_norm.forward(x)
         return x, residual
 
+    @property
+    def fuses(self) -> bool:
+        """Whether ``forward_fused`` can be called, once loading has finished."""
+        return self.attention.fuses and isinstance(self.feed_forward, FeedForward) and self.feed_forward.fuses
+
+    def forward_fused(
+        self,
+        stream: Stream,  # ready for this block's first norm
+        scale: Tensor,  # [hidden]: the weight of the next block's first norm
+        positions: Tensor,
+        inputs: AttentionInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Stream:
+        """As ``forward``, for few rows: norms, sums and activation are parts of the products."""
+        assert isinstance(self.feed_forward_norm, RMSNorm) and isinstance(self.feed_forward, FeedForward)
+        stream = self.attention.forward_fused(stream, self.feed_forward_norm.scale, positions, inputs, k_cache, v_cache)
+        return self.feed_forward.forward_fused(stream, scale)
+
 
 class Decoder(nn.Module):
     """A decoder-only transformer over packed tokens and paged KV.
@@ -140,6 +172,7 @@ class Decoder(nn.Module):
         self.norm = make.norm()
         self.head = make.head(self.embedding if spec.tied_head else None)
         self._steps = _cache_places(spec, self.layers)
+        self._fuses = False
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
     def finish_loading(self) -> None:
@@ -147,6 +180,7 @@ class Decoder(nn.Module):
         for module in list(self.modules()):
             if isinstance(module, (Linear, RMSNorm, LayerNorm)):
                 module.finish_loading()
+        self._fuses = all(block.fuses for block, _, _ in self._steps)
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
@@ -160,18 +194,42 @@ class Decoder(nn.Module):
         halves = [
             cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1) for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
+        if self._fuses and len(x) <= MOST_ROWS:
+            x, residual = self._fused_blocks(x, inputs, halves), None
+        else:
+            x, residual = self._blocks(x, inputs, halves)
+        hidden, _ = self.norm.forward(x, residual)
+        return hidden
+
+    def _blocks(self, x: Tensor, inputs: ForwardInputs, halves: Halves) -> tuple[Tensor, Tensor | None]:
+        """What the last block adds, and to what."""
         residual: Tensor | None = None
         for block, group, place in self._steps:
             k_cache, v_cache = halves[group][place], halves[group][place + 1]
-            x, residual = block.forward(x, residual, positions, inputs.attention[group], k_cache, v_cache)
-        hidden, _ = self.norm.forward(x, residual)
-        return hidden
+            x, residual = block.forward(x, residual, inputs.positions, inputs.attention[group], k_cache, v_cache)
+        return x, residual
+
+    def _fused_blocks(self, x: Tensor, inputs: ForwardInputs, halves: Halves) -> Tensor:
+        """The sum after the last block. Each block leaves the stream ready for the norm of the next."""
+        norms = [norm for norm in (*(block.attention_norm for block, _, _ in self._steps), self.norm) if isinstance(norm, RMSNorm)]
+        normed, residual = norms[0].forward(x)
+        stream = Stream(residual, normed, None, self.spec.norm_eps)
+        for (block, group, place), following in zip(self._steps, norms[1:], strict=True):
+            k_cache, v_cache = halves[group][place], halves[group][place + 1]
+            stream = block.forward_fused(stream, following.scale, inputs.positions, inputs.attention[group], k_cache, v_cache)
+        return stream.residual
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] → [n, vocab], float32
         """The LM head, for the rows whose logits are wanted."""
         logits = self.head.forward(hidden).float()
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _can_fuse(spec: DecoderSpec) -> bool:
+    """Whether norms, sums and activation can be parts of the products they stand beside, in every block."""
+    dense = all(layer.moe is None for layer in spec.layers)
+    return dense and spec.gated_mlp and spec.norm is NormKind.RMS and not spec.sandwich_norm
 
 
 def _cache_places(spec: DecoderSpec, blocks: nn.ModuleList) -> tuple[tuple[Block, int, int], ...]:

@@ -13,21 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels import Kernels
+from headrace.kernels.around import Around, Fused
+
+Apply = Callable[[Tensor], Tensor]
+ApplyFused = Callable[[Tensor, Around], Fused]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """y [..., out_features] = x [..., in_features] · Wᵀ (+ bias), in ``dtype`` on ``device``."""
+    """y [..., out_features] = x [..., in_features] · Wᵀ (+ bias), in ``dtype`` on ``device``.
+
+    ``around``: the layer is used with what stands around it, too. ``gated``: then as a gate and what it gates, one behind the other.
+    """
 
     in_features: int
     out_features: int
     bias: bool
     dtype: torch.dtype
     device: torch.device
+    around: bool = False
+    gated: bool = False
 
 
 class QuantMethod(Protocol):
-    """A weight format. ``create`` and ``load`` are called once each; the callable that ``load`` returns applies the layer."""
+    """A weight format. ``create`` and ``load`` are called once each; the callables that ``load`` returns apply the layer."""
 
     name: str
 
@@ -35,8 +44,10 @@ class QuantMethod(Protocol):
         """Registers on ``layer`` the parameters that the loader fills."""
         ...
 
-    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Callable[[Tensor], Tensor]:
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> tuple[Apply, ApplyFused | None]:
         """Turns the filled parameters into what the kernel wants; drops them unless the kernel reads them as they are.
+
+        The second callable, for few rows, where the shape says ``around`` and there is a kernel for it.
 
         ``shared``: the weight belongs to another layer too (a tied head) and must stay; no second copy may be made.
         """

@@ -5,13 +5,11 @@ What lives here: the plain QuantMethod. What may not: kernels (``Kernels`` choos
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.kernels import Kernels
-from headrace.quant import LinearShape
+from headrace.quant import Apply, ApplyFused, LinearShape
 
 
 class Unquantized:
@@ -25,9 +23,12 @@ class Unquantized:
         bias = nn.Parameter(torch.empty(shape.out_features, dtype=shape.dtype, device=shape.device), requires_grad=False) if shape.bias else None
         layer.register_parameter("bias", bias)
 
-    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Callable[[Tensor], Tensor]:
-        facts = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features, "shared_weight": shared}
-        apply: Callable[[Tensor], Tensor] = kernels.choose("linear", **facts)(layer.weight.data, None if layer.bias is None else layer.bias.data)
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> tuple[Apply, ApplyFused | None]:
+        facts = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features}
+        weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
+        fuse = kernels.offer("fused_linear", gated=shape.gated, **facts) if shape.around else None
+        fused: ApplyFused | None = None if fuse is None else fuse(weight, bias)
+        apply: Apply = kernels.choose("linear", shared_weight=shared, fused=fused is not None, **facts)(weight, bias)
         layer.register_parameter("weight", None)  # the kernel holds what it needs: this storage, or its own form of it
         layer.register_parameter("bias", None)
-        return apply
+        return apply, fused

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.clock import RealClock
-from headrace.config import Decision, EngineConfig
+from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.head_start import HeadStart
@@ -78,6 +78,12 @@ class _Setting:
     decisions: tuple[Decision, ...]
 
 
+def _disabled(config: DeviceConfig) -> frozenset[str]:
+    """Kernel candidates never to choose: those named, and those whose technique is off."""
+    off = {triton.FLAT: config.flat_gemm, triton.FUSED: config.flat_gemm and config.deep_fusion}
+    return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}
+
+
 def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
     tokens_a_step, overlap, block_size = config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size
     if tokens_a_step is None or overlap is None or block_size is None:
@@ -107,8 +113,9 @@ class _Start:
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,
-            disabled=frozenset(config.device.disabled_kernels),
+            disabled=_disabled(config.device),
             batch_invariant=config.device.batch_invariant,
+            programmatic=config.device.programmatic_launch,
         )
         self._demand = create_demand(
             config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size

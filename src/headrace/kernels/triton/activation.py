@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 from headrace.spec import Activation
 
 KINDS = MappingProxyType({Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2})  # as ``act`` numbers them
@@ -42,26 +42,25 @@ def _activation_kernel(
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     y = act(tl.load(x_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         y *= tl.load(x_ptr + row * row_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=mask)
-    if PDL:
-        gdc_launch_dependents()
 
 
-def gated_activation(x: Tensor, kind: Activation) -> Tensor:
+def gated_activation(x: Tensor, kind: Activation, *, programmatic: bool = False) -> Tensor:
     """act(first half) · second half (Shazeer 2020): ``x`` [..., 2I] → [..., I], float32, bfloat16 or float16; float32 inside."""
-    return _launch(x, x.shape[-1] // 2, kind, gated=True)
+    return _launch(x, x.shape[-1] // 2, kind, gated=True, programmatic=programmatic)
 
 
-def activation(x: Tensor, kind: Activation) -> Tensor:
+def activation(x: Tensor, kind: Activation, *, programmatic: bool = False) -> Tensor:
     """SiLU x·σ(x), GELU x·Φ(x) or its tanh form (Hendrycks and Gimpel 2016), elementwise over any shape; types as ``gated_activation``."""
-    return _launch(x, x.shape[-1], kind, gated=False)
+    return _launch(x, x.shape[-1], kind, gated=False, programmatic=programmatic)
 
 
-def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool) -> Tensor:
+def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool, programmatic: bool) -> Tensor:
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -69,6 +68,7 @@ def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool) -> Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block = min(_BLOCK, triton.next_power_of_2(width))
     _activation_kernel[(rows.shape[0] * triton.cdiv(width, block),)](
-        rows, y, rows.stride(0), WIDTH=width, GATED=gated, KIND=KINDS[kind], BLOCK=block, PDL=False, num_warps=max(1, min(8, block // 256))
-    )
+        rows, y, rows.stride(0), WIDTH=width, GATED=gated, KIND=KINDS[kind], BLOCK=block, PDL=programmatic,
+        num_warps=max(1, min(8, block // 256)), **dependent(programmatic),
+    )  # fmt: skip
     return y

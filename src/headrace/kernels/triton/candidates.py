@@ -6,7 +6,7 @@ What lives here: the ordered lists, and what declines a call site before a kerne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -40,10 +40,18 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Accept:
+def can_chain(site: Site) -> bool:
+    """Whether kernels of this call site are launched while the one before still runs."""
+    return site.programmatic and torch.cuda.get_device_capability(site.device) >= (9, 0)
+
+
+def _kernel(
+    module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: bool = False
+) -> Accept:
     """``name`` of a file here, for call sites of a known element type that ``accept`` does not decline.
 
-    A name that starts with ``create_`` makes the callable from the site; any other is the callable.
+    A name that starts with ``create_`` makes the callable from the site; any other is the callable. ``chained``: it can be launched while
+    the kernel before still runs.
     """
 
     def create(site: Site) -> Callable[..., Any] | Declined:
@@ -55,6 +63,8 @@ def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[
         if isinstance(declined, Declined):
             return declined
         found = getattr(import_module(f"headrace.kernels.triton.{module}"), name)
+        if chained and can_chain(site):
+            return partial(found, programmatic=True)
         made: Callable[..., Any] = found(site) if name.startswith("create_") else found
         return made
 
@@ -79,23 +89,22 @@ def _linear(site: Site) -> Callable[..., Any] | Declined:
 
 
 def _few_rows(site: Site) -> Declined | None:
-    """What a kernel for few rows cannot do. What stands behind it can: nobody minds."""
+    """What the kernels for few rows do not serve."""
     outs, ins = site.facts.get("out_features"), site.facts.get("in_features")
     if outs is None or ins is None:
-        return Declined("the call site does not state in_features and out_features", by_choice=True)
+        return Declined("the call site does not state in_features and out_features")
     if torch.cuda.get_device_capability(site.device)[0] != 9:
-        return Declined("measured and tuned on compute capability 9 alone", by_choice=True)
-    if site.facts.get("fused"):
-        return Declined("few rows of this layer go through fused_linear", by_choice=True)
+        return Declined("measured on compute capability 9 alone")
     if ins % 64 or outs * ins < SMALL_WEIGHT:
-        return Declined(f"{ins} to {outs} is no large weight whose rows the copy engine can read", by_choice=True)
+        return Declined(f"{ins} to {outs} is no large weight with rows that the copy engine can read")
     return None
 
 
 def _flat(site: Site) -> Callable[..., Any] | Declined:
-    if site.facts.get("dtype") is torch.float32:
-        return Declined("float32 products are torch's", by_choice=True)
-    return _kernel("flat_linear", "create_linear", _few_rows, (torch.bfloat16, torch.float16))(site)
+    if site.facts.get("fused"):
+        return Declined("few rows of this layer go through fused_linear", by_choice=True)
+    made = _kernel("flat_linear", "create_linear", _few_rows, (torch.bfloat16, torch.float16))(site)
+    return Declined(made.reason, by_choice=True) if isinstance(made, Declined) else made  # torch's own product serves it
 
 
 def _fused(site: Site) -> Callable[..., Any] | Declined:
@@ -136,10 +145,10 @@ def _failure(error: Exception) -> str | None:
 
 
 def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batch_invariant: bool = True) -> tuple[Candidate]:
-    """``rehearse``: a function of rehearsals.py."""
+    """``rehearse``: a function of rehearsals.py, or of flat_rehearsals.py for those for few rows."""
 
     def rehearsed(site: Site, run: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
-        module = import_module("headrace.kernels.triton.rehearsals")
+        module = import_module(f"headrace.kernels.triton.{'rehearsals' if name == TRITON else 'flat_rehearsals'}")
         calls: Iterable[tuple[str, Callable[[], object]]] = getattr(module, str(rehearse))(site, run, sizes)
         return calls
 
@@ -148,12 +157,12 @@ def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batc
 
 LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False) + _candidate(_linear, "linears")
 FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
-RMS_NORM = _candidate(_kernel("norm", "rms_norm"), "norms")
-LAYER_NORM = _candidate(_kernel("norm", "layer_norm"), "norms")
-ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write"), "rotary_writes")
-ACTIVATION = _candidate(_kernel("activation", "activation"), "activations")
-GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation"), "activations")
-EMBEDDING = _candidate(_kernel("embedding", "embedding"), "embeddings")
+RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=True), "norms")
+LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=True), "norms")
+ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write", chained=True), "rotary_writes")
+ACTIVATION = _candidate(_kernel("activation", "activation", chained=True), "activations")
+GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation", chained=True), "activations")
+EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=True), "embeddings")
 PAGED_ATTENTION = _candidate(_kernel("attention", "create_paged_attention", _heads), "attentions")
 MOE = _candidate(_kernel("moe", "create_moe", _experts), "experts")
 GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens"), "picks")

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 
 _BLOCK = 2048
 
@@ -24,17 +24,16 @@ def _embedding_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     row = tl.load(ids_ptr + token).to(tl.int64)
     x = tl.load(table_ptr + row * table_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if HAS_SCALE:
         x *= scale
     tl.store(y_ptr + token * WIDTH + column, x.to(y_ptr.dtype.element_ty), mask=column < WIDTH)
-    if PDL:
-        gdc_launch_dependents()
 
 
-def embedding(ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False) -> Tensor:
     """y[t] = table[ids[t]] · scale. ``ids`` [T] of any integer type, ``table`` [rows, H] → [T, H] in the table's type. Ids are not checked."""
     width = table.shape[1]
     y = torch.empty((*ids.shape, width), dtype=table.dtype, device=table.device)
@@ -43,6 +42,6 @@ def embedding(ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
     block = min(_BLOCK, triton.next_power_of_2(width))
     _embedding_kernel[(ids.numel(), triton.cdiv(width, block))](
         ids.contiguous(), table, y, table.stride(0), 0.0 if scale is None else scale,
-        WIDTH=width, BLOCK=block, HAS_SCALE=scale is not None, PDL=False, num_warps=max(1, min(8, block // 256)),
+        WIDTH=width, BLOCK=block, HAS_SCALE=scale is not None, PDL=programmatic, num_warps=max(1, min(8, block // 256)), **dependent(programmatic),
     )  # fmt: skip
     return y

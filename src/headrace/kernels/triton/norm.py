@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 
 _TILE = 4096  # elements a program works on, if rows are not longer
 
@@ -30,6 +30,7 @@ def _norm_kernel(
     mask = (row < rows)[:, None] & there[None, :]
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     outer, within = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -46,28 +47,30 @@ def _norm_kernel(
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    if PDL:
-        gdc_launch_dependents()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = residual' / sqrt(mean(residual'²) + eps) · weight (Zhang and Sennrich 2019). Returns (y, residual').
 
     ``x``, ``residual`` [..., H] in float32, bfloat16 or float16 (the sum is rounded to it), ``weight`` [H] of any float type;
     float32 inside. Rows may be strided. Without a residual, residual' is x itself.
     """
-    return _launch(x, weight, None, eps, residual, is_layer=False)
+    return _launch(x, weight, None, eps, residual, is_layer=False, programmatic=programmatic)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, *, programmatic: bool = False
+) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = (residual' − mean) / sqrt(variance + eps) · weight + bias (Ba et al. 2016). Returns (y, residual').
 
     Shapes and types as ``rms_norm``; ``bias`` [H].
     """
-    return _launch(x, weight, bias, eps, residual, is_layer=True)
+    return _launch(x, weight, bias, eps, residual, is_layer=True, programmatic=programmatic)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_layer: bool) -> tuple[Tensor, Tensor]:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_layer: bool, programmatic: bool
+) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -81,7 +84,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual
     _norm_kernel[(triton.cdiv(rows, block_rows),)](
         x, added, weight, weight if bias is None else bias, y, total, rows, inner, *strides, *added_strides, eps,
         WIDTH=width, BLOCK_ROWS=block_rows, BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
-        PDL=False, num_warps=min(16, max(4, block_rows * block // 512)),
+        PDL=programmatic, num_warps=min(16, max(4, block_rows * block // 512)), **dependent(programmatic),
     )  # fmt: skip
     return y, total
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 
 _ELEMENTS = 1024  # of q or k that a program turns
 
@@ -48,6 +48,7 @@ def _rotary_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     cos = tl.full((BLOCK_HALF,), 1.0, tl.float32)
     sin = tl.full((BLOCK_HALF,), 0.0, tl.float32)
@@ -74,8 +75,6 @@ def _rotary_kernel(
         if 2 * HALF < DIM:
             _copy(k_ptr, k_cache_ptr, k_at, k_to, there, 2 * HALF, DIM, BLOCK_DIM)
         _copy(v_ptr, v_cache_ptr, v_at, v_to, there, 0, DIM, BLOCK_DIM)
-    if PDL:
-        gdc_launch_dependents()
 
 
 def rotary_write(
@@ -87,6 +86,8 @@ def rotary_write(
     k_cache: Tensor,  # [blocks, Hk, block_size, D], strided
     v_cache: Tensor,  # [blocks, Hk, block_size, D], strided
     slots: Tensor,  # [T], int64
+    *,
+    programmatic: bool = False,
 ) -> Tensor:
     """(a, b) → (a cos − b sin, b cos + a sin) over the halves of the first rotary_dim elements of q and k (RoFormer, Su et al. 2021).
 
@@ -104,6 +105,7 @@ def rotary_write(
         q, k, v, positions, positions if cos_sin is None else cos_sin, k_cache, v_cache, slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, BLOCK_SIZE=k_cache.shape[2], BLOCK_H=block_h,
-        BLOCK_HALF=triton.next_power_of_2(max(half, 1)), BLOCK_DIM=triton.next_power_of_2(dim), PDL=False, num_warps=4,
+        BLOCK_HALF=triton.next_power_of_2(max(half, 1)), BLOCK_DIM=triton.next_power_of_2(dim),
+        PDL=programmatic, num_warps=4, **dependent(programmatic),
     )  # fmt: skip
     return q

@@ -1,0 +1,72 @@
+"""Which kernel, and in which form, computes a product of few rows: by the shape of the weight and the number of rows.
+
+What lives here: forms, the table of those that were measured, and the rule for shapes that were not. What may not: kernels, measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.kernels.around import MOST_ROWS
+
+VECTOR, FLAT = "vector", "flat"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a kernel of flat.py is launched: ``rows`` and ``columns`` of a program's result, ``depth`` of K it reads at once.
+
+    ``ways``: steps under way while one is used (vector: 0 to 2), programs that share out K (flat).
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    depth: int
+    ways: int
+    warps: int = 4
+    stages: int = 1
+    late: bool = False
+
+    def fits(self, shape: Shape) -> bool:
+        """Vectors load without a mask along K; a gate needs all of K in one program."""
+        if self.kind == VECTOR:
+            return shape.ins % self.depth == 0
+        return self.ways == 1 or (not shape.gated and shape.ins >= self.ways * self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A weight [outs, ins] as a product sees it; ``gated``: it holds two such matrices, one behind the other."""
+
+    outs: int
+    ins: int
+    gated: bool = False
+
+
+Forms = tuple[tuple[int, Form | None], ...]  # up to so many rows: this form, or the vendor's product
+
+
+def vector(columns: int, depth: int, ahead: int, warps: int, *, late: bool = False) -> Form:
+    return Form(VECTOR, 1, columns, depth, ahead, warps, late=late)
+
+
+def flat(rows: int, columns: int, depth: int, stages: int, ways: int = 1) -> Form:
+    return Form(FLAT, rows, columns, depth, ways, stages=stages, late=True)
+
+
+def forms_for(shape: Shape, processors: int, table: Mapping[Shape, Forms]) -> Forms:
+    """Measured ones where the shape is in the table; else what the measured ones have in common."""
+    return table.get(shape) or tuple((most, _rule(shape, most, processors)) for most in (1, 16, 32, MOST_ROWS))
+
+
+def _rule(shape: Shape, most: int, processors: int) -> Form:
+    if most == 1 and shape.ins % 1024 == 0:
+        return vector(2 if shape.gated else 4, 1024, 0, 4)
+    rows = max(16, most)
+    if shape.gated:
+        return flat(rows, 64, 128 if rows < 64 else 64, 3 if rows < 64 else 4)
+    tiles = -(-shape.outs // 64)
+    ways = next((ways for ways in (1, 2, 4) if tiles * ways > processors // 2), 4)
+    return flat(rows, 64, 128, 5 if rows < 64 else 6, ways if shape.ins >= 512 * ways else 1)

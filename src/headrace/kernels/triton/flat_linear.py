@@ -1,0 +1,163 @@
+"""Linear layers for few rows: the product alone, and the product with what stands around it.
+
+What lives here: the callables, their scratch memory, launches. What may not: kernels (flat.py), which form is best (flat_forms.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headrace.kernels.around import Around, Fused
+from headrace.kernels.candidate import Site
+from headrace.kernels.triton.activation import KINDS
+from headrace.kernels.triton.flat import _flat_kernel, _vector_kernel
+from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape, forms_for
+from headrace.kernels.triton.flat_measured import measured_forms
+from headrace.kernels.triton.launch import dependent
+
+_PIECES = {VECTOR: 1024, FLAT: 64}  # partial sums of squares that are loaded early
+_ALONE = Around()
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What programs that share a tile leave for each other, for launches that follow each other. ``tickets`` are zero between them."""
+
+    parts: Tensor  # float32
+    tickets: Tensor  # int32
+
+
+def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scratch:
+    split = [form for _, form in forms if form is not None and form.kind == FLAT and form.ways > 1]
+    tiles = max((triton.cdiv(shape.outs, form.columns) for form in split), default=1)
+    cells = max((triton.cdiv(shape.outs, form.columns) * form.ways * form.columns * form.rows for form in split), default=1)
+    return Scratch(torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One layer's weight and how it is multiplied. Calls of products that share scratch memory must follow each other on the device."""
+
+    weight: Tensor  # [out, in]; gated: [2 out, in]
+    bias: Tensor | None
+    shape: Shape
+    forms: Forms
+    scratch: Scratch
+    programmatic: bool
+
+    def form(self, tokens: int) -> Form | None:
+        return next((form for most, form in self.forms if tokens <= most), None)
+
+    def launch(self, form: Form, x: Tensor, around: Around) -> Fused:  # x [T, in], rows one behind the other
+        y = torch.empty((x.shape[0], self.shape.outs), dtype=x.dtype, device=x.device)
+        scaled = squares = None
+        if around.scale is not None:
+            pieces = triton.cdiv(self.shape.outs, form.columns)
+            scaled, squares = torch.empty_like(y), torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)
+        _launch(form, x, self, around, y, scaled, squares)
+        return y, scaled, squares
+
+
+def _launch(form: Form, x: Tensor, product: Product, around: Around, y: Tensor, scaled: Tensor | None, sums: Tensor | None) -> None:
+    tokens, ins = x.shape
+    weight, outs = product.weight, product.shape.outs
+    squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
+    behind = (squares, product.bias, around.residual, around.scale, y, scaled, sums)
+    pointers = tuple(y if each is None else each for each in behind)
+    named: dict[str, Any] = {
+        "NORMED": around.squares is not None,
+        "HAS_BIAS": product.bias is not None,
+        "GATED": around.gate is not None,
+        "KIND": 0 if around.gate is None else KINDS[around.gate],
+        "RESIDUAL": around.residual is not None,
+        "NEXT": around.scale is not None,
+        "PIECES": 1 if around.squares is None else _PIECES[form.kind],
+        "BLOCK_N": form.columns,
+        "BLOCK_K": form.depth,
+        "LATE": form.late,
+        "PDL": product.programmatic,
+        "num_warps": form.warps,
+        **dependent(product.programmatic),
+    }
+    tiles = triton.cdiv(outs, form.columns)
+    if form.kind == VECTOR:
+        _vector_kernel[(tiles,)](x, weight, *pointers, pieces, tokens, outs, ins, around.eps, AHEAD=form.ways, **named)
+    else:
+        x_map = TensorDescriptor(x, [tokens, ins], [ins, 1], [form.rows, form.depth])
+        weight_map = TensorDescriptor(weight, list(weight.shape), [ins, 1], [form.columns, form.depth])
+        share = triton.cdiv(ins, form.ways * form.depth) * form.depth
+        _flat_kernel[(tiles * form.ways,)](
+            x_map, weight_map, product.scratch.parts, product.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, around.eps,
+            BLOCK_M=form.rows, WAYS=form.ways, num_stages=form.stages, **named,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLinear:
+    """y = x · Wᵀ (+ bias). ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], bfloat16 or float16; float32 sums, one rounding.
+
+    Where the table says so, and beyond its last row, the vendor's product.
+    """
+
+    product: Product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tokens = x.numel() // max(x.shape[-1], 1)
+        form = self.product.form(tokens) if tokens else None
+        if form is None:
+            return F.linear(x, self.product.weight, self.product.bias)
+        return self.compute(x, form)
+
+    def compute(self, x: Tensor, form: Form) -> Tensor:
+        return self.product.launch(form, _rows(x), _ALONE)[0].view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float type).
+
+    For up to MOST_ROWS rows. The result is not rounded between the product and what follows it.
+    """
+
+    product: Product
+
+    def __call__(self, x: Tensor, around: Around) -> Fused:
+        form = self.product.form(x.shape[0])
+        assert form is not None, f"{x.shape[0]} rows are more than a fused product takes"
+        return self.compute(x, around, form)
+
+    def compute(self, x: Tensor, around: Around, form: Form) -> Fused:
+        return self.product.launch(form, _rows(x), around)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _products(site: Site, shape: Shape, *, fused: bool) -> Callable[[Tensor, Tensor | None], Product]:
+    processors = torch.cuda.get_device_properties(site.device).multi_processor_count
+    forms = forms_for(shape, processors, measured_forms(site.device))
+    if fused:  # there is no vendor's
+        forms = tuple((most, form) for most, form in forms if form is not None)
+    scratch = make_scratch(shape, forms, site.device)
+    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic)
+
+
+def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], FlatLinear]:
+    make = _products(site, Shape(site.facts["out_features"], site.facts["in_features"]), fused=False)
+    return lambda weight, bias: FlatLinear(make(weight, bias))
+
+
+def create_fused(site: Site) -> Callable[[Tensor, Tensor | None], FusedLinear]:
+    gated = bool(site.facts["gated"])
+    shape = Shape(site.facts["out_features"] // (2 if gated else 1), site.facts["in_features"], gated)
+    make = _products(site, shape, fused=True)
+    return lambda weight, bias: FusedLinear(make(weight, bias))

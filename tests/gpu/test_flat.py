@@ -1,0 +1,91 @@
+"""Products of few rows on the card, compiled, against their twin: at the shapes of real models, in graphs, one behind the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels import Kernels, reference
+from headrace.kernels.around import Around
+from headrace.spec import Activation
+from support.card import check, require_card
+
+require_card()
+
+CUDA = torch.device("cuda")
+SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (3072, 2048), (2048, 2048), (2048, 8192), (1000, 2112), (4608, 3584)]
+ROWS = (1, 2, 8, 15, 16, 17, 33, 64)
+
+
+def offered(outs: int, ins: int, *, gated: bool, programmatic: bool) -> object:
+    kernels = Kernels(CUDA, programmatic=programmatic)
+    return kernels.offer("fused_linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, gated=gated)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=CUDA) * scale).bfloat16()
+
+
+@pytest.mark.parametrize("programmatic", [False, True], ids=["", "programmatic"])
+@pytest.mark.parametrize(("outs", "ins"), SHAPES, ids=str)
+def test_products_with_what_stands_around_them(outs: int, ins: int, programmatic: bool) -> None:
+    torch.manual_seed(outs)
+    pack = offered(outs, ins, gated=False, programmatic=programmatic)
+    for bias in (None, random(outs)):
+        weight = random(outs, ins, scale=ins**-0.5)
+        product, twin = pack(weight, bias), reference.fused_linear(weight, bias)  # type: ignore[operator]
+        for tokens in ROWS:
+            x, residual, scale = random(tokens, ins), random(tokens, outs), torch.rand(outs, device=CUDA) + 0.5
+            squares = torch.rand(300, tokens, device=CUDA) * ins / 150
+            for around in (Around(), Around(squares, 1e-5), Around(residual=residual, scale=scale.bfloat16())):
+                for _ in range(2):
+                    got, want = product(x, around), twin(x, around)
+                    check(got[0], want[0])
+                    if around.scale is not None:
+                        check(got[1], want[1])
+                        torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(14336, 4096), (8192, 2048), (1000, 1088)], ids=str)
+def test_gates(outs: int, ins: int) -> None:
+    torch.manual_seed(outs)
+    pack, weight = offered(2 * outs, ins, gated=True, programmatic=True), random(2 * outs, ins, scale=ins**-0.5)
+    product, twin = pack(weight, None), reference.fused_linear(weight, None)  # type: ignore[operator]
+    for tokens in ROWS:
+        for kind in (Activation.SILU, Activation.GELU_TANH):
+            around = Around(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, kind)
+            x = random(tokens, ins)
+            check(product(x, around)[0], twin(x, around)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40, 64])
+def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> None:
+    """Kernels that begin before the one before has ended, over the same memory again and again: the same bits as when each ends first."""
+    torch.manual_seed(tokens)
+    hidden, inner, layers = 2048, 8192, 12
+    ups, downs = random(2 * inner, hidden, scale=hidden**-0.5), random(hidden, inner, scale=0.2 * inner**-0.5)
+    scale, start = random(hidden), random(tokens, hidden)
+    results = []
+    for programmatic in (False, True):
+        up = offered(2 * inner, hidden, gated=True, programmatic=programmatic)(ups, None)  # type: ignore[operator]
+        down = offered(hidden, inner, gated=False, programmatic=programmatic)(downs, None)  # type: ignore[operator]
+
+        def chain(up: object = up, down: object = down) -> torch.Tensor:
+            residual, x, squares = start, start, start.float().square().sum(1)[None]
+            for _ in range(layers):
+                middle, _, _ = up(x, Around(squares, 1e-5, Activation.SILU))  # type: ignore[operator]
+                residual, x, squares = down(middle, Around(residual=residual, scale=scale))  # type: ignore[operator]
+            return residual
+
+        eager = chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain()
+        for _ in range(20):
+            captured.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(captured, eager)
+        results.append(eager.clone())
+    assert torch.equal(*results) and bool(results[0].isfinite().all())
