@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +243,7 @@ class StepRecorder:
                 "step_roofline_fraction": self.fraction.as_dict(),
                 "step_measured_over_predicted": self.prediction_error.as_dict(),
             },
-            "last_step": asdict(self._ring[-1]) if self._ring else None,
+            "last_step": {name: getattr(self._ring[-1], name) for name in StepRecord.__slots__} if self._ring else None,
         }
 
 

@@ -18,7 +18,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import process as frames
@@ -183,18 +182,18 @@ class EngineLoop:
         self._core.accounts.end(command.request_id, command.index)
 
     def _stats(self) -> dict[str, Any]:
-        return {**asdict(self._core.stats()), "steps": self._engine.recorder.summary()}
+        return {**frames.plain(self._core.stats()), "steps": self._engine.recorder.summary()}
 
     def _answer_recent(self, link: Link, command: frames.AskRecent) -> None:
         records = self._engine.recorder.after(command.step, at_most=RECENT_STEPS)
         decisions = [tuple(entry) for entry in self._core.scheduler.log.after(command.decision)]
-        _reply(link, command.number, {**self._stats(), "records": [asdict(each) for each in records], "decisions": decisions})
+        _reply(link, command.number, {**self._stats(), "records": [frames.plain(each) for each in records], "decisions": decisions})
 
     def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
         core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT))
         states = [core.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
-        shown = [None if account is None else asdict(account) for account in accounts]
+        shown = [None if account is None else frames.plain(account) for account in accounts]
         _reply(link, command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
 
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:
