@@ -112,17 +112,18 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
     from headrace.worker.stages import Stages
 
     stages = Stages(RealClock())
-    from headrace.worker.meter import create_recorder
+    from headrace.worker.meter import DeviceLimits, create_recorder
     from headrace.worker.settings import resolve_device
     from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device)
-    executor, loaded = create_executor(config, source, head_start, stages)
+    limits = DeviceLimits(device)
+    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
-    recorder, limits = create_recorder(source.config, executor.info, dtype=dtype, device=device)
-    return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, limits), recorder
+    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype)
+    return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder
 
 
 class LLM:

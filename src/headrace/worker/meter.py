@@ -7,10 +7,12 @@ What lives here: putting model shape, KV groups and device profile together. Wha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from headrace.config import Decision
 from headrace.cost.cost_model import CostModel
+from headrace.cost.profile import DeviceProfile
 from headrace.engine.executor import ExecutorInfo
 from headrace.metrics import StepRecorder
 from headrace.models import families
@@ -19,10 +21,21 @@ from headrace.worker.profile import resolve_profile
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def create_recorder(model_config: Mapping[str, Any], info: ExecutorInfo, *, dtype: str, device: str) -> tuple[StepRecorder, Decision]:
-    """``dtype`` is the one weights are held in; ``device`` is "cpu" or "cuda". Called after the worker has set its threads and
-    taken its memory: a glance at a card that was never measured borrows a GiB of what is left, and gives it back."""
-    profile, decision = resolve_profile(device)
+class DeviceLimits:
+    """The limits of ``device`` ("cpu" or "cuda"), looked up or glanced at when they are first asked for: with torch's threads set, best
+    while a start has to wait for something else. A glance at a card that was never measured borrows a GiB of it, and gives it back."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    @cached_property
+    def found(self) -> tuple[DeviceProfile | None, Decision]:
+        return resolve_profile(self._device)
+
+
+def create_recorder(model_config: Mapping[str, Any], info: ExecutorInfo, limits: DeviceLimits, *, dtype: str) -> tuple[StepRecorder, Decision]:
+    """``dtype`` is the one weights are held in."""
+    profile, decision = limits.found
     if profile is None:
         return StepRecorder(), decision
     groups = [group.spec for group in info.kv_groups]

@@ -5,7 +5,7 @@ What lives here: the order in which a worker comes to be. What may not: the part
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,13 +52,18 @@ STEP_SITES = (
 
 
 def create_executor(
-    config: EngineConfig, source: ModelSource, head_start: HeadStart | None = None, stages: Stages | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    head_start: HeadStart | None = None,
+    stages: Stages | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
-    """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far.
+    """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is called once on a
+    GPU, where the start would wait for its kernels and the device has nothing to do.
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    start = _Start(config, source, head_start, stages or Stages(RealClock()))
+    start = _Start(config, source, head_start, stages or Stages(RealClock()), meanwhile)
     try:
         return start.run()
     finally:
@@ -101,8 +106,11 @@ class _Start:
     """One start, in its order: device, decoder, [kernels begin to build], weights, products, [kernels waited for], memory divided, rows and
     KV, first steps, graphs. What is in brackets goes on in threads, on a GPU alone."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages) -> None:
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages, meanwhile: Callable[[], object]
+    ) -> None:
         self._config = config
+        self._meanwhile = meanwhile
         self._source = source
         self._process = process_memory()
         self._stages = stages
@@ -190,6 +198,7 @@ class _Start:
         with self._allotment.explaining("activations"):
             warm_linears(decoder, self._setting.device, max_num_seqs=rows, max_num_batched_tokens=tokens)
         self._stages.done("matrix products")
+        self._meanwhile()
         if self._ahead is not None:
             self._ahead.finish()
         torch.cuda.empty_cache()
