@@ -129,9 +129,9 @@ class Server:
         counts = [re.search(rf"^vllm:num_requests_{kind}{{.*}} (\d+)", page, re.M) for kind in ("running", "waiting")]
         return sum(int(found[1]) for found in counts if found)
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_idle(self, seconds: float = 5.0, headers: Mapping[str, str] | None = None) -> None:
         deadline = time.monotonic() + seconds
-        while self.running():
+        while self.running(headers):
             assert time.monotonic() < deadline, "requests still hold the engine"
             time.sleep(0.02)
 

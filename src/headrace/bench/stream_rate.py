@@ -2,8 +2,9 @@
 
 What lives here: a client that only reads sockets, the server it can start for itself, the figures. What may not: models.
 
-``python -m headrace.bench.stream_rate`` starts ``headrace serve --executor keyed-hash``, opens the streams from this process and
-counts every event. An event that is missing, or two tokens in one, is an error and not a figure.
+``headrace bench stream-rate`` starts ``headrace serve --executor keyed-hash``, opens the streams from this process and counts every
+event. An event that is missing, or two tokens in one, is an error and not a figure. Then it compares the first token's time with an
+engine's without HTTP.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import os
 import re
 import selectors
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -185,20 +187,23 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
-def measure_own(clients: int, tokens: int, route: str, repeats: int, flags: Sequence[str] = ()) -> list[StreamRate]:
-    """A server of our own, warmed up, measured ``repeats`` times, with the CPU time of its processes."""
-    with served("--max-num-seqs", str(clients), *flags) as (url, pid):
-        measure(url, clients=clients, tokens=16, route=route)
-        return [_with_cpu_times(url, pid, clients, tokens, route) for _ in range(repeats)]
+def show_first(first: FirstToken) -> str:
+    return (
+        f"first token: {first.http_milliseconds:.2f} ms over HTTP, {first.offline_milliseconds:.2f} ms offline, "
+        f"{first.distance:.2f} ms between (medians of {first.requests}, one after the other)"
+    )
 
 
-def _with_cpu_times(url: str, pid: int, clients: int, tokens: int, route: str) -> StreamRate:
-    engine = children(pid)
-    before = cpu_seconds(pid), sum(map(cpu_seconds, engine))
-    rate = measure(url, clients=clients, tokens=tokens, route=route)
-    after = cpu_seconds(pid), sum(map(cpu_seconds, engine))
+def _with_cpu_times(url: str, pid: int, clients: int, tokens: int, **shape: Any) -> StreamRate:
+    """The server is ours: all front ends together, and the engine."""
+    family = [pid, *children(pid)]
+    engine = [each for each in family if b"headrace.engine.process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    fronts = [each for each in family if each not in engine]
+    before = sum(map(cpu_seconds, fronts)), sum(map(cpu_seconds, engine))
+    rate = measure(url, clients=clients, tokens=tokens, **shape)
+    after = sum(map(cpu_seconds, fronts)), sum(map(cpu_seconds, engine))
     server, core = ((then - now) / (clients * tokens) * 1e6 for now, then in zip(before, after, strict=True))
-    return StreamRate(**{**asdict(rate), "server_microseconds": server, "engine_microseconds": core})
+    return replace(rate, server_microseconds=server, engine_microseconds=core)
 
 
 def show(rate: StreamRate) -> str:
@@ -213,24 +218,85 @@ def show(rate: StreamRate) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m headrace.bench.stream_rate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--url", help="a server that is running; without it one is started with the keyed-hash executor")
-    parser.add_argument("--api-key")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens a client")
-    parser.add_argument("--route", choices=sorted(ROUTES), default="completions")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    shape = {"clients": args.clients, "tokens": args.tokens, "route": args.route}
-    if args.url:
-        rates = [measure(args.url, **shape, api_key=args.api_key) for _ in range(args.repeats)]
+# --- the first token
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Medians in milliseconds of requests sent one after the other: over HTTP, and by an engine in this process."""
+
+    requests: int
+    http_milliseconds: float
+    offline_milliseconds: float
+
+    @property
+    def distance(self) -> float:
+        return self.http_milliseconds - self.offline_milliseconds
+
+
+def first_token(url: str, *, requests: int = 200, route: str = "completions", api_key: str | None = None) -> FirstToken:
+    """From the first byte sent to the first event read, on a connection that is open; beside it ``LLM.generate`` of one token."""
+    over_http, offline = [_first_event(url, route, seed, api_key) for seed in range(requests)], _offline(requests)
+    return FirstToken(requests, 1e3 * statistics.median(over_http), 1e3 * statistics.median(offline))
+
+
+def _first_event(url: str, route: str, seed: int, api_key: str | None) -> float:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=60) as sock:
+        client = _Client(sock)
+        time.sleep(0.002)  # the connection is accepted meanwhile
+        begun = time.perf_counter()
+        sock.sendall(request_bytes(url, route, 2, seed, api_key))
+        while client.read():
+            pass
+        _check(client, 2, route)
+        assert client.first is not None
+        return client.first - begun
+
+
+def _offline(requests: int) -> list[float]:
+    from headrace.engine.llm import LLM
+    from headrace.request import SamplingParams
+
+    llm, params, times = LLM(executor="keyed-hash"), SamplingParams(max_tokens=1, ignore_eos=True), []
+    for seed in range(requests):
+        begun = time.perf_counter()
+        llm.generate([f"client {seed}"], params, use_tqdm=False)
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+# --- the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
+    parser.add_argument("--api-key", help="sent as bearer token")
+    parser.add_argument("--api-server-count", type=int, default=1, help="front ends of the server that is started (default: 1)")
+    parser.add_argument("--clients", type=int, default=64, help="streams at once (default: 64)")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens a client (default: 1000)")
+    parser.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="default: completions")
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    with _server(args) as (url, pid):
+        measure(url, clients=args.clients, tokens=16, route=args.endpoint, api_key=args.api_key)  # warms up
+        shape = {"clients": args.clients, "tokens": args.tokens, "route": args.endpoint, "api_key": args.api_key}
+        rates = [measure(url, **shape) if pid is None else _with_cpu_times(url, pid, **shape) for _ in range(args.repeats)]
+        first = first_token(url, route=args.endpoint, api_key=args.api_key)
+    if args.json:
+        print(json.dumps({"rates": [asdict(rate) for rate in rates], "first_token": asdict(first)}, indent=1))
     else:
-        rates = measure_own(**shape, repeats=args.repeats)
-    print(json.dumps([asdict(rate) for rate in rates], indent=1) if args.json else "\n".join(map(show, rates)))
+        print("\n".join([*map(show, rates), show_first(first)]))
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@contextmanager
+def _server(args: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
+    if args.base_url:
+        yield args.base_url, None
+        return
+    with served("--max-num-seqs", str(args.clients), "--api-server-count", str(args.api_server_count)) as started:
+        yield started

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +53,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "arena": Benchmark("headrace.bench.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True),
     "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("headrace.bench.masks", "structured output: a schema's first mask, and each token's"),
-    "stream-rate": Benchmark(__name__, "tokens a second one server streams, nothing computed", "add_stream_rate_arguments", "run_stream_rate"),
+    "stream-rate": Benchmark("headrace.bench.stream_rate", "tokens a second one server streams, nothing computed"),
 }
 
 
@@ -97,25 +96,3 @@ def _config_behind(name: str, flags: Sequence[str]) -> EngineConfig:
     parser = CommandParser(prog=f"headrace bench {name} … --")
     add_config_flags(parser, EngineConfig)
     return engine_config(parser.parse_args(list(flags)))
-
-
-def add_stream_rate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
-    parser.add_argument("--api-key", help="sent as bearer token")
-    parser.add_argument("--clients", type=int, default=64, help="streams at once (default: 64)")
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens a client (default: 1000)")
-    parser.add_argument("--endpoint", choices=("chat", "completions"), default="completions", help="default: completions")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-
-
-def run_stream_rate(args: argparse.Namespace) -> int:
-    from headrace.bench import stream_rate
-
-    if args.base_url:
-        shape = {"clients": args.clients, "tokens": args.tokens, "route": args.endpoint, "api_key": args.api_key}
-        rates = [stream_rate.measure(args.base_url, **shape) for _ in range(args.repeats)]
-    else:
-        rates = stream_rate.measure_own(args.clients, args.tokens, args.endpoint, args.repeats)
-    print(json.dumps([asdict(rate) for rate in rates], indent=1) if args.json else "\n".join(map(stream_rate.show, rates)))
-    return 0

@@ -1,0 +1,263 @@
+"""Several front ends of one engine: whichever answers says the same, and one that dies or stops costs the others' clients nothing.
+
+(No model: keyed hash.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.server.lifecycle import bind_unix
+from support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
+
+HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
+KEYS = ("--api-key", "key-one", "key-two")
+ONE, TWO = {"Authorization": "Bearer key-one"}, {"Authorization": "Bearer key-two"}
+AS_ONE = "Authorization: Bearer key-one"
+TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 200, "ignore_eos": True, "stream": True}
+QUICK_TO_JUDGE = (  # a front end that hangs is found after a second
+    sys.executable, "-c",
+    "import sys; from headrace.server import household; household.FRONT_HANG_SECONDS = 1.2; from headrace.cli import main; sys.exit(main())",
+    "serve", "--port", "0",
+)  # fmt: skip
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def fronts(server: Server) -> list[int]:
+    return [pid for pid in server.children() if b"headrace.server.front" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def owner_of(server: Server, sock: socket.socket) -> int:
+    """The front end that holds the other end of a connection."""
+    local, remote = sock.getsockname()[1], sock.getpeername()[1]
+    wanted = f"{remote:04X} 0100007F:{local:04X} 01"
+    line = next(each for each in Path("/proc/net/tcp").read_text().splitlines() if wanted in each)
+    inode = f"socket:[{line.split()[9]}]"
+    for pid in fronts(server):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(link) == inode for link in Path(f"/proc/{pid}/fd").iterdir()):
+                return pid
+    raise AssertionError("nobody holds it")
+
+
+def stream(server: Server, **fields: Any) -> tuple[socket.socket, bytes, int]:
+    """A stream that has begun, what has been read of it, and whose it is."""
+    sock = server.raw(post_bytes("/v1/completions", {**TEXT, **fields}, AS_ONE, "Connection: close"))
+    head = read_until(sock, b"data: ")
+    return sock, head, owner_of(server, sock)
+
+
+def ended(sock: socket.socket, head: bytes) -> tuple[list[Any], bool]:
+    _, body, complete = split_response(head + read_until_closed(sock))
+    return events_of(body), complete
+
+
+def each_front(server: Server) -> list[http.client.HTTPConnection]:
+    """One connection to each front end: they are dealt out evenly among those that hold none."""
+    opened: dict[int, http.client.HTTPConnection] = {}
+    for _ in range(40):
+        connection = server.connect()
+        connection.connect()
+        send(connection, "GET", "/health")
+        opened.setdefault(owner_of(server, connection.sock), connection)
+        if len(opened) == 2:
+            return list(opened.values())
+    raise AssertionError("one front end takes all connections")
+
+
+def counted(page: str, name: str) -> float:
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.M))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(*HASH, *KEYS, command=QUICK_TO_JUDGE) as running:
+        wait_for(lambda: any(line.startswith("Ready after") for line in running.lines))
+        yield running
+
+
+def test_the_start_says_it_once_and_lines_say_whose_they_are(server: Server) -> None:
+    for connection in each_front(server):
+        assert send(connection, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, ONE).status == 200
+    wait_for(lambda: {found[1] for line in server.lines if (found := re.search(r"request front=(\d) ", line))} == {"1", "2"})
+    assert sum("listens on" in line for line in server.lines) == sum(line.startswith("Ready after") for line in server.lines) == 1
+    assert any(line.split()[:2] == ["api_server_count", "2:"] for line in server.lines)
+
+
+def test_whoever_is_asked_counts_for_all(server: Server) -> None:
+    connections = each_front(server)
+    before = send(connections[0], "GET", "/metrics", headers=ONE).body.decode()
+    for connection in connections:
+        for _ in range(3):
+            assert send(connection, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 5, "ignore_eos": True}, ONE).status == 200
+    pages = [send(connection, "GET", "/metrics", headers=ONE).body.decode() for connection in connections]
+    for name, more in (("vllm:generation_tokens_total", 30), ("vllm:request_success_total", 6), ("vllm:time_to_first_token_seconds_count", 6),
+                       ("headrace_steps_total", None)):  # fmt: skip
+        values = [counted(page, name) for page in (before, *pages)]
+        assert values == sorted(values) and (more is None or values[1] == values[2] == values[0] + more), name
+    wait_for(lambda: send(connections[0], "GET", "/v1/dashboard", headers=ONE).json["steps"]["rows"], 3)  # the next sample
+    shown = [send(connection, "GET", "/v1/dashboard", headers=ONE).json for connection in connections]
+    assert shown[0]["created"] == shown[1]["created"] and shown[0]["finished"] == shown[1]["finished"]
+    assert (
+        shown[0]["steps"]["rows"]
+        and shown[0]["decisions"]
+        and {row[0] for row in shown[0]["steps"]["rows"]} <= {row[0] for row in shown[1]["steps"]["rows"]}
+    )
+    assert any(re.match(r"Request [12]\.\d+ admitted", entry["text"]) for entry in shown[1]["decisions"])
+
+
+def test_a_request_is_found_from_any_front_end_by_its_own_key_alone(server: Server) -> None:
+    sock, head, _ = stream(server, max_tokens=400)
+    found = re.search(rb"x-request-id: (\w+)", head)
+    assert found is not None
+    name = found[1].decode()
+    for connection in each_front(server):
+        shown = send(connection, "GET", f"/v1/requests/{name}", headers=ONE)
+        assert shown.status == 200 and shown.json["state"] == "running" and shown.json["prompts"]["running"] == 1
+        assert [each["id"] for each in send(connection, "GET", "/v1/requests", headers=ONE).json["data"]] == [shown.json["id"]]
+        assert send(connection, "GET", f"/v1/requests/{name}", headers=TWO).status == 404
+        assert not send(connection, "GET", "/v1/requests", headers=TWO).json["data"]
+    sock.close()
+
+
+def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) -> None:
+    server.wait_idle(headers=ONE)
+    first, second = each_front(server)
+    asked = {"prompt": "a long and shared beginning " * 20, "max_tokens": 1}
+    cached = [send(each, "POST", "/v1/completions", asked, ONE).json["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, second)]
+    assert cached[0] == 0 < cached[1]  # the tenant is the same to both
+    assert send(first, "POST", "/v1/completions", asked, TWO).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    streams = [server.raw(post_bytes("/v1/completions", TEXT, AS_ONE, "Connection: close")) for _ in range(20)]
+    heads = [read_until(sock, b"\r\n") for sock in streams]
+    assert sorted(head.split()[1] for head in heads) == [b"200"] * 16 + [b"429"] * 4
+    for sock in streams:
+        sock.close()
+
+
+def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(server: Server) -> None:
+    server.wait_idle(headers=ONE)
+    streams = [stream(server) for _ in range(6)]
+    victim = streams[0][2]
+    assert {whose for *_, whose in streams} == set(fronts(server))
+    before = counted(server.ask("GET", "/metrics", headers=ONE).body.decode(), "vllm:generation_tokens_total")
+    os.kill(victim, signal.SIGKILL)
+    lost = sum(whose == victim for *_, whose in streams)
+    for sock, head, whose in streams:
+        events, complete = ended(sock, head) if whose != victim else ([], False)
+        assert complete == (whose != victim) and (not complete or (events[-1] == "[DONE]" and len(events) >= 200))
+        if whose == victim:
+            assert b"[DONE]" not in read_until_closed(sock)
+    server.wait_idle(headers=ONE)
+    wait_for(lambda: any("serves again" in line for line in server.lines) and len(fronts(server)) == 2)
+    page = server.ask("GET", "/metrics", headers=ONE).body.decode()
+    assert counted(page, "vllm:generation_tokens_total") >= before
+    assert counted(page, 'vllm:request_success_total{model_name="demo",finished_reason="abort"}') >= lost
+    assert any(re.search(r"Front end \d ended: signal 9 \(SIGKILL\).*the others' go on", line) for line in server.lines)
+    assert victim not in fronts(server) and len(each_front(server)) == 2
+
+
+def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Server) -> None:
+    server.wait_idle(headers=ONE)
+    streams = [stream(server) for _ in range(4)]
+    victim = streams[0][2]
+    os.kill(victim, signal.SIGSTOP)
+    begun = time.monotonic()
+    for sock, head, whose in streams:
+        if whose != victim:
+            events, complete = ended(sock, head)
+            assert complete and events[-1] == "[DONE]"
+    assert time.monotonic() - begun < 5 and server.ask("GET", "/health").status == 200
+    wait_for(lambda: victim not in fronts(server) and len(fronts(server)) == 2)
+    assert any("hangs: its event loop has not turned" in line for line in server.lines)
+    server.wait_idle(headers=ONE)
+
+
+def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
+    with serving(*HASH, *KEYS, command=SERVE) as server:
+        wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
+        streams = [stream(server, max_tokens=3000) for _ in range(4)]
+        (engine,) = [pid for pid in server.children() if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(engine, signal.SIGKILL)
+        begun = time.monotonic()
+        for sock, head, _ in streams:
+            events, complete = ended(sock, head)
+            assert not complete and events[-1]["error"]["type"] == "service_unavailable_error"
+        assert server.wait(10) == 1 and time.monotonic() - begun < 5
+        assert sum("The engine has died" in line for line in server.lines) == 1
+        wait_for(lambda: not server.children(), 5)
+
+
+def test_a_signal_lets_all_streams_of_all_front_ends_end() -> None:
+    with serving(*HASH, *KEYS, command=SERVE) as server:
+        wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
+        streams = [stream(server) for _ in range(6)]
+        assert len({whose for *_, whose in streams}) == 2
+        server.signal()
+        for sock, head, _ in streams:
+            events, complete = ended(sock, head)
+            assert complete and events[-1] == "[DONE]"
+        assert server.wait(5) == 0 and not server.children()
+        assert any("Stopping: 6 running requests" in line for line in server.lines)
+
+
+def test_what_keeps_front_ends_from_starting_is_said_once() -> None:
+    command = [*SERVE, "--executor", "keyed-hash", "--api-server-count", "2", "--moderation", "no_such_module:judge"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment(), check=False)
+    assert done.returncode == 2 and done.stderr.count("headrace: --moderation") == 1 and "Traceback" not in done.stderr
+
+
+def test_a_unix_socket_serves_whom_the_file_lets_in(tmp_path: Path) -> None:
+    path = tmp_path / "api"
+    command = [sys.executable, "-m", "headrace", "serve", "--executor", "keyed-hash", "--uds", str(path), "--api-server-count", "2"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _ask_unix(path).startswith(b"HTTP/1.1 200"))
+        assert path.stat().st_mode & 0o777 == 0o600
+        process.terminate()
+        assert process.wait(5) == 0 and not path.exists()
+    finally:
+        process.kill()
+        process.wait(5)
+
+
+def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "api"
+    first = bind_unix(str(path), 0o666)
+    assert path.stat().st_mode & 0o777 == 0o666
+    with pytest.raises(ConfigError, match="in use"):
+        bind_unix(str(path), 0o600)
+    first.close()  # as a killed server leaves it
+    bind_unix(str(path), 0o600).close()
+    path.unlink()
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="--uds"):
+        bind_unix(str(path), 0o600)
+    assert path.read_text() == "mine"
+
+
+def _ask_unix(path: Path) -> bytes:
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.connect(str(path))
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: anything\r\nConnection: close\r\n\r\n")
+        return read_until_closed(sock)
+    return b""

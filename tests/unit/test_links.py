@@ -1,0 +1,183 @@
+"""The engine's sockets and the front ends' shared numbers: who is behind, gone or hostile costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.engine import links as links_module
+from headrace.engine import process as frames
+from headrace.engine.links import Left, Link, Links, ParentGone
+from headrace.request import SequenceOutput
+from headrace.server.accept import Acceptor
+from headrace.server.exposition import ServerMetrics
+from headrace.server.ledger import Ledger, Page, Watch
+
+GUEST = 3
+
+
+class Guests:
+    """Links to a parent and to one more front end; the other ends are plain sockets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.parent, ours = socket.socketpair()
+        self.links = Links(Link(ours, frames.Command))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "engine"))
+            listener.listen()
+            self.links.attach(frames.Attach(str(folder / "engine"), b"secret", GUEST), frames.pack(frames.Beat(0, "idle", 0.0, 0.0)))
+            self.guest, _ = listener.accept()
+        assert frames.Unpacker(frames.Event).feed(self.guest.recv(4096)).__next__() == frames.Hello(b"secret")
+
+
+@pytest.fixture
+def guests(tmp_path: Path) -> Iterator[Guests]:
+    made = Guests(tmp_path)
+    yield made
+    made.parent.close()
+    made.guest.close()
+
+
+def output(serial: int, number: int, tokens: int = 1) -> SequenceOutput:
+    return SequenceOutput((serial << frames.SERIAL_SHIFT) + number, 0, (7,) * tokens)
+
+
+def received(sock: socket.socket) -> list[SequenceOutput]:
+    sock.settimeout(2)
+    (frame,) = frames.Unpacker(frames.Event).feed(sock.recv(1 << 20))
+    return list(frames.unpack_step(frame))
+
+
+def test_each_gets_its_own_rows_and_rows_of_the_gone_are_named(guests: Guests) -> None:
+    unwanted = guests.links.send_step([output(GUEST, 1), output(0, 1), output(9, 4), output(GUEST, 2)])
+    assert received(guests.parent) == [output(0, 1)] and received(guests.guest) == [output(GUEST, 1), output(GUEST, 2)]
+    assert set(unwanted) == {output(9, 4).request_id}
+
+
+def said(guests: Guests, data: bytes) -> list[object]:
+    guests.guest.sendall(data)
+    return [frame for link, frame in guests.links.wait() if link.serial == GUEST]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frames.pack(frames.Shutdown()),  # the parent's word alone
+        frames.pack(frames.Attach("/tmp/x", b"", 5)),
+        frames.pack(frames.Abort(1)),  # another's request
+        frames.pack(frames.Finish((GUEST + 1) << frames.SERIAL_SHIFT, 0, 1)),
+        b"\x03\x00\x00\x00abc",
+        b"\xff\xff\xff\xff",
+    ],
+)
+def test_a_front_end_that_says_what_it_may_not_is_cut_off_alone(guests: Guests, data: bytes) -> None:
+    assert said(guests, frames.pack(frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1))) == [frames.Abort((GUEST << frames.SERIAL_SHIFT) + 1)]
+    assert said(guests, data) == [Left()]
+    guests.guest.settimeout(2)
+    while guests.guest.recv(4096):
+        pass
+    guests.parent.sendall(frames.pack(frames.AskStats(1)))
+    assert [frame for _, frame in guests.links.wait()] == [frames.AskStats(1)]
+
+
+def test_the_parents_end_is_the_end(guests: Guests) -> None:
+    guests.parent.close()
+    with pytest.raises(ParentGone):
+        guests.links.wait()
+
+
+def test_a_reader_that_stops_is_waited_for_no_longer_than_a_moment_and_misses_nothing(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "STALLED_SECONDS", 0.1)
+    begun, steps = time.perf_counter(), 400
+    for number in range(steps):
+        guests.links.send_step([output(GUEST, number, 1000)])
+    assert time.perf_counter() - begun < 2.0
+    guests.links.send_step([output(0, 1)])
+    assert received(guests.parent) == [output(0, 1)]
+    unpacker, rows = frames.Unpacker(frames.Event), list[int]()
+    guests.guest.settimeout(0.05)
+    while len(rows) < steps:
+        for frame in unpacker.feed(guests.guest.recv(1 << 20)):
+            rows += [out.request_id & 0xFFFF for out in frames.unpack_step(frame)]
+        guests.links._flush()
+    assert rows == list(range(steps))
+
+
+def test_a_reader_that_owes_too_much_has_left(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "STALLED_SECONDS", 0.01)
+    monkeypatch.setattr(links_module, "MAX_OWED", 1 << 20)
+    for number in range(1000):
+        guests.links.send_step([output(GUEST, number, 1000)])
+    assert [frame for _, frame in guests.links.poll()] == [Left()]
+
+
+# --- shared numbers
+
+
+def test_counters_are_sums_that_outlive_whoever_counted() -> None:
+    ledger = Ledger.create(2)
+    one, two = (ServerMetrics(["/a"], page) for page in ledger.pages)
+    one.count_answer("/a", 200)
+    one.inter_token.observe(0.02)
+    two.inter_token.observe(0.5)
+    two.generation_tokens += 7
+    ledger.pages[0].live = 3
+    ledger.pages[0].vacate()
+    other = Ledger.open(os.dup(ledger.fd), 2)  # another process's view
+    again = ServerMetrics(["/a"], other.pages[0])  # the next at the same place counts on
+    again.count_answer("/a", 200)
+    total = again.summed(other.pages)
+    assert total.answers["/a", "2xx"] == 2 and total.generation_tokens == 7 and ledger.live == 0
+    assert total.inter_token.count == 2 and total.inter_token.total == pytest.approx(0.52)
+
+
+def test_places_are_those_of_all() -> None:
+    ledger = Ledger.create(2)
+    one, two = ledger.pages
+    assert ledger.try_hold(one, 3, 4) and not ledger.try_hold(two, 2, 4) and ledger.try_hold(two, 1, 4) and not ledger.try_hold(one, 1, 4)
+    assert (one.live, two.live) == (3, 1)
+
+
+def test_a_loop_that_turns_is_told_from_one_that_does_not() -> None:
+    page = Page()
+    watch = Watch(page, 3)
+    assert [watch.hung() for _ in range(3)] == [False, False, True]
+    page.ints[2] += 1
+    assert not watch.hung() and not watch.hung()
+
+
+def test_connections_are_dealt_out_evenly() -> None:
+    async def accept() -> list[int]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(64)
+            listener.setblocking(False)
+            pages, taken = [Page(), Page()], [0, 0]
+
+            class Taken(asyncio.Protocol):
+                def __init__(self, place: int) -> None:
+                    taken[place] += 1
+                    pages[place].connections += 1
+
+            doors = [listener.dup(), listener.dup()]  # as two processes have them
+            acceptors = [Acceptor(doors[place], lambda place=place: Taken(place), pages[place], pages) for place in (0, 1)]  # type: ignore[misc]
+            for acceptor in acceptors:
+                acceptor.start()
+            clients = [await asyncio.open_connection(*listener.getsockname()) for _ in range(24)]
+            await asyncio.sleep(0.05)
+            for acceptor in acceptors:
+                acceptor.close()
+            for door in doors:
+                door.close()
+            for _, writer in clients:
+                writer.close()
+            return taken
+
+    first, second = asyncio.run(accept())
+    assert first + second == 24 and abs(first - second) <= 4
