@@ -64,6 +64,23 @@ def test_a_bound_that_is_missing_is_noticed(careless: Server) -> None:
         checks_boundary.fan_out(careless, 20_000)
 
 
+def test_a_million_tokens_of_prompt_hold_up_nobody() -> None:
+    checks_boundary.million_tokens(10, 4 << 20, slack=5.0)
+
+
+def test_large_bodies_that_hold_up_everybody_are_noticed() -> None:
+    defect = """
+        import time
+        from headrace.server.threads import Threads
+        async def inline(self, size, work):
+            time.sleep(0.6 * (size > 10**6))
+            return work()
+        Threads.run = inline
+    """
+    with pytest.raises(AssertionError, match="probes p99"):
+        checks_boundary.million_tokens(3, 4 << 20, slack=5.0, command=planted(defect))
+
+
 def test_bodies_in_tiny_chunks_and_pipelines_and_halves(server: Server) -> None:
     checks_boundary.dribble(server, 30_000)
     checks_boundary.pipeline(server, 60)
