@@ -21,7 +21,7 @@ from headrace.models import loader
 from headrace.quant.unquantized import Unquantized
 from headrace.worker.graphs import buckets_up_to
 from headrace.worker.stages import Stages
-from headrace.worker.warm_up import warm_linears
+from headrace.worker.warm_up import product_sizes, warm_linears
 from support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -98,6 +98,8 @@ def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: 
     kernels, cpu = Kernels(torch.device("cpu")), torch.device("cpu")
     sizes = [(8, 16), (16, 8)]
     layers = [Linear(*each, bias=False, dtype=torch.float32, device=cpu, kernels=kernels, method=Unquantized()) for each in sizes]
-    warm_linears(nn.ModuleList(layers), cpu, max_num_seqs=min(rows, tokens), max_num_batched_tokens=tokens)
+    made = product_sizes(min(rows, tokens), tokens)
+    assert made[: len(buckets_up_to(min(rows, tokens)))] == buckets_up_to(min(rows, tokens)) and max(made) >= tokens * 3 // 4
+    warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))
     assert set(buckets_up_to(min(rows, tokens))) <= set(counts)
     assert [counts.count(count) for count in buckets_up_to(min(rows, tokens))][-1] >= 2  # for each shape

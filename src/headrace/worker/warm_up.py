@@ -90,18 +90,23 @@ def _edits(new: NewRow, groups: Sequence[KVGroup]) -> Iterator[tuple[int, int, i
             yield new.row, group, index
 
 
-def warm_linears(decoder: nn.Module, device: torch.device, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    """Every product's shape once for every number of tokens that matters: the library picks a kernel by it and loads it then.
-
-    Batches that graphs are captured for (a capture must load nothing), then larger steps; the widest layer, the head, for the former alone.
-    """
-    few = buckets_up_to(max_num_seqs)
+def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens that matter: of batches that graphs are captured for (a capture must load nothing), then of larger steps."""
     many = [count for size in (512, 1024, 2048, 4096, 8192, 16384) for count in (size * 3 // 4, size)]
+    few = buckets_up_to(max_num_seqs)
+    return tuple(dict.fromkeys([*few, *(count for count in many if few[-1] < count <= max_num_batched_tokens)]))
+
+
+def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int], *, max_num_seqs: int) -> None:
+    """Every product's shape once for each of so many tokens: the library picks a kernel by it and loads it then.
+
+    The widest layer, the head, computes no more rows than there are sequences.
+    """
     layers = {(each.shape.in_features, each.shape.out_features): each for each in decoder.modules() if isinstance(each, Linear)}
-    widest = max((out for _, out in layers), default=0)
+    widest, most = max((out for _, out in layers), default=0), buckets_up_to(max_num_seqs)[-1]
     with torch.inference_mode():
         for (ins, outs), layer in layers.items():
-            counts = few if outs == widest else [*few, *(count for count in many if count <= max_num_batched_tokens)]
-            x = torch.zeros(max(counts), ins, dtype=layer.shape.dtype, device=device)
+            counts = [count for count in sizes if outs != widest or count <= most]
+            x = torch.zeros(max(counts, default=0), ins, dtype=layer.shape.dtype, device=device)
             for count in counts:
                 layer.forward(x[:count])

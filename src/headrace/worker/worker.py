@@ -20,6 +20,7 @@ from headrace.errors import ConfigError
 from headrace.head_start import HeadStart
 from headrace.kernels import Kernels
 from headrace.kernels.ahead import CompileAhead
+from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes
 from headrace.kernels.triton import candidates as triton
 from headrace.models import families, loader
@@ -37,7 +38,7 @@ from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rows import Rows
 from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
 from headrace.worker.stages import Stages
-from headrace.worker.warm_up import warm_linears, warm_up
+from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
 __all__ = ["create_executor", "device_kind"]
 
@@ -192,20 +193,23 @@ class _Start:
         """On a GPU: what steps need besides weights is measured, once nothing else allocates."""
         if not self._cuda:
             return draft
-        rows, tokens = self._demand.most_rows, self._setting.tokens_a_step
-        if self._ahead is not None and self._kernels.batch_invariant:
-            self._ahead.finish()  # products are kernels of our own then, and are built by the threads
-        with self._allotment.explaining("activations"):
-            warm_linears(decoder, self._setting.device, max_num_seqs=rows, max_num_batched_tokens=tokens)
-        self._stages.done("matrix products")
+        sizes = product_sizes(self._demand.most_rows, self._setting.tokens_a_step)
+        ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS  # up to so many, kernels of our own: the threads build them
+        self._multiply(decoder, [size for size in sizes if size > ours])
         self._meanwhile()
         if self._ahead is not None:
             self._ahead.finish()
-        torch.cuda.empty_cache()
         self._stages.done("kernels waited for")
+        self._multiply(decoder, [size for size in sizes if size <= ours])
+        torch.cuda.empty_cache()
         plan = self._allotment.settle(decoder, draft.max_model_len, partial(self._create_runner, decoder), graphable=self._kernels.graphable)
         self._stages.done("largest steps")
         return plan
+
+    def _multiply(self, decoder: Decoder, sizes: Sequence[int]) -> None:
+        with self._allotment.explaining("activations"):
+            warm_linears(decoder, self._setting.device, sizes, max_num_seqs=self._demand.most_rows)
+        self._stages.done("matrix products")
 
     def _allocate(self, plan: KVPlan) -> tuple[Rows, list[Tensor]]:
         setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.rows
