@@ -56,9 +56,12 @@ def as_on_a_card() -> None:
     torch.empty = lambda *shape, **named: stock(*shape, **named).zero_()  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
     candidates.missing = lambda device: None  # type: ignore[assignment]
+    candidates.SMALL_WEIGHT = 1
+    ours = (candidates.TRITON, candidates.FLAT, candidates.FUSED)
     registry.CANDIDATES = {  # type: ignore[misc]
-        op: tuple(replace(each, devices=("cpu",)) for each in group if each.name == candidates.TRITON)
+        op: tuple(replace(each, devices=("cpu",)) for each in group if each.name in ours)
         for op, group in registry.CANDIDATES.items()
     }
 
@@ -87,7 +90,7 @@ def main(config: dict[str, Any], *, invariant: bool) -> None:
     only_identified(seen)
     as_on_a_card()
     spec = spec_from_config(config)
-    kernels = Kernels(CPU, strict=True, batch_invariant=invariant)
+    kernels = Kernels(CPU, strict=True, batch_invariant=invariant, programmatic=True)
     sizes = Sizes(spec, torch.bfloat16, BLOCK_SIZE, LONGEST, ROWS, TOKENS)
     with torch.inference_mode():
         decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)

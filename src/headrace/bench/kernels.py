@@ -176,11 +176,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each row of the table (default: 0.3)")
     parser.add_argument("--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
+    parser.add_argument("--tune", action="store_true", help="find the best forms of the products of few rows on this card, and keep them")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all rows as JSON")
 
 
 def run_command(args: argparse.Namespace) -> int:
     """The sub-command. Returns 1 if any candidate was wrong."""
+    if args.tune:
+        return _tune(args)
     bench = KernelBench(
         spec=_read_spec(args.model) if args.model else DEFAULT_SPEC,
         dtype=args.dtype,
@@ -202,6 +205,22 @@ def run_command(args: argparse.Namespace) -> int:
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
     return int(any(row.wrong for row in rows))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from headrace.bench import tune
+    from headrace.kernels.triton.flat_measured import keep_forms, kept_forms
+
+    if args.device != "cuda":
+        raise ConfigError("--tune measures a GPU; add --device cuda.")
+    begun, spec = time.monotonic(), _read_spec(args.model) if args.model else DEFAULT_SPEC
+    tuned = tune.tune(tune.shapes_of(spec), 4 * cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0, print)
+    print(tune.render(tuned, limits_now("cuda").read_bandwidth))
+    keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
+    print(f"kept in {kept_forms()}, after {time.monotonic() - begun:.0f} s; the next start uses them")
+    if args.output_json:
+        write_json(args.output_json, {"tuned": [asdict(each) for each in tuned]})
+    return 0
 
 
 @contextmanager

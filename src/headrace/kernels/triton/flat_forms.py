@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from headrace.kernels.around import MOST_ROWS
 
 VECTOR, FLAT = "vector", "flat"
+LARGE = 32768  # columns of a weight that gives every processor many tiles, however large
+MOST_PROGRAMS = 400  # that share tiles: their parts have to be added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +72,25 @@ def _rule(shape: Shape, most: int, processors: int) -> Form:
     tiles = -(-shape.outs // 64)
     ways = next((ways for ways in (1, 2, 4) if tiles * ways > processors // 2), 4)
     return flat(rows, 64, 128, 5 if rows < 64 else 6, ways if shape.ins >= 512 * ways else 1)
+
+
+def candidate_forms(shape: Shape, most: int) -> tuple[Form, ...]:
+    """The forms worth trying for up to so many rows: those that were quickest somewhere, and their neighbours."""
+    forms = [*(_vectors() if most == 1 else ()), *_flats(shape, max(16, most))]
+    return tuple(form for form in forms if form.fits(shape))
+
+
+def _vectors() -> list[Form]:
+    sizes = ((4, 1024, 0, 4), (2, 1024, 0, 4), (2, 1024, 1, 4), (4, 512, 0, 2), (4, 512, 2, 2), (2, 512, 2, 2), (8, 512, 1, 4), (2, 2048, 1, 4))
+    return [vector(*size, late=late) for size in sizes for late in (False, True)]
+
+
+def _flats(shape: Shape, rows: int) -> list[Form]:
+    if shape.gated:
+        sizes = [(64, 128, 3), (64, 128, 4), (64, 64, 4), (64, 64, 6)]
+    else:
+        sizes = [(64, 128, 4), (64, 128, 5), (64, 128, 6), (64, 256, 4 if rows < 64 else 2)]
+        sizes += [(128, 128, 4), (128, 64, 5)] if shape.outs >= LARGE else []
+    tiles = -(-shape.outs // 64)
+    ways = [each for each in (1, 2, 4) if each == 1 or (not shape.gated and tiles * each <= MOST_PROGRAMS)]
+    return [flat(rows, *size, each) for size in sizes for each in ways if size[0] == 64 or each == 1]
