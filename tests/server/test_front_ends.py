@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ AS_ONE = "Authorization: Bearer key-one"
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 200, "ignore_eos": True, "stream": True}
 QUICK_TO_JUDGE = (  # a front end that hangs is found after a second
     sys.executable, "-c",
-    "import sys; from headrace.server import household; household.FRONT_HANG_SECONDS = 1.2; from headrace.cli import main; sys.exit(main())",
+    "import sys; from headrace.server import household; household.FRONT_HANG_SECONDS = 2.5; from headrace.cli import main; sys.exit(main())",
     "serve", "--port", "0",
 )  # fmt: skip
 
@@ -44,27 +44,36 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 def fronts(server: Server) -> list[int]:
-    return [pid for pid in server.children() if b"headrace.server.front" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return members(server, b"headrace.server.front")
 
 
-def owner_of(server: Server, sock: socket.socket) -> int:
-    """The front end that holds the other end of a connection."""
-    local, remote = sock.getsockname()[1], sock.getpeername()[1]
-    wanted = f"{remote:04X} 0100007F:{local:04X} 01"
-    line = next(each for each in Path("/proc/net/tcp").read_text().splitlines() if wanted in each)
-    inode = f"socket:[{line.split()[9]}]"
-    for pid in fronts(server):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) == inode for link in Path(f"/proc/{pid}/fd").iterdir()):
-                return pid
-    raise AssertionError("nobody holds it")
+def members(server: Server, module: bytes) -> list[int]:
+    found = []
+    for pid in server.children():
+        with contextlib.suppress(OSError):  # it may be gone meanwhile
+            found += [pid] if module in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return found
 
 
-def stream(server: Server, **fields: Any) -> tuple[socket.socket, bytes, int]:
-    """A stream that has begun, what has been read of it, and whose it is."""
-    sock = server.raw(post_bytes("/v1/completions", {**TEXT, **fields}, AS_ONE, "Connection: close"))
-    head = read_until(sock, b"data: ")
-    return sock, head, owner_of(server, sock)
+def owners(server: Server, socks: Sequence[socket.socket]) -> list[int]:
+    """The front ends that hold the other ends of these connections."""
+    holders = {os.readlink(link): pid for pid in fronts(server) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_socket()}
+    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    inodes = {(fields[1].partition(":")[2], fields[2].partition(":")[2]): fields[9] for fields in table}
+    ends = [(f"{sock.getpeername()[1]:04X}", f"{sock.getsockname()[1]:04X}") for sock in socks]
+    return [holders[f"socket:[{inodes[end]}]"] for end in ends]
+
+
+def streams_of(server: Server, count: int, **fields: Any) -> list[tuple[socket.socket, bytes, int]]:
+    """Streams that have begun, what has been read of each, and whose it is."""
+    data = post_bytes("/v1/completions", {**TEXT, **fields}, AS_ONE, "Connection: close")
+    socks = [server.raw(data) for _ in range(count)]
+    heads = [read_until(sock, b"data: ") for sock in socks]
+    while len({*owners(server, socks)}) < min(count, 2):  # they are dealt out evenly, but not to somebody who gets no time
+        assert len(socks) < 16
+        socks.append(server.raw(data))
+        heads.append(read_until(socks[-1], b"data: "))
+    return list(zip(socks, heads, owners(server, socks), strict=True))
 
 
 def ended(sock: socket.socket, head: bytes) -> tuple[list[Any], bool]:
@@ -79,7 +88,7 @@ def each_front(server: Server) -> list[http.client.HTTPConnection]:
         connection = server.connect()
         connection.connect()
         send(connection, "GET", "/health")
-        opened.setdefault(owner_of(server, connection.sock), connection)
+        opened.setdefault(owners(server, [connection.sock])[0], connection)
         if len(opened) == 2:
             return list(opened.values())
     raise AssertionError("one front end takes all connections")
@@ -91,7 +100,7 @@ def counted(page: str, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*HASH, *KEYS, command=QUICK_TO_JUDGE) as running:
+    with serving(*HASH, *KEYS, "--debug", command=QUICK_TO_JUDGE) as running:
         wait_for(lambda: any(line.startswith("Ready after") for line in running.lines))
         yield running
 
@@ -127,7 +136,7 @@ def test_whoever_is_asked_counts_for_all(server: Server) -> None:
 
 
 def test_a_request_is_found_from_any_front_end_by_its_own_key_alone(server: Server) -> None:
-    sock, head, _ = stream(server, max_tokens=400)
+    ((sock, head, _),) = streams_of(server, 1, max_tokens=2000)
     found = re.search(rb"x-request-id: (\w+)", head)
     assert found is not None
     name = found[1].decode()
@@ -156,7 +165,7 @@ def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) ->
 
 def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    streams = [stream(server) for _ in range(6)]
+    streams = streams_of(server, 6, max_tokens=300)
     victim = streams[0][2]
     assert {whose for *_, whose in streams} == set(fronts(server))
     before = counted(server.ask("GET", "/metrics", headers=ONE).body.decode(), "vllm:generation_tokens_total")
@@ -164,7 +173,7 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
     lost = sum(whose == victim for *_, whose in streams)
     for sock, head, whose in streams:
         events, complete = ended(sock, head) if whose != victim else ([], False)
-        assert complete == (whose != victim) and (not complete or (events[-1] == "[DONE]" and len(events) >= 200))
+        assert complete == (whose != victim) and (not complete or (events[-1] == "[DONE]" and len(events) >= 300))
         if whose == victim:
             assert b"[DONE]" not in read_until_closed(sock)
     server.wait_idle(headers=ONE)
@@ -174,11 +183,12 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
     assert counted(page, 'vllm:request_success_total{model_name="demo",finished_reason="abort"}') >= lost
     assert any(re.search(r"Front end \d ended: signal 9 \(SIGKILL\).*the others' go on", line) for line in server.lines)
     assert victim not in fronts(server) and len(each_front(server)) == 2
+    assert any(re.search(rf"debug front end \d has left; {lost} of its requests end", line) for line in server.lines), "--debug is the engine's, too"
 
 
 def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    streams = [stream(server) for _ in range(4)]
+    streams = streams_of(server, 4, max_tokens=300)
     victim = streams[0][2]
     os.kill(victim, signal.SIGSTOP)
     begun = time.monotonic()
@@ -186,7 +196,7 @@ def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Serv
         if whose != victim:
             events, complete = ended(sock, head)
             assert complete and events[-1] == "[DONE]"
-    assert time.monotonic() - begun < 5 and server.ask("GET", "/health").status == 200
+    assert time.monotonic() - begun < 8 and server.ask("GET", "/health").status == 200
     wait_for(lambda: victim not in fronts(server) and len(fronts(server)) == 2)
     assert any("hangs: its event loop has not turned" in line for line in server.lines)
     server.wait_idle(headers=ONE)
@@ -195,8 +205,8 @@ def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Serv
 def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
     with serving(*HASH, *KEYS, command=SERVE) as server:
         wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
-        streams = [stream(server, max_tokens=3000) for _ in range(4)]
-        (engine,) = [pid for pid in server.children() if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        streams = streams_of(server, 4, max_tokens=3000)
+        (engine,) = members(server, b"headrace.engine.process")
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
         for sock, head, _ in streams:
@@ -210,14 +220,14 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
 def test_a_signal_lets_all_streams_of_all_front_ends_end() -> None:
     with serving(*HASH, *KEYS, command=SERVE) as server:
         wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
-        streams = [stream(server) for _ in range(6)]
+        streams = streams_of(server, 6, max_tokens=300)
         assert len({whose for *_, whose in streams}) == 2
         server.signal()
         for sock, head, _ in streams:
             events, complete = ended(sock, head)
             assert complete and events[-1] == "[DONE]"
         assert server.wait(5) == 0 and not server.children()
-        assert any("Stopping: 6 running requests" in line for line in server.lines)
+        assert any("Stopping: " in line and "running requests" in line for line in server.lines)
 
 
 def test_what_keeps_front_ends_from_starting_is_said_once() -> None:

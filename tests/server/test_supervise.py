@@ -22,7 +22,7 @@ TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos
 SCRIPT = """
 import os, sys
 from headrace.server import supervisor
-supervisor.FIRST_WAIT = 0.01
+supervisor.FIRST_WAIT, supervisor.LOOK_SECONDS, supervisor.HANG_LOOKS = 0.01, 0.05, 8
 lives = 0
 def start(ready):
     print("life", flush=True)
@@ -117,13 +117,14 @@ def supervised(body: str) -> subprocess.CompletedProcess[str]:
         ("from headrace.errors import ModelError; raise ModelError('no such model')", 1, 1),
         ("return 3", 5, 3),
         ("os.kill(os.getpid(), 9)", 5, 137),
+        ("import time; time.sleep(60)", 5, 137),  # its event loop does not turn
         ("os.kill(os.getppid(), 15); import time; time.sleep(9)", 1, 0),  # a signal before the server handles any
     ],
 )
 def test_what_cannot_succeed_is_given_up(body: str, lives: int, status: int) -> None:
     done = supervised(body)
     assert done.returncode == status and done.stdout.count("life") == lives, done
-    assert ("Giving up" in done.stderr) == (lives == 5)
+    assert ("Giving up" in done.stderr) == (lives == 5) and done.stderr.count("The server hangs") == (5 if "sleep(60)" in body else 0)
 
 
 def test_lives_that_became_ready_are_not_counted_as_failed_starts(tmp_path: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headrace.engine import loop
-from headrace.engine.client import AsyncLLM
-from headrace.engine.loop import Pulse, StampedExecutor
+from headrace.engine.connection import EngineSocket
+from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.llm import Engine
+from headrace.engine.loop import Pulse, StampedExecutor, take_first_step
 from headrace.engine.process import Beat
+from headrace.errors import StepFailed
+from headrace.metrics import StepRecorder
+from headrace.scratch import Scratch
+from support import hash_engine
 
 
 class Device:
@@ -54,9 +61,12 @@ def test_after_a_slow_step_the_next_small_one_is_predicted_too(monkeypatch: pyte
 
 
 def ailment(beat: Beat, silence: float = 0.0, death: Any = None) -> str | None:
-    connection = SimpleNamespace(death=death, last_beat=beat, last_heard=time.perf_counter() - silence)
-    found: str | None = AsyncLLM.ailment.fget(SimpleNamespace(_connection=connection))  # type: ignore[attr-defined]
-    return found
+    async def judged() -> str | None:
+        connection = EngineSocket(b"", cast(Scratch, None))
+        connection.death, connection.last_beat, connection.last_heard = death, beat, time.perf_counter() - silence
+        return connection.ailment
+
+    return asyncio.run(judged())
 
 
 def test_health_is_what_the_stamps_say() -> None:
@@ -64,3 +74,21 @@ def test_health_is_what_the_stamps_say() -> None:
     assert ailment(Beat(1, "host", 4.9, 5.0)) is None and "host" in str(ailment(Beat(1, "host", 5.1, 5.0)))
     assert ailment(Beat(1, "device", 59.0, 60.0)) is None and "device" in str(ailment(Beat(1, "device", 61.0, 60.0)))
     assert ailment(Beat(1, "idle", 0.0, 0.0), silence=4.5) is None and "silent" in str(ailment(Beat(1, "idle", 0.0, 0.0), silence=5.5))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_says_it_can_serve_has_taken_a_step(fails: bool) -> None:
+    info = keyed_hash_info(vocab_size=64, max_model_len=64, num_blocks=8, block_size=4)
+    recorder = StepRecorder()
+    core = hash_engine.engine(info=info, executor=KeyedHashExecutor(info, fault=lambda plan: fails))
+    engine = cast(Engine, SimpleNamespace(core=core, recorder=recorder, trace=None))
+    if fails:
+        with pytest.raises(StepFailed, match="first step"):
+            take_first_step(engine)
+        return
+    take_first_step(engine)
+    hash_engine.assert_at_rest(core)
+    core.add(hash_engine.request(0, [1, 2], max_tokens=3))
+    while core.has_work:
+        core.step()
+    assert recorder.summary()["steps"] == 3  # the clients' alone

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from headrace.server.ledger import Page
 
 AT_ONCE = 64  # that one front end alone takes in one turn of its loop
-LEAVE_SECONDS = 0.001
-LEFT_OVER = 8  # that it takes after having left the others the chance
+LEAVE_SECONDS = 0.001  # then it takes one, and twice as many each time that nobody else has
 FULL_SECONDS = 1.0  # without descriptors or memory: until some are free again
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -34,6 +33,7 @@ class Acceptor:
         self._others = [each for each in pages if each is not page]
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
+        self._left = 1  # what it takes after having left the others the chance
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -50,8 +50,10 @@ class Acceptor:
         if not self._others:
             self._take(AT_ONCE)
         elif self._has_more():
-            self._rest(LEAVE_SECONDS, LEFT_OVER)
+            self._rest(LEAVE_SECONDS, self._left)
+            self._left = min(2 * self._left, AT_ONCE)
         else:
+            self._left = 1
             self._take(1)
 
     def _has_more(self) -> bool:

@@ -121,8 +121,9 @@ async def _house(
     began: float,
     started: Callable[[], None],
 ) -> int:
-    """Several front ends, each in a process of its own."""
+    """Several front ends, each in a process of its own. What none of them could have is found out once."""
     await _check_template(engine_config.model.chat_template)
+    await (await Moderator.start(config, model_folders(engine_config.model.model))).close()
     greeting = _Greeting(engine_config, config, version, sock, began)
 
     def ready(lines: Sequence[str]) -> None:
