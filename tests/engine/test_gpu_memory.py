@@ -23,7 +23,7 @@ from headrace.worker.allotment import Allotment, Demand
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter
 from headrace.worker.driver import CardFacts, DriverFacts
 from headrace.worker.failure import failure_of
-from headrace.worker.memory import GIB, gpu_share, graph_bytes, row_bytes
+from headrace.worker.memory import GIB, buckets_to_try, gpu_share, graph_bytes, row_bytes
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rehearsal import Limits, chunks, decode_step, largest_step
 from headrace.worker.rows import Rows
@@ -123,7 +123,26 @@ def _demand(**changes: Any) -> Demand:
     return Demand(**{**values, **changes})
 
 
-def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None], *, graphable: bool = True) -> tuple[Allotment, int, Runner]:
+class Graphs:
+    """Each capture takes of the card what ``takes`` says; the driver keeps ``kept`` of it when they are gone."""
+
+    def __init__(self, card: Card, takes: Sequence[int], kept: int) -> None:
+        self.buckets = (1, 2, 4, 8, 16, 24, 32, 40)
+        self.captured: list[int] = []
+        self._card, self._takes, self._kept = card, takes, kept
+
+    def capture(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self._card.take(self._takes[len(self.captured)])
+            self.captured.append(bucket)
+
+    def __del__(self) -> None:
+        self._card.used -= sum(self._takes[: len(self.captured)]) - self._kept
+
+
+def _settled(
+    card: Card, demand: Demand, act: Callable[[StepPlan], None], create_graphs: Callable[..., Graphs | None] = lambda *_: None
+) -> tuple[Allotment, int, Runner]:
     """The bytes of KV, with a model of one parameter of 100 MiB."""
     allotment, runner = Allotment(demand), Runner(act)
     longest = allotment.draft().max_model_len
@@ -134,7 +153,7 @@ def _settled(card: Card, demand: Demand, act: Callable[[StepPlan], None], *, gra
         assert [cache.shape[0] for cache in caches] == [1] * len(caches)
         return runner
 
-    plan = allotment.settle(decoder, longest, create_runner, graphable=graphable)
+    plan = allotment.settle(decoder, longest, create_runner, create_graphs)
     return allotment, plan.num_bytes, runner
 
 
@@ -148,18 +167,31 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
     taken = allotment._room.purposes
     assert taken["activations"] == 1000 * MIB + SMALL_BYTES
     assert taken["context"] == 512 * MIB and taken["kernels"] == 20 * MIB
-    assert taken["graphs"] > 50 * MIB and 100 * MIB <= taken["weights"] < 101 * MIB
+    assert taken["graphs"] == 0 and 100 * MIB <= taken["weights"] < 101 * MIB
     share = card.total // 2 - GIB  # others count
     blocks = kv // (128 * 2 * 2 * demand.spec.num_kv_heads * demand.spec.head_dim * demand.spec.num_layers)
     assert kv <= share - sum(taken.values()) < kv // blocks * (blocks + 1)
     assert [plan.num_tokens for plan in runner.plans] == [2000, 2048] and runner.masked == [0, 2000]
 
 
-def test_without_graphs_none_are_counted(card: Card) -> None:
-    assert graph_bytes((), 10**9, 10**6) == 0
-    for demand, graphable in ((_demand(graphs=False), True), (_demand(), False)):  # not asked for; a twin looks at the device
-        allotment, _, _ = _settled(card, demand, lambda plan: None, graphable=graphable)
-        assert allotment._room.purposes["graphs"] == 0
+def test_graphs_get_what_some_of_them_were_seen_to_take(card: Card) -> None:
+    """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is on top."""
+    made: list[list[int]] = []
+
+    def create_graphs(longest: int, rows: Rows, caches: Sequence[Tensor]) -> Graphs:
+        graphs = Graphs(card, (500 * MIB, 0, 4 * MIB, 2 * MIB), kept=70 * MIB)
+        made.append(graphs.captured)
+        return graphs
+
+    allotment, _, _ = _settled(card, _demand(), lambda plan: None, create_graphs)
+    assert made == [[40, 24, 8, 2]]
+    assert allotment._room.purposes["graphs"] == (500 + 7 * 2 + 4 - 70) * MIB
+    assert allotment._room.purposes["kernels"] == 70 * MIB, "what the driver keeps is there already"
+
+
+def test_few_graphs_are_all_tried() -> None:
+    assert buckets_to_try((1,)) == (1,) and buckets_to_try((1, 2, 4)) == (4, 2, 1)
+    assert graph_bytes(1, [5]) == 5 and graph_bytes(3, [5, 1, 2]) == 5 + 2 * 2 + 2
 
 
 def test_a_largest_step_that_does_not_fit_names_its_shape_and_the_flags(card: Card) -> None:

@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +24,15 @@ from headrace.errors import OutOfMemory
 from headrace.head_start import HeadStart
 from headrace.models import families
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
-from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, measured_peak, set_aside
+from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
 from headrace.worker.failure import out_of_memory
-from headrace.worker.graphs import buckets_up_to
 from headrace.worker.host import available_memory
 from headrace.worker.memory import (
     GIB,
     KVPlan,
     Room,
     activation_bytes,
+    buckets_to_try,
     check_weights_fit,
     gpu_share,
     graph_bytes,
@@ -49,6 +52,18 @@ _REMEDIES = {  # by purpose: what to lower where it cannot be allocated
 }
 
 CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsSteps]  # without graphs
+
+
+class Captures(Protocol):
+    """What the division needs of graphs."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+
+    def capture(self, buckets: Sequence[int]) -> None: ...
+
+
+CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Captures | None]  # of sequences so long; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +130,19 @@ class Allotment:
             return self._plan(self._room)
         return self._plan(Room(self._room.available, {"weights": self._room.purposes["weights"]}))
 
-    def settle(self, decoder: nn.Module, longest: int, create_runner: CreateRunner, *, graphable: bool) -> KVPlan:
-        """On a GPU, with everything loaded: the plan that holds. ``longest``: of the draft. ``graphable``: kernels allow graphs.
-
-        Raises ConfigError or OutOfMemory.
-        """
+    def settle(self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> KVPlan:
+        """On a GPU, with everything loaded: the plan that holds. ``longest``: of the draft. Raises ConfigError or OutOfMemory."""
         assert self._meter is not None, "a CPU's draft is its plan"
         demand = self._demand
-        decode, self._arena = self._rehearse(longest, create_runner)
+        graphs, self._arena = self._rehearse(longest, create_runner, create_graphs)
         weights = weight_bytes(decoder)
         self._scratch = self._meter.kept(weights)
-        buckets = buckets_up_to(demand.most_rows) if demand.graphs and graphable else ()
         self._room = Room(
             self._room.available,
             {
                 "weights": weights,
                 "activations": self._arena + SMALL_BYTES,
-                "graphs": graph_bytes(buckets, decode, 4 * demand.spec.hidden_size + 4 * self._table_width(longest)),
+                "graphs": graphs,
                 "rows": row_bytes(demand.max_num_seqs, longest, demand.spec.vocab_size, self._block_sizes()),
                 "context": self._meter.context,
                 "kernels": self._meter.code() + self._scratch,
@@ -202,9 +213,6 @@ class Allotment:
     def _block_sizes(self) -> list[int]:
         return [each.block_size for each in kv_groups(self._demand.spec, self._demand.block_size, self._demand.dtype.itemsize)]
 
-    def _table_width(self, longest: int) -> int:
-        return sum(-(-longest // size) for size in self._block_sizes())
-
     def _plan(self, room: Room) -> KVPlan:
         demand = self._demand
         return plan_kv(
@@ -218,24 +226,44 @@ class Allotment:
             requested_len=demand.requested_len,
         )
 
-    def _rehearse(self, longest: int, create_runner: CreateRunner) -> tuple[int, int]:
-        """(bytes of the largest decode step, bytes the allocator comes to hold by the largest steps)."""
+    def _rehearse(self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> tuple[int, int]:
+        """(bytes of graphs, bytes the allocator comes to hold by the largest steps)."""
         demand, limits = self._demand, self._demand.limits(longest)
         length = max(chunks(limits)) + 1
         groups = [KVGroup(each, 1) for each in kv_groups(demand.spec, demand.block_size, demand.dtype.itemsize)]
         try:
             rows = Rows(demand.max_num_seqs, length, demand.spec.vocab_size, self._block_sizes(), demand.device)
-            runner = create_runner(rows, [allocate_kv(group, demand.dtype, demand.device).zero_() for group in groups])
+            caches = [allocate_kv(group, demand.dtype, demand.device).zero_() for group in groups]
+            runner = create_runner(rows, caches)
             with measured_peak(demand.device) as peaks:
                 rehearse(runner, decode_step(limits))
+            graphs = self._try_graphs(partial(create_graphs, longest, rows, caches))
             with measured_peak(demand.device) as peaks_of_all:
                 largest = largest_step(limits)
                 rehearse(runner, largest, all_masked(largest, demand.spec.vocab_size))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(self._too_large(limits)) from error
-        del runner, rows
+        del runner, rows, caches
         torch.cuda.empty_cache()
-        return peaks[0].live, max(peaks[0].held, peaks_of_all[0].held)
+        return graphs, max(peaks[0].held, peaks_of_all[0].held)
+
+    def _try_graphs(self, create_graphs: Callable[[], Captures | None]) -> int:
+        """Bytes that all graphs will take beside what is in use when these are gone again."""
+        graphs = create_graphs()
+        if graphs is None:
+            return 0
+        begin = self._used()
+        used, count = [begin], len(graphs.buckets)
+        for bucket in buckets_to_try(graphs.buckets):
+            graphs.capture((bucket,))
+            used.append(self._used())
+        del graphs
+        torch.cuda.empty_cache()
+        kept = max(0, self._used() - begin)  # what the driver does not give back serves the next ones
+        return max(0, graph_bytes(count, [after - before for before, after in pairwise(used)]) - kept)
+
+    def _used(self) -> int:
+        return device_use(self._demand.device).used
 
     def _too_large(self, limits: Limits) -> str:
         free, total = torch.cuda.mem_get_info(self._demand.device)

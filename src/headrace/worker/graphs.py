@@ -90,27 +90,36 @@ class DecodeGraphs:
         """Batch sizes there are graphs for, ascending."""
         return tuple(sorted(self._forward))
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Batch sizes there are to be graphs for, ascending."""
+        return self._buckets
+
     def capture_all(self) -> None:
-        """Every bucket, the largest first, so that the others find its memory. Each step has run eagerly before: a capture compiles nothing.
+        """Every bucket, the largest first, so that the others find its memory."""
+        self.capture(tuple(reversed(self._buckets)))
+
+    def capture(self, buckets: Sequence[int]) -> None:
+        """In this order. Each step has run eagerly before: a capture compiles nothing.
 
         Where a kernel gives way all the same, and to a twin that looks at the device, there are no graphs in the end.
         """
         try:
-            self._capture_all()
+            with torch.inference_mode():
+                self._capture_each(buckets)
         except RuntimeError:
             if self._kernels.graphable:
                 raise
             self._forward.clear()
             self._draw.clear()
 
-    def _capture_all(self) -> None:
-        with torch.inference_mode():
-            nothing = np.zeros(0, np.int32)
-            for bucket in reversed(self._buckets):
-                self._ship(bucket, nothing, nothing)
-                if not self._forward:
-                    self._run_eagerly(bucket)
-                self._capture(bucket)
+    def _capture_each(self, buckets: Sequence[int]) -> None:
+        nothing = np.zeros(0, np.int32)
+        for bucket in buckets:
+            self._ship(bucket, nothing, nothing)
+            if not self._forward:
+                self._run_eagerly(bucket)
+            self._capture(bucket)
 
     def _run_eagerly(self, bucket: int) -> None:
         """What a graph will hold, once: first-use costs are paid outside of captures."""

@@ -24,9 +24,7 @@ GIB = 2**30
 _CPU_KV_BYTES = 4 * GIB  # unless asked otherwise, and no more than
 _CPU_KV_SHARE = 0.25  # of available memory
 _CPU_KV_SHARE_ON_REQUEST = 0.5  # where the user's max_model_len needs more than the default
-# Of CUDA graphs (measured on an H200, driver 580): the first capture of a process took 72 MB beside torch's pool, a bucket up to 3 MB.
-_DRIVER_BYTES_GRAPHS = 96 * 2**20
-_DRIVER_BYTES_A_GRAPH = 4 * 2**20
+_TRIED = 4  # graphs that are captured to learn what all of them take
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +91,20 @@ def row_bytes(max_rows: int, max_model_len: int, vocab_size: int, block_sizes: S
     return 4 * max_rows * (max_model_len + tables + len(FLOAT_COLUMNS) + len(INT_COLUMNS) + vocab_size)
 
 
-def graph_bytes(buckets: Sequence[int], decode_peak: int, bytes_per_row: int) -> int:
-    """A bound on what the graphs of ``buckets`` take: one eager step's memory, which all share, each one's own results
-    (``bytes_per_row`` times its rows), and what the driver keeps."""
-    if not buckets:
-        return 0
-    return decode_peak + bytes_per_row * sum(buckets) + _DRIVER_BYTES_GRAPHS + _DRIVER_BYTES_A_GRAPH * len(buckets)
+def buckets_to_try(buckets: Sequence[int]) -> tuple[int, ...]:
+    """The largest and some others, evenly spread, largest first. ``buckets`` ascend."""
+    count = min(_TRIED, len(buckets))
+    return tuple(buckets[len(buckets) - 1 - index * len(buckets) // count] for index in range(count))
+
+
+def graph_bytes(count: int, taken: Sequence[int]) -> int:
+    """What ``count`` graphs take, from what those of ``buckets_to_try`` took, one after the other: the first has the memory that all share.
+
+    The driver takes memory in pieces, for several graphs at once, so the others count by their mean, and one piece on top.
+    """
+    first, *others = taken
+    mean = -(-sum(others) // len(others)) if others else 0
+    return first + (count - 1) * mean + max(others, default=0)
 
 
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:

@@ -141,7 +141,7 @@ class _Start:
         decoder = self._load(draft.max_model_len)
         plan = self._settle(decoder, draft)
         rows, kv_caches = self._allocate(plan)
-        graphs = self._create_graphs(decoder, plan, rows, kv_caches)
+        graphs = self._create_graphs(decoder, plan.max_model_len, rows, kv_caches)
         runner = self._create_runner(decoder, rows, kv_caches, graphs)
         self._allotment.set_aside()
         self._stages.done("rows and KV")
@@ -202,7 +202,8 @@ class _Start:
         self._stages.done("kernels waited for")
         self._multiply(decoder, [size for size in sizes if size <= ours])
         torch.cuda.empty_cache()
-        plan = self._allotment.settle(decoder, draft.max_model_len, partial(self._create_runner, decoder), graphable=self._kernels.graphable)
+        create_runner, create_graphs = partial(self._create_runner, decoder), partial(self._create_graphs, decoder)
+        plan = self._allotment.settle(decoder, draft.max_model_len, create_runner, create_graphs)
         self._stages.done("largest steps")
         return plan
 
@@ -219,7 +220,7 @@ class _Start:
         with allotment.explaining("KV blocks", plan.num_bytes):
             return rows, [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
 
-    def _create_graphs(self, decoder: Decoder, plan: KVPlan, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs | None:
+    def _create_graphs(self, decoder: Decoder, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs | None:
         if not self._demand.graphs or not self._kernels.graphable:
             return None
         return DecodeGraphs(
@@ -228,7 +229,7 @@ class _Start:
             rows,
             kv_caches,
             max_num_seqs=self._demand.most_rows,
-            max_model_len=plan.max_model_len,
+            max_model_len=max_model_len,
             max_logits_rows=self._config.scheduler.max_logits_rows,
         )
 
