@@ -285,7 +285,7 @@ class Failing:
 
 
 def test_a_failed_step_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(config: Any) -> Any:
+    def failing(config: Any, **_: Any) -> Any:
         return create_engine(config, wrap=lambda executor, recorder: Failing(executor, at=4))  # type: ignore[arg-type,return-value]
 
     monkeypatch.setattr("headrace.engine.llm.create_engine", failing)

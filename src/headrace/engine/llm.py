@@ -64,8 +64,12 @@ class Engine:
             self.trace.close()
 
 
-def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True) -> Engine:
+def create_engine(
+    config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True, watched: bool = True
+) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
+
+    ``watched``: somebody reads answers while they are written (see resolve_config).
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
@@ -75,7 +79,7 @@ def create_engine(config: EngineConfig, *, wrap: Callable[[Executor, StepRecorde
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
         tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
     defaults = default_params(source.generation_defaults)
-    config, executor, decisions, recorder = _create_executor(config, source)
+    config, executor, decisions, recorder = _create_executor(config, source, watched)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
     masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
     core = EngineCore(
@@ -102,7 +106,7 @@ def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer 
     return vocabulary_of(tokenizer, width, eos)
 
 
-def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
+def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
@@ -113,12 +117,12 @@ def _create_executor(config: EngineConfig, source: ModelSource) -> tuple[EngineC
 
     stages = Stages(RealClock())
     from headrace.worker.meter import DeviceLimits, create_recorder
-    from headrace.worker.settings import resolve_device
+    from headrace.worker.settings import has_room, resolve_device
     from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
-    config, decisions = resolve_config(config, device)
+    config, decisions = resolve_config(config, device, watched=watched or not has_room(device))
     limits = DeviceLimits(device)
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
@@ -148,7 +152,7 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         self._engine: Engine | None = None
-        engine = create_engine(config)
+        engine = create_engine(config, watched=False)
         self._engine = engine
         self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer))
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)

@@ -16,6 +16,8 @@ from headrace.worker.host import has_fast_bf16, physical_cores
 
 _log = logging.getLogger(__name__)
 
+_ROOMY = 64 * 2**30  # bytes
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -44,6 +46,11 @@ def _device(requested: str) -> tuple[str, GPU | None]:
     if requested == "cuda" and gpu.problem is not None:
         raise ConfigError(f"--device is cuda: {gpu.problem}. --device cpu runs here.")
     return "cuda" if gpu.problem is None else "cpu", gpu
+
+
+def has_room(kind: str) -> bool:
+    """Whether the activations of a very large step are a small part of the device's memory."""
+    return kind == "cuda" and torch.cuda.get_device_properties(0).total_memory >= _ROOMY
 
 
 def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:

@@ -1,0 +1,42 @@
+"""What the engine chooses by device, and that it says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.engine.resolve import resolve_config
+
+
+def resolved(device: str, *, watched: bool = True, **asked: Any) -> tuple[int | None, int | None, dict[str, str]]:
+    """(sequences at once, tokens a step, the reasons by name)."""
+    config = EngineConfig()
+    config, decisions = resolve_config(replace(config, scheduler=replace(config.scheduler, **asked)), device, watched=watched)
+    return config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, {each.name: each.reason for each in decisions}
+
+
+def test_a_gpu_runs_more_at_once_than_a_cpu() -> None:
+    assert [resolved(device)[0] for device in ("cuda", "cpu", "none")] == [512, 256, 256]
+    assert "reads the weights once" in resolved("cuda")[2]["max_num_seqs"]
+
+
+def test_steps_are_larger_where_nobody_reads_along_and_the_card_is_large() -> None:
+    assert resolved("cuda", watched=True)[1] == 8192
+    seqs, tokens, reasons = resolved("cuda", watched=False)
+    assert (seqs, tokens) == (512, 16384)
+    assert "offline" in reasons["max_num_batched_tokens"]
+    assert resolved("cpu", watched=False)[1] == resolved("cpu", watched=True)[1] == 512
+
+
+def test_what_is_asked_for_is_not_chosen() -> None:
+    seqs, tokens, reasons = resolved("cuda", max_num_seqs=3, max_num_batched_tokens=64)
+    assert (seqs, tokens) == (3, 64)
+    assert not {"max_num_seqs", "max_num_batched_tokens"} & set(reasons)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "none"])
+def test_a_step_has_a_token_for_every_sequence(device: str) -> None:
+    assert resolved(device, max_num_seqs=20_000)[1] == 20_000
