@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -100,7 +101,7 @@ def _weights(shape: Shape, working_set: int) -> list[Tensor]:
 
 def _best(shape: Shape, rows: int, weights: Sequence[Tensor]) -> Tuned:
     x = torch.randn(rows, shape.ins, device="cuda", dtype=torch.bfloat16)
-    vendor = median(cuda_time([lambda weight=weight: _vendor(x, weight, shape.gated) for weight in weights], SECONDS))
+    vendor = median(cuda_time([partial(_vendor, x, weight, shape.gated) for weight in weights], SECONDS))
     best = Tuned(shape, rows, None, vendor, vendor)
     want = _vendor(x, weights[0], shape.gated).float()
     for form in candidate_forms(shape, rows):
