@@ -18,12 +18,14 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = Path(support).with_name("triton_offline.py")
-VARIANTS = {  # variants of the decode kernel and of the prefill kernel that any steps of a model need
-    "attention, variants": (1, 1),
-    "attention, variants with windows": (2, 2),
-    "attention, variants to the bit": (0, 1),
+VARIANTS = {  # variants of the decode kernel, the prefill kernel and the plan that any steps of a model need
+    "attention, variants": (2, 1, 2),  # few sequences, many
+    "attention, variants with windows": (4, 2, 3),  # no cascade through a window
+    "attention, variants without a cascade": (2, 1, 1),
+    "attention, variants to the bit": (0, 1, 0),
 }
-CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", "elementwise", "sampling", "rows", "linear, few", "linear, many")
+CASCADES = ("attention bfloat16 128 cascade", "attention bfloat16 64 cascade")
+CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", *CASCADES, "elementwise", "sampling", "rows", "linear, few", "linear, many")
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
 EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
 
@@ -49,7 +51,7 @@ def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
     """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant out."""
     found = offline(*VARIANTS)
     for case, counts in VARIANTS.items():
-        for kernel, count in zip(("_decode_kernel", "_prefill_kernel"), counts, strict=True):
+        for kernel, count in zip(("_decode_kernel", "_prefill_kernel", "_plan_kernel"), counts, strict=True):
             assert found[f"{case}: {kernel}"] == {"variants": count, "new": 0}, (case, kernel)
 
 
@@ -64,7 +66,7 @@ def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() ->
 
 @pytest.mark.timeout(120)
 def test_nothing_spills() -> None:
-    assert len(kernels()) == 4 + 4 + 4 + 2 + 2 + (2 + 3 * 4)
+    assert len(kernels()) == 3 * 4 + 4 + 4 + 2 + 2 + (2 + 3 * 4)
     for name, figures in kernels().items():
         assert figures["LDL"] + figures["STL"] <= 4 and figures["local"] == 0, name  # a word or two is no spilled tile
         assert figures["shared"] <= 232448, name

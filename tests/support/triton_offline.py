@@ -118,31 +118,38 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False) -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import decode, prefill
+def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4) -> dict[str, dict[str, int]]:
+    from headrace.kernels.triton import decode, plan, prefill
     from headrace.kernels.triton.attention import PagedAttention
     from headrace.layers.inputs import AttentionInputs
 
     size = 128 if bulk else 16
     q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, size, dim, dtype=dtype)
-    starts = torch.zeros(5, dtype=torch.int32)
-    inputs = AttentionInputs(torch.zeros(4, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
-    attend = PagedAttention(dim, heads // 8, 132, False, bulk)
+    starts = torch.zeros(sequences + 1, dtype=torch.int32)
+    inputs = AttentionInputs(torch.zeros(sequences, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
+    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=True)
 
     def call() -> object:
         return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
 
-    found = record(prefill, ("_prefill_kernel",), _without(decode, call))
-    return found | record(decode, ("_decode_kernel",), _without(prefill, call))
+    planned: dict[str, dict[str, int]] = {}
+
+    def decoded() -> None:
+        planned.update(record(decode, ("_decode_kernel",), _without(prefill, call)))
+
+    found = record(plan, ("_plan_kernel",), decoded)  # made once for these inputs: the second call finds it
+    return found | planned | record(prefill, ("_prefill_kernel",), _without(decode, call))
 
 
-def attention_variants(soft_cap: float | None, windows: tuple[int | None, ...], *, batch_invariant: bool) -> dict[str, dict[str, int]]:
+def attention_variants(
+    soft_cap: float | None, windows: tuple[int | None, ...], *, batch_invariant: bool, cascade: bool = True
+) -> dict[str, dict[str, int]]:
     """How many variants of each kernel random steps of a model need, and how many of those a rehearsal has not made."""
-    from headrace.kernels.triton import decode, prefill
+    from headrace.kernels.triton import decode, plan, prefill
     from headrace.kernels.triton.attention import PagedAttention
 
-    attend = PagedAttention(64, 4, 132, batch_invariant, True)
-    kernels = {decode: "_decode_kernel", prefill: "_prefill_kernel"}
+    attend = PagedAttention(64, 4, 132, batch_invariant, True, cascade=cascade)
+    kernels = {decode: "_decode_kernel", prefill: "_prefill_kernel", plan: "_plan_kernel"}
     keys = {name: Keys(getattr(module, name)) for module, name in kernels.items()}
     for module, name in kernels.items():
         setattr(module, name, keys[name])
@@ -239,11 +246,14 @@ def moe(tokens: int) -> dict[str, dict[str, int]]:
 CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 128": lambda: attention(torch.bfloat16, 32, 128),
     "attention bfloat16 128 bulk": lambda: attention(torch.bfloat16, 32, 128, bulk=True),
+    "attention bfloat16 128 cascade": lambda: attention(torch.bfloat16, 32, 128, bulk=True, sequences=20),
+    "attention bfloat16 64 cascade": lambda: attention(torch.bfloat16, 32, 64, bulk=True, sequences=20),
     "attention bfloat16 64": lambda: attention(torch.bfloat16, 32, 64),
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
     "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
     "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
+    "attention, variants without a cascade": lambda: attention_variants(None, (None,), batch_invariant=False, cascade=False),
     "attention, variants to the bit": lambda: attention_variants(None, (None,), batch_invariant=True),
     "elementwise": lambda: elementwise(torch.bfloat16),
     "sampling": sampling,

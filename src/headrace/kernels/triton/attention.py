@@ -15,13 +15,15 @@ What a kernel is compiled for is known from the model alone: nothing that follow
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Site
-from headrace.kernels.triton import decode, prefill
+from headrace.kernels.triton import decode, plan, prefill
+from headrace.kernels.triton.cascade import Common, make_common
+from headrace.kernels.triton.sharing import FEWEST
 from headrace.layers.inputs import AttentionInputs
 
 _MOST_PROGRAMS = 3  # of the decode kernel, a processor
@@ -36,7 +38,8 @@ class Tiles:
     warps: int
     stages: int
     programs: int = 1  # of the decode kernel, a processor
-    sequences: int = 256  # looked at in one go by the decode kernel
+    common: int = 64  # keys of many sequences, read at once by the decode kernel
+    part: int = 0  # keys that the prefill kernel absorbs by themselves, 0 for all: then results are the same whoever computed a part
     uniform: bool = False  # the prefill kernel's addresses in uniform registers: slower by 8 % for 8 warps and long prompts
 
 
@@ -55,18 +58,19 @@ def invariant_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) ->
     """For any query length: as few rows as wgmma takes, since a sequence that decodes fills no more than a group of them."""
     if dtype is torch.float32 or head_dim > 128:
         return prefill_tiles(dtype, head_dim, group, bulk)
-    return Tiles(64, 64, 4, 4 if bulk >= 64 else 3, uniform=True)
+    return Tiles(64, 64, 4, 4 if bulk >= 64 else 3, part=1024, uniform=True)
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int) -> Tiles:
+def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int, *, many: bool) -> Tiles:
+    """``many``: as many sequences as may share keys."""
     rows = _rows(group)
     if dtype is torch.float32:
         return Tiles(rows, 16, 4, 2, 2)
     if head_dim > 128 or rows > 16:
         return Tiles(rows, 32, 4, 3, 3)
-    if block_size % 128:
+    if block_size % 128 or (many and head_dim > 64):
         return Tiles(rows, 64, 4, 5, 2)
-    return Tiles(rows, 128, 4, 5 if head_dim <= 64 else 3, 2)
+    return Tiles(rows, 128, 4, 3 if head_dim > 64 or not many else 5, 2)
 
 
 def _rows(group: int) -> int:
@@ -82,7 +86,8 @@ class PagedAttention:
     Query i of a sequence with Lq queries and context length Lc sits at Lc − Lq + i and sees the keys up to its own, the last ``window``
     of them; scores s become soft_cap · tanh(s / soft_cap). Nothing beyond a sequence's length or behind its window is used.
     ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values to the prefill
-    kernel wherever blocks are as large as tiles: from 64 tokens, better 128. Calls of one object must follow each other on the device.
+    kernel wherever blocks are as large as tiles: from 64 tokens, better 128. ``cascade``: what decoding sequences begin with in common is
+    read once for many (cascade.py). Calls of one object must follow each other on the device.
     """
 
     head_dim: int
@@ -92,10 +97,19 @@ class PagedAttention:
     bulk: bool = False
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
+    cascade: bool = False
+    _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
+    _ticket: Tensor | None = field(init=False, repr=False, compare=False)
+    _common: Common | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_scratch", decode.make_scratch(_MOST_PROGRAMS * self.processors, _rows(self.group), self.head_dim, self.device))
+        programs = _MOST_PROGRAMS * self.processors
+        object.__setattr__(self, "_scratch", decode.make_scratch(programs, _rows(self.group), self.head_dim, self.device))
+        object.__setattr__(self, "_plans", {})
+        cascade = self.cascade and not self.batch_invariant and self.dtype is not torch.float32
+        object.__setattr__(self, "_ticket", torch.zeros(1, dtype=torch.int32, device=self.device) if cascade else None)
+        object.__setattr__(self, "_common", make_common(programs, self.head_dim, self.device) if cascade else None)
 
     def __call__(
         self,
@@ -118,33 +132,50 @@ class PagedAttention:
                 few = 0  # one prompt: no second kernel
             room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
             large = (invariant_tiles if self.batch_invariant else prefill_tiles)(q.dtype, self.head_dim, self.group, room)
-            prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, room >= large.keys)
+            bulk, tickets = room >= large.keys, self._scratch.tickets
+            prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, bulk, self.processors, tickets)
         if few:
-            small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size)
-            programs = small.programs * self.processors
-            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, programs, small, self._scratch)
+            small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
+            made = self._plan(inputs, window, few, k_cache.shape[1], small)
+            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common)
         return out
+
+    def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
+        """Made by the first layer of a step; the others bring the same inputs."""
+        known = self._plans.get(window)
+        if known is None or known[0] is not inputs:
+            programs = tiles.programs * self.processors
+            known = self._plans[window] = inputs, plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, self._ticket)
+        return known[1]
 
     def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
 
         They share nothing, so threads may make them at once. ``windows`` of all layers; how many sequences a step has makes no difference.
         """
-        lengths = (_rows(self.group) // self.group + 1,) if self.batch_invariant else (1, _rows(self.group) // self.group + 1)
-        kinds = {window is not None: window for window in windows}.values()
-        return [self._rehearsal(q_heads, block_size, window, soft_cap, length) for window in kinds for length in lengths]
+        many, kinds = _rows(self.group) // self.group + 1, {window is not None: window for window in windows}.values()
+        return [
+            self._rehearsal(q_heads, block_size, window, soft_cap, sequences, length)
+            for window in kinds
+            for sequences, length in ((1, 1), (FEWEST, 1), (1, many))
+            if length == many or not self.batch_invariant
+            if length == 1 or sequences == 1
+        ]
 
-    def _rehearsal(self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, length: int) -> Callable[[], object]:
+    def _rehearsal(
+        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, sequences: int, length: int
+    ) -> Callable[[], object]:
         def launch() -> object:
-            alone = PagedAttention(self.head_dim, self.group, self.processors, self.batch_invariant, self.bulk, self.dtype, self.device)
-            kv_heads = q_heads // self.group
+            alone = replace(self)  # with scratch memory of its own
+            kv_heads, tokens = q_heads // self.group, sequences * length
             blocks = -(-length // block_size)
             cache = torch.zeros((blocks, 1, 2, kv_heads, block_size, self.head_dim), dtype=self.dtype, device=self.device)
-            q = torch.zeros((length, q_heads + 2 * kv_heads, self.head_dim), dtype=self.dtype, device=self.device)[:, :q_heads]
-            lengths = torch.tensor([0, length, length], dtype=torch.int32, device=self.device)
-            table = torch.arange(blocks, dtype=torch.int32, device=self.device)[None]
-            slots = torch.zeros(length, dtype=torch.int64, device=self.device)
-            inputs = AttentionInputs(table, lengths[:2], lengths[2:], slots, block_size, length, length)
+            q = torch.zeros((tokens, q_heads + 2 * kv_heads, self.head_dim), dtype=self.dtype, device=self.device)[:, :q_heads]
+            starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=self.device)
+            contexts = torch.full((sequences,), length, dtype=torch.int32, device=self.device)
+            table = torch.arange(blocks, dtype=torch.int32, device=self.device).repeat(sequences, 1)
+            slots = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+            inputs = AttentionInputs(table, starts, contexts, slots, block_size, length, length)
             return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap)
 
         return launch

@@ -1,17 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Attention of sequences with few queries: the tiles of all sequences dealt out evenly, partial results merged by whoever comes last.
 
-What lives here: the kernel and its scratch memory. What may not: choosing tiles or kernels (attention.py).
+What lives here: the kernel and its scratch memory. What may not: choosing tiles or kernels (attention.py), dealing out tiles (plan.py),
+keys that sequences share (cascade.py).
 
-    sequence           | 0                 | 1     | 2                     One line of tiles, sequence by sequence, KV head by KV head,
-    KV head            | 0       | 1       | 0 | 1 | 0         | 1         cut into equal spans, one a program (Stream-K, Osama et al.
-    tile               | . . . . | . . . . | . | . | . . . . . | . . . . . 2023; LeanAttention, Sanovar et al. 2024). Uneven lengths cost
-    program            | 0     | 1     | 2     | 3     | 4     | 5     |   nothing, and the launch is the same for any: graphs can hold it.
-
-A program's span meets at most two pairs of sequence and KV head that it does not hold whole: one it continues (part 0), one it begins
-(part 1). Each program of such a pair leaves its part and takes a ticket; the last one adds up the parts, in order of the line.
-A program goes through its span in one flat loop, so that the keys of the next pair are on their way while the last ones are used. For
-that, every sequence has at least one tile, if only to pass it by: one of no key, for one without context or for the other kernel.
+A program's span of the line of tiles (plan.py) meets at most two pairs of sequence and KV head that it does not hold whole: one it
+continues (part 0), one it begins (part 1). Each program of such a pair leaves its part and takes a ticket; the last one adds up the
+parts, in order of the line. A program goes through its span in one flat loop, so that the keys of the next pair are on their way while
+the last ones are used.
 """
 
 from __future__ import annotations
@@ -25,20 +21,30 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.triton.cascade import Common, attend_shared, settle
 from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.plan import (
+    BEGIN,
+    END,
+    FIELDS,
+    FIRST_0,
+    HEAD,
+    LAST_0,
+    SEQUENCE,
+    SHARED_LINE,
+    SHARED_SPAN,
+    STEP,
+    Plan,
+    first_key,
+    own_keys,
+    tiles_of,
+)  # fmt: skip
 from headrace.kernels.triton.prefill import MAX_WINDOW, load_tile, padded, weigh
+from headrace.kernels.triton.sharing import CHUNK, ROWS, SLOT
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
-
-MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
-
-
-@triton.jit
-def _first_key(context, queries, window, WINDOW: tl.constexpr):
-    """The first key that any query of the sequence sees."""
-    return tl.maximum(context - queries + 1 - window, 0) if WINDOW else context * 0
 
 
 @triton.jit
@@ -48,34 +54,21 @@ def _own(context, queries, few):
 
 
 @triton.jit
-def _tiles(context, queries, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    return tl.maximum(tl.cdiv(context, BLOCK_N) - _first_key(context, queries, window, WINDOW) // BLOCK_N, 1)
-
-
-@triton.jit
-def _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Tiles of the sequences from ``chunk`` on, [BLOCK_S]; none beyond the last."""
-    every = chunk + tl.arange(0, BLOCK_S)
-    inside = every < sequences
-    starts = tl.load(query_start_ptr + every, mask=inside, other=0)
-    ends = tl.load(query_start_ptr + 1 + every, mask=inside, other=0)
-    context, queries = _own(tl.load(context_ptr + every, mask=inside, other=0), ends - starts, few)
-    return tl.where(inside, _tiles(context, queries, window, WINDOW, BLOCK_N), 0)
-
-
-@triton.jit
-def _passed(units, ahead, unit):
-    """How many of these sequences, with ``ahead`` tiles before them, end before tile ``unit`` of the line, and their tiles."""
-    passed = (units > 0) & (ahead + tl.cumsum(units, 0) <= unit)
-    return tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, units, 0), 0)
+def _place(shared_ptr, shared_row, sequence, shares, kv_head, KV_HEADS: tl.constexpr, MEMBERS: tl.constexpr):
+    """Where the pair's own part lies for those who add it to that of its chunk (cascade.py)."""
+    chunk = tl.load(shared_ptr + CHUNK * shared_row + sequence, mask=shares, other=0)
+    return (chunk * MEMBERS + tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)) * KV_HEADS + kv_head
 
 
 @triton.jit
 def _merge(
-    sequence, head, first, last, out_ptr, part_ptr, part_peak_ptr, query_start_ptr, out_token, out_head,
+    sequence, head, first, last, rest, out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass."""
+    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass.
+
+    ``rest``: where to leave it for those who read the keys before them, −1 if nobody does.
+    """
     start = tl.load(query_start_ptr + sequence)
     queries = tl.load(query_start_ptr + sequence + 1) - start
     member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
@@ -98,46 +91,40 @@ def _merge(
                 mass = mass * keep + weight
                 peak = higher
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-        at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
-        tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        if rest < 0:
+            at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
+            tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            tl.store(rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside)
+            tl.store(rest_peak_ptr + rest * GROUP + member, peak + tl.log2(mass), mask=member < GROUP)
 
 
-@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "sequences", "few", "window", "table_row"])
+@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"])
 def _decode_kernel(
     q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
-    sequences, few, window,
-    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
+    common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, plan_ptr, shared_ptr,
+    few, window,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+    CASCADE: tl.constexpr, COMMON_M: tl.constexpr, COMMON_N: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, MIN_SPAN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     query = lane // GROUP
     if PDL:
         gdc_wait()
-    head_units = _units(0, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
-    line, longest = tl.sum(head_units, 0), tl.max(head_units, 0)
-    for chunk in range(BLOCK_S, sequences, BLOCK_S):
-        units = _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
-        line += tl.sum(units, 0)
-        longest = tl.maximum(longest, tl.max(units, 0))
-    least = tl.maximum(tl.minimum(longest, 2), tl.minimum(tl.cdiv(longest, 16), MIN_SPAN))  # more parts cost more than they gain
-    span = tl.maximum(tl.cdiv(line * KV_HEADS, tl.num_programs(0)), least)
-    begin = program * span
-    end = tl.minimum(begin + span, line * KV_HEADS)
+    if CASCADE:
+        attend_shared(
+            q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr,
+            plan_ptr, shared_ptr, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row,
+            scale, soft_cap, GROUP, KV_HEADS, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M, PRECISION,
+        )  # fmt: skip
+    record = plan_ptr + program * FIELDS
+    begin, end = tl.load(record + BEGIN), tl.load(record + END)
+    sequence, kv_head, step = tl.load(record + SEQUENCE), tl.load(record + HEAD), tl.load(record + STEP)
     if begin < end:
-        sequence, before = _passed(head_units, 0, begin // KV_HEADS)
-        ahead = tl.sum(head_units, 0)
-        for chunk in range(BLOCK_S, sequences, BLOCK_S):
-            units = _units(chunk, query_start_ptr, context_ptr, sequences, few, window, WINDOW, BLOCK_N, BLOCK_S)
-            count, tiles = _passed(units, ahead, begin // KV_HEADS)
-            sequence, before, ahead = sequence + count, before + tiles, ahead + tl.sum(units, 0)
-        first_queries = tl.load(query_start_ptr + sequence + 1) - tl.load(query_start_ptr + sequence)
-        first_context, first_queries = _own(tl.load(context_ptr + sequence), first_queries, few)
-        first_whole = _tiles(first_context, first_queries, window, WINDOW, BLOCK_N)
-        kv_head = (begin - before * KV_HEADS) // first_whole
-        step = begin - before * KV_HEADS - kv_head * first_whole  # tiles of this pair that belong to programs before
         first_sequence, first_head, first_step = sequence, kv_head, step
         total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -146,11 +133,12 @@ def _decode_kernel(
             start = tl.load(query_start_ptr + sequence)
             counted = tl.load(query_start_ptr + sequence + 1) - start
             context, queries = _own(tl.load(context_ptr + sequence), counted, few)
-            whole = _tiles(context, queries, window, WINDOW, BLOCK_N)
-            first_key = _first_key(context, queries, window, WINDOW)
-            tile = first_key // BLOCK_N + step
+            own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, CASCADE)
+            whole = tiles_of(context, queries, own, window, WINDOW, BLOCK_N)
+            lowest = first_key(context, queries, own, window, WINDOW)
+            tile = lowest // BLOCK_N + step
             key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            there = (key < context) & (key >= first_key)
+            there = (key < context) & (key >= lowest)
             live = lane < queries * GROUP
             inside = live[:, None] & (element < DIM)[None, :]
             token = (start + query).to(tl.int64)
@@ -175,7 +163,11 @@ def _decode_kernel(
             if ends | (unit + 1 == end):
                 mass = tl.sum(masses, 1)
                 result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-                if ends & begun:
+                if CASCADE & ends & begun & (own > 0):
+                    rest = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G) * GROUP + lane
+                    tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                    tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
+                elif ends & begun:
                     at = (token * out_token + head * out_head)[:, None] + element[None, :]
                     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
                 else:
@@ -186,25 +178,47 @@ def _decode_kernel(
             kv_head += ends.to(tl.int32)
             sequence += (kv_head == KV_HEADS).to(tl.int32)
             kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
-        tl.debug_barrier()  # parts of all threads before the tickets of one
-        begun = (step > 0) & (end - step >= begin)
-        last_queries = tl.load(query_start_ptr + sequence + 1, mask=begun, other=0) - tl.load(query_start_ptr + sequence, mask=begun, other=0)
-        last_context, last_queries = _own(tl.load(context_ptr + sequence, mask=begun, other=0), last_queries, few)
         which = tl.arange(0, 2)  # the pair continued, the pair begun
-        origin = tl.where(which == 0, begin - first_step, end - step)
-        whole = tl.where(which == 0, first_whole, _tiles(last_context, last_queries, window, WINDOW, BLOCK_N))
-        firsts, lasts = origin // span, (origin + whole - 1) // span
-        shared = ((which == 0) & (first_step > 0)) | ((which == 1) & begun)
-        arrived = tl.atomic_add(ticket_ptr + firsts, 1, mask=shared, sem="acq_rel")
-        complete = (shared & (arrived == lasts - firsts)).to(tl.int32)
-        tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
-        for pair in range(2):
-            if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
-                _merge(
-                    tl.where(pair == 0, first_sequence, sequence), tl.where(pair == 0, first_head, kv_head),
-                    tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0),
-                    out_ptr, part_ptr, part_peak_ptr, query_start_ptr, out_token, out_head, GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
-                )  # fmt: skip
+        firsts, lasts = tl.load(record + FIRST_0 + 2 * which), tl.load(record + LAST_0 + 2 * which)
+        split = firsts <= lasts
+        complete = which * 0
+        if tl.max(split.to(tl.int32), 0) > 0:
+            tl.debug_barrier()  # parts of all threads before the tickets of one
+            arrived = tl.atomic_add(ticket_ptr + firsts, 1, mask=split, sem="acq_rel")
+            complete = (split & (arrived == lasts - firsts)).to(tl.int32)
+            tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
+            for pair in range(2):
+                if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
+                    its_sequence, its_head = tl.where(pair == 0, first_sequence, sequence), tl.where(pair == 0, first_head, kv_head)
+                    rest = sequence * 0 - 1
+                    if CASCADE:
+                        shares = own_keys(shared_ptr, shared_row, its_sequence, its_sequence >= 0, CASCADE) > 0
+                        place = _place(shared_ptr, shared_row, its_sequence, shares, its_head, KV_HEADS, COMMON_M // BLOCK_G)
+                        rest = tl.where(shares, place, -1)
+                    _merge(
+                        its_sequence, its_head, tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0), rest,
+                        out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
+                        GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
+                    )  # fmt: skip
+        if CASCADE:  # noqa: SIM102  this one is compiled away
+            if tl.load(record + SHARED_LINE) > 0:
+                common_span = tl.load(record + SHARED_SPAN)
+                merged_first, merged_last = tl.sum(tl.where(which == 0, complete, 0), 0), tl.sum(tl.where(which == 1, complete, 0), 0)
+                some, past = first_sequence * KV_HEADS + first_head, sequence * KV_HEADS + kv_head  # pairs before ``past`` are done with
+                continued = tl.where(first_step > 0, some, -1)
+                while some < past + merged_last:
+                    each = some + tl.arange(0, COMMON_M // BLOCK_G)
+                    done = (each < past + merged_last) & ((each != continued) | (merged_first > 0))
+                    its = each // KV_HEADS
+                    done = done & (own_keys(shared_ptr, shared_row, its, done, CASCADE) > 0)
+                    settle(
+                        tl.load(shared_ptr + CHUNK * shared_row + its, mask=done, other=0),
+                        tl.load(shared_ptr + SLOT * shared_row + its, mask=done, other=0), each % KV_HEADS, done,
+                        out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, shared_ptr, query_start_ptr,
+                        common_span, shared_row, out_token, out_head,
+                        GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M // BLOCK_G, COMMON_M,
+                    )  # fmt: skip
+                    some += COMMON_M // BLOCK_G
     if PDL:
         gdc_launch_dependents()
 
@@ -234,19 +248,30 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     few: int,
-    programs: int,
     tiles: Tiles,
+    plan: Plan,
     scratch: Scratch,
+    common: Common | None,
 ) -> None:
-    """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``."""
-    heads, dim, kv_heads, sequences = q.shape[1], q.shape[2], k_cache.shape[1], inputs.context_len.shape[0]
+    """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``.
+
+    ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan says that some do.
+    """
+    heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
     block_g = triton.next_power_of_2(heads // kv_heads)
-    _decode_kernel[(programs,)](
+    shared, parts = plan.shared, (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets)  # of no use
+    if shared is not None:
+        assert common is not None, "a plan in which sequences may share keys needs memory for that"
+        parts = (common.parts, common.peaks, common.rest, common.rest_peaks, common.tickets)
+    _decode_kernel[(plan.spans.shape[0],)](
         q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
-        inputs.block_table, inputs.query_start, inputs.context_len, sequences, few, window or MAX_WINDOW,
-        *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0), scale, soft_cap or 0.0,
+        inputs.block_table, inputs.query_start, inputs.context_len, *parts, plan.spans, plan.spans if shared is None else shared,
+        few, window or MAX_WINDOW,
+        *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0),
+        0 if shared is None else shared.stride(0), scale, soft_cap or 0.0,
+        CASCADE=shared is not None, COMMON_M=ROWS, COMMON_N=tiles.common,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
-        BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_S=tiles.sequences,
-        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))), MIN_SPAN=MIN_SPAN,
+        BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))),
         PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 """Attention of sequences with many queries: one program for a run of queries and one KV head.
 
-What lives here: the kernel, and what decode.py shares: loading a tile of keys, a step of the online softmax.
+What lives here: the kernel, and what decode.py and cascade.py share: loading a tile of keys, a step of the online softmax, many of them.
 What may not: choosing tiles or kernels (attention.py).
 
     sequence            | 0 (a long prompt)      | 1 (one token) | 2          Which sequence a run of queries belongs to is found on the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _MOST_RUNS = 65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
+_MOST_LEFT = 4096  # parts of tokens that programs leave for each other: 64 MB for 32 heads of 128
 MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
 
 
@@ -105,7 +107,7 @@ def weigh(peak, q, k, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.
 
 
 @triton.jit
-def _accumulate(
+def accumulate(
     total, peak, mass, q, position,
     k_ptr, v_ptr, k_map, v_map, table_ptr, k_block, k_head, k_row, v_block, v_head, v_row,
     first_tile, end_tile, first_key, context, window, scale, soft_cap,
@@ -136,13 +138,40 @@ def _accumulate(
     return total, peak, mass
 
 
-@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row"])
+@triton.jit
+def _fold(total, peak, mass, part, part_peak, part_mass):
+    """What was found so far with one more part, [M, D], [M], [M]. A part in which a row saw nothing leaves it untouched, to the bit."""
+    higher = tl.maximum(peak, part_peak)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
+    return tl.fma(part, weight[:, None], total * keep[:, None]), higher, tl.fma(part_mass, weight, mass * keep)
+
+
+@triton.jit
+def _fold_stored(
+    total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same of parts that programs left in memory."""
+    element = tl.arange(0, BLOCK_D)
+    for part in range(first_part, end_part):
+        at = row + part
+        found = tl.load(parts_ptr + at[:, None] * BLOCK_D + element[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        its_peak = tl.load(sums_ptr + 2 * at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        its_mass = tl.load(sums_ptr + 2 * at + 1, mask=live, other=0.0, cache_modifier=".cg")
+        total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
+    return total, peak, mass
+
+
+@launchable(
+    do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row", "shares", "most_parts"]
+)
 def _prefill_kernel(
-    q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr,
-    tokens, sequences, few, window,
+    q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr, parts_ptr, sums_ptr, ticket_ptr,
+    tokens, sequences, few, window, shares, most_parts,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
     BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIFORM: tl.constexpr, MANY_RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, UNIFORM: tl.constexpr, MANY_RUNS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -183,19 +212,59 @@ def _prefill_kernel(
             whole = 0
         k_head_at, v_head_at = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head
         table = table_ptr + sequence.to(tl.int64) * table_row
-        if not WINDOW:
-            total, peak, mass = _accumulate(
+        writes = True
+        if PART:  # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to several
+            TILES: tl.constexpr = PART // BLOCK_N
+            share, past = tl.program_id(2), tl.cdiv(end, BLOCK_N)
+            first_part, end_part = first_key // PART, tl.cdiv(end, PART)
+            row = (token * (tl.num_programs(1 - RUNS) * GROUP) + head) * most_parts
+            for part in range(first_part + share, end_part, shares):
+                found, its_mass = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+                its_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                if not WINDOW:
+                    found, its_peak, its_mass = accumulate(
+                        found, its_peak, its_mass, q, position,
+                        k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                        part * TILES, tl.minimum(whole, (part + 1) * TILES), 0, context, window, scale, soft_cap,
+                        BULK, False, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                    )  # fmt: skip
+                found, its_peak, its_mass = accumulate(
+                    found, its_peak, its_mass, q, position,
+                    k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                    tl.maximum(tl.maximum(whole, part * TILES), first_key // BLOCK_N), tl.minimum(past, (part + 1) * TILES),
+                    first_key, context, window, scale, soft_cap,
+                    BULK, True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
+                if shares == 1:
+                    total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
+                else:
+                    tl.store(parts_ptr + (row + part)[:, None] * BLOCK_D + element[None, :], found, mask=inside)
+                    tl.store(sums_ptr + 2 * (row + part), its_peak, mask=live)
+                    tl.store(sums_ptr + 2 * (row + part) + 1, its_mass, mask=live)
+            if shares > 1:
+                tl.debug_barrier()  # parts of all threads before the ticket of one
+                ticket = ticket_ptr + run * tl.num_programs(1 - RUNS) + kv_head
+                writes = tl.atomic_add(ticket, 1, sem="acq_rel") == shares - 1
+                if writes:
+                    tl.store(ticket, 0)  # as the next launch wants it
+                    total, peak, mass = _fold_stored(
+                        total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part, BLOCK_M, BLOCK_D
+                    )  # fmt: skip
+        else:
+            if not WINDOW:
+                total, peak, mass = accumulate(
+                    total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                    0, whole, 0, context, window, scale, soft_cap,
+                    BULK, False, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
+            total, peak, mass = accumulate(
                 total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-                0, whole, 0, context, window, scale, soft_cap,
-                BULK, False, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, window, scale, soft_cap,
+                BULK, True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
             )  # fmt: skip
-        total, peak, mass = _accumulate(
-            total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
-            tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, window, scale, soft_cap,
-            BULK, True, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
-        )  # fmt: skip
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-        tl.store(out_ptr + (token * out_token + head * out_head)[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        at_out = (token * out_token + head * out_head)[:, None] + element[None, :]
+        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside & writes)
     if run == tl.num_programs(RUNS) - 1:  # tokens of no sequence
         for token in range(tl.load(query_start_ptr + sequences), tokens):
             at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
@@ -251,18 +320,27 @@ def attend(
     few: int,
     tiles: Tiles,
     bulk: bool,
+    processors: int,
+    tickets: Tensor,  # [processors], int32, zero between launches
 ) -> None:
-    """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention."""
+    """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention.
+
+    With ``tiles.part`` keys are absorbed in parts of so many, dealt out to several programs where runs of queries are fewer than processors.
+    """
     (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
     group = heads // kv_heads
     runs = tokens // (tiles.rows // group) + sequences
     keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
-    many = runs > _MOST_RUNS
-    _prefill_kernel[(runs, kv_heads) if many else (kv_heads, runs)](
+    many, parts = runs > _MOST_RUNS, -(-inputs.max_context_len // tiles.part) if tiles.part else 1
+    shares = max(1, min(parts, processors // (runs * kv_heads))) if tokens * parts <= _MOST_LEFT else 1
+    left = torch.empty((tokens, heads, parts, padded(dim)) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
+    sums = torch.empty((tokens, heads, parts, 2) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
+    _prefill_kernel[(*((runs, kv_heads) if many else (kv_heads, runs)), shares)](
         q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
-        tokens, sequences, few, window or MAX_WINDOW,
+        left, sums, tickets,
+        tokens, sequences, few, window or MAX_WINDOW, shares, parts,
         *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
         BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, BLOCK_SIZE=inputs.block_size, DIM=dim,
-        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, UNIFORM=tiles.uniform, MANY_RUNS=many,
+        BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
         PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
