@@ -79,7 +79,12 @@ class CaseMaker:
         elif op in ("gather_inputs", "store_tokens"):
             yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
         else:
-            yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
+            yield self._other(op, rows)
+
+    def _other(self, op: str, rows: int) -> KernelCase:
+        if op in ("rotary_write", "normed_rotary_write"):
+            return self._rotary(rows, normed=op == "normed_rotary_write")
+        return {"embedding": self._embedding, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
     def _linears(self, rows: int) -> Iterator[KernelCase]:
         spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
@@ -105,7 +110,7 @@ class CaseMaker:
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
             products = [pack(weight.clone() if i else weight, None) for i in range(self._copies(size) if size < self.working_set else 1)]
-            return [lambda product=product: product(x, around)[0] for product in products]
+            return [partial(_first, product, x, around) for product in products]
 
         return KernelCase("fused_linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
 
@@ -164,20 +169,22 @@ class CaseMaker:
         cache = self._random(*shape)
         return cache[:, 0], cache[:, 1]
 
-    def _rotary(self, rows: int) -> KernelCase:
+    def _rotary(self, rows: int, *, normed: bool = False) -> KernelCase:
         spec = self.spec
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
         packed = [self._random(rows, heads + 2 * kv_heads, dim) for _ in range(4)]
         positions, slots = torch.arange(rows), torch.arange(rows)
+        norms = (torch.ones(dim, dtype=self.dtype), torch.ones(dim, dtype=self.dtype), spec.norm_eps) if normed else ()
+        op, facts = ("normed_rotary_write", {"rotary_dim": dim}) if normed else ("rotary_write", {})
 
         def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
             inputs = [x.clone().split((heads, kv_heads, kv_heads), dim=1) for x in packed]  # written in place
-            return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
+            return [partial(write, *qkv, *norms, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
 
         rotated = rows * (heads + kv_heads) * dim
         size = self._bytes(2 * rotated + 3 * rows * kv_heads * dim) + rows * dim * 4
-        return KernelCase("rotary_write", f"{rows} tokens", self._attention_facts(), size, 3 * rotated, calls)
+        return KernelCase(op, f"{rows} tokens", self._attention_facts() | facts, size, 3 * rotated, calls)
 
     def _attention(self, rows: int) -> KernelCase:
         spec, prompt = self.spec, rows > MANY_ROWS
@@ -276,3 +283,8 @@ class CaseMaker:
 
         label = f"{rows}x{self.spec.vocab_size}"
         return KernelCase("gumbel_argmax", label, {"dtype": torch.float32}, size, rows * self.spec.vocab_size, calls)
+
+
+def _first(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The first of its results: others may be in pieces, which candidates cut as they like."""
+    return call(*arguments)[0]
