@@ -139,6 +139,15 @@ TECHNIQUES = (
         needs_gpu=True,
     ),
     Technique(
+        name="cascade_attention",
+        source="Hydragen (Juravsky et al. 2024); cascade inference in FlashInfer (Ye et al., MLSys 25); ChunkAttention (Ye et al., ACL 24)",
+        switch="device.cascade_attention",
+        off=False,
+        improves="time a decode step of 16 requests or more that begin with the same blocks: those are read once for many",
+        off_means="each sequence reads all its keys, those that others read, too",
+        needs_gpu=True,
+    ),
+    Technique(
         name="programmatic_launch",
         source="programmatic dependent launch (CUDA 12 on Hopper); No Bubbles (Hazy Research, 2025) on what launches cost at batch 1",
         switch="device.programmatic_launch",

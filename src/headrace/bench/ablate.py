@@ -32,6 +32,7 @@ ABLATIONS = (
     "cuda_graphs",
     "flat_gemm",
     "deep_fusion",
+    "cascade_attention",
     "programmatic_launch",
     "batch_invariant",
 )

@@ -86,7 +86,7 @@ class _Setting:
 
 def _disabled(config: DeviceConfig) -> frozenset[str]:
     """Kernel candidates never to choose: those named, and those whose technique is off."""
-    off = {triton.FLAT: config.flat_gemm, triton.FUSED: config.flat_gemm and config.deep_fusion}
+    off = {triton.FLAT: config.flat_gemm, triton.FUSED: config.flat_gemm and config.deep_fusion, triton.CASCADE: config.cascade_attention}
     return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}
 
 

@@ -186,3 +186,9 @@ def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
     bulk = torch.cuda.get_device_capability(site.device)[0] == 9
     return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk, site.facts["dtype"], site.device)
+
+
+def create_cascade_attention(site: Site) -> Callable[..., Tensor]:
+    plain = create_paged_attention(site)
+    assert isinstance(plain, PagedAttention), "made above"
+    return replace(plain, cascade=True)

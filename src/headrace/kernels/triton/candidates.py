@@ -16,6 +16,7 @@ import torch
 from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 
 TRITON = "triton"
+CASCADE = "cascade"  # paged attention that reads shared prefixes once
 DEVICES = ("cuda",)
 MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
 MAX_HEAD_DIM = 256
@@ -119,6 +120,13 @@ def _whole_heads(site: Site) -> Any:
     return None
 
 
+def _cascade(site: Site) -> Callable[..., Any] | Declined:
+    if site.facts.get("dtype") is torch.float32:
+        return Declined("products of float32 gain nothing from more rows", by_choice=True)
+    made = _kernel("attention", "create_cascade_attention", _heads)(site)
+    return Declined(made.reason, by_choice=True) if isinstance(made, Declined) else made  # what stands behind it says so itself
+
+
 def _experts(site: Site) -> Any:
     num_experts, top_k = site.facts.get("num_experts"), site.facts.get("top_k")
     if num_experts is None or top_k is None:
@@ -156,7 +164,7 @@ def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batc
     """``rehearse``: a function of rehearsals.py, or of flat_rehearsals.py for those for few rows."""
 
     def rehearsed(site: Site, run: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
-        module = import_module(f"headrace.kernels.triton.{'rehearsals' if name == TRITON else 'flat_rehearsals'}")
+        module = import_module(f"headrace.kernels.triton.{'flat_rehearsals' if name in (FLAT, FUSED) else 'rehearsals'}")
         calls: Iterable[tuple[str, Callable[[], object]]] = getattr(module, str(rehearse))(site, run, sizes)
         return calls
 
@@ -172,7 +180,9 @@ NORMED_ROTARY_WRITE = _candidate(_kernel("rotary", "normed_rotary_write", _whole
 ACTIVATION = _candidate(_kernel("activation", "activation", chained=True), "activations")
 GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation", chained=True), "activations")
 EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=True), "embeddings")
-PAGED_ATTENTION = _candidate(_kernel("attention", "create_paged_attention", _heads), "attentions")
+PAGED_ATTENTION = _candidate(_cascade, "attentions", CASCADE, batch_invariant=False) + _candidate(
+    _kernel("attention", "create_paged_attention", _heads), "attentions"
+)
 MOE = _candidate(_kernel("moe", "create_moe", _experts), "experts")
 GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens"), "picks")
 GUMBEL_ARGMAX = _candidate(_kernel("sampling", "gumbel_argmax"), None)  # pick_tokens does the same and more
