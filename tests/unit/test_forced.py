@@ -121,6 +121,41 @@ def test_what_a_model_is_held_to_is_read_back_as_calls(name: str | None, choice:
     assert ended >= 4
 
 
+def _tagged(*values: tuple[str, str]) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function=get_weather>\n{inner}</function>\n</tool_call>"
+
+
+CITY, DAYS = ("city", "Ulm"), ("days", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fine"),
+    [
+        ("qwen3_coder", _tagged(CITY, DAYS), True),
+        ("qwen3_coder", _tagged(CITY, ("unit", "F"), DAYS, ("exact", "true")), True),
+        ("qwen3_coder", _tagged(CITY), False),
+        ("qwen3_coder", _tagged(CITY, ("unit", "K"), DAYS), False),
+        ("qwen3_coder", _tagged(CITY, ("days", "15")), False),
+        ("pythonic", '[get_weather(city="Ulm", days=1)]', True),
+        ("pythonic", '[get_weather(city="Ulm", days=1, at=[3], exact=True)]', True),
+        ("pythonic", '[get_weather(city="Ulm", days=1 exact=True)]', False),
+        ("pythonic", '[get_weather(city="Ulm")]', False),
+        ("pythonic", "[ping()]", True),
+        ("pythonic", "[ping(n=2)]", True),
+        ("pythonic", "[get_time(n=2)]", False),
+    ],
+)
+def test_what_is_required_must_come_and_what_is_not_may(name: str, text: str, fine: bool) -> None:
+    for parallel in (True, False):
+        matcher = create_matcher(TOKENIZER, formed(name, None, ToolChoice(Mode.REQUIRED, parallel=parallel))[1], create_limits())
+        assert (matcher.try_consume_tokens(ids_of(text)) == len(text) and matcher.is_accepting()) == fine
+        if fine:
+            matcher.reset()
+            twice = text + text if name == "qwen3_coder" else f"{text[:-1]}, {text[1:]}"
+            assert (matcher.try_consume_tokens(ids_of(twice)) == len(twice)) == parallel
+
+
 def test_reasoning_comes_first_where_the_family_reasons() -> None:
     for reasoning, prompt, must in (("qwen3", "", False), ("qwen3", "<think>\n", True), ("deepseek_r1", "", True)):
         form, wanted = formed("hermes", reasoning, NAMED, prompt=prompt)

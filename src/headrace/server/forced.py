@@ -101,8 +101,11 @@ def _calls(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, specia
         rules, body = [rule for each in written for rule in each.rules], f"({' | '.join(each.name for each in written)})"
     call = " ws ".join([*begin, body, *end]) if format.style is not Style.TAGS else " ".join([*begin, body, *end])
     separator = f"ws {_literal(format.separator, special)} ws" if format.separator else "ws"
+    around = (literals(format.section_begin), literals(format.section_end))
+    if format.section_each:
+        call, around = " ws ".join([*around[0], call, *around[1]]), ([], [])
     more = f" ({separator} call)*" if choice.parallel else ""
-    section = " ws ".join([*literals(format.section_begin), f"call{more}", *literals(format.section_end)])
+    section = " ws ".join([*around[0], f"call{more}", *around[1]])
     return "\n".join([f"start: {section}", f"call: {call}", *rules, _SPACE])
 
 

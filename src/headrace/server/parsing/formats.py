@@ -50,6 +50,7 @@ class ToolFormat:
     name: str
     section_begin: tuple[str, ...] = ()
     section_end: tuple[str, ...] = ()
+    section_each: bool = False  # the family writes a section for each call
     begin: str = ""
     end: tuple[str, ...] = ()
     separator: str = ""
@@ -130,6 +131,7 @@ _TOOL_FORMATS = (
         name="qwen3_coder",
         section_begin=("<tool_call>",),
         section_end=("</tool_call>",),
+        section_each=True,
         begin="<function=",
         style=Style.TAGS,
         name_end=">",
