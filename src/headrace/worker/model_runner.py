@@ -129,22 +129,28 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Sampled:
         """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
-        with torch.inference_mode():  # once: what is entered again within costs less
-            return self.launch_sample(self.launch_forward(plan))
+        with torch.inference_mode():
+            return self._queue_sample(self._queue_forward(plan), _NO_MASKS)
 
     def launch_forward(self, plan: StepPlan) -> Launched:
         """Queues the step as far as its hidden states."""
-        begun = torch.cuda.Event(enable_timing=True)
         with torch.inference_mode():
-            step = self.forward(plan, begun)
-        return Launched(step, begun, _recorded() if plan.masked else None)
+            return self._queue_forward(plan)
 
     def launch_sample(self, launched: Launched, masks: TokenMasks = _NO_MASKS) -> Sampled:
         """Queues the rest of it."""
+        with torch.inference_mode():
+            return self._queue_sample(launched, masks)
+
+    def _queue_forward(self, plan: StepPlan) -> Launched:
+        begun = torch.cuda.Event(enable_timing=True)
+        step = self.forward(plan, begun)
+        return Launched(step, begun, _recorded() if plan.masked else None)
+
+    def _queue_sample(self, launched: Launched, masks: TokenMasks) -> Sampled:
         pause = None if launched.computed is None else (launched.computed, _recorded())
         arrived = torch.cuda.Event(enable_timing=True)
-        with torch.inference_mode():
-            step = _to_host(self.sample(launched.step, masks))
+        step = _to_host(self.sample(launched.step, masks))
         arrived.record(self._stream)
         return replace(step, begun=launched.begun, arrived=arrived, pause=pause)
 
