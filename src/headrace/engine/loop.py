@@ -10,6 +10,7 @@ it ends the process when the parent is gone.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from headrace.engine.links import Left, Link, Links, ParentGone, connect
 from headrace.engine.outlook import RECENT, outlook, pace_of
 from headrace.errors import HeadraceError, InvalidRequest, StepFailed
 from headrace.family import end_with_parent
-from headrace.garbage import freeze_start
+from headrace.garbage import empty_free_lists, freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
 from headrace.request import Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+TIDY_BEATS = 60
 HOST_LIMIT = 5.0  # seconds: one turn of the loop outside the device
 DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
 DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
@@ -206,8 +208,10 @@ def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
 
 def beat_forever(links: Links, pulse: Pulse) -> None:
     """The pulse of the process, and its end when the parent is gone, whatever the loop is doing."""
-    while True:
+    for beat in itertools.count(1):
         time.sleep(BEAT_SECONDS)
+        if beat % TIDY_BEATS == 0:
+            empty_free_lists()
         try:
             links.send(frames.pack(pulse.beat()))
         except ParentGone:
