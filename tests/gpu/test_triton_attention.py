@@ -84,13 +84,53 @@ def test_invariant_attention(block_size: int, dtype: torch.dtype) -> None:
         start += count
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_invariant_attention_of_long_contexts_is_dealt_out_to_the_bit(dim: int) -> None:
+    """Alone, many programs share a sequence's parts; among others, or in a prompt, one computes them all."""
+    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=32, num_kv_heads=8, batch_invariant=True)
+    lengths = [(1, 9000), (70, 5000), (1, 1), (3, 2049), *((1, 1000 + 40 * row) for row in range(40))]
+    case = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, block_size=128))
+    whole, start = attend(case, kernel), 0
+    check(whole, attend(case, reference.paged_attention))
+    for row, (count, _) in enumerate(case.lengths):
+        for first, end in {(0, count), (count // 2, count), (count - 1, count)}:
+            assert torch.equal(attend(case.part(row, first, end), kernel), whole[start + first : start + end]), (row, first)
+        start += count
+
+
+CASCADES = {
+    "one prefix": ([(1, 2060 + 3 * row) for row in range(100)], [(range(100), 16)]),
+    "a prefix in a prefix, and strangers": ([(1, 1700)] * 40 + [(30, 900), (1, 0), (2, 700)], [(range(36), 4), (range(20), 12)]),
+    "nothing": ([(1, 300)] * 40, []),
+}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (24, 8, 96), (8, 8, 128), (16, 8, 256)])
+def test_cascade_attention(heads: int, kv_heads: int, dim: int) -> None:
+    """Prefixes shared: equal to reading them for each, and to itself again and again; a poisoned neighbour harms nobody."""
+    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    for lengths, groups in CASCADES.values():
+        case = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=128))
+        for rows, blocks in groups:
+            case.table[list(rows), :blocks] = case.table[rows[-1], :blocks].clone()
+        want, got = attend(case, reference.paged_attention), attend(case, kernel)
+        check(got, want)
+        for _ in range(20):
+            assert torch.equal(attend(case, kernel), got)
+        case.q[3] = float("nan")
+        got = attend(case, kernel)
+        assert got[3].isnan().all()
+        got[3] = want[3]
+        check(got, want)
+
+
 def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:
     kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
     case = on_card(PagedCase([(1, 3000), (1, 40), (1, 900)], heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=16))
     inputs = inputs_of(case)
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, inputs, 0.1, None, None)
+        out: torch.Tensor = kernel(case.q, case.k_cache, case.v_cache, replace(inputs), 0.1, None, None)  # a step's own: it is planned anew
         return out
 
     call()
