@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from array import array
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.grammars import SPECIAL, create_masks, vocabulary
+from tests.support.grammars import CONSTRAINTS, SPECIAL, create_masks, vocabulary
 from tests.support.hash_engine import EOS, engine, request, run
 
-from headrace.engine import grammar_check
+from headrace.cache.manager import SequenceKV
+from headrace.engine import grammar_check, grammar_masks
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.errors import InvalidRequest
 from headrace.request import SamplingParams, StructuredOutputs
+from headrace.sequence import Sequence as LiveSequence
 from headrace.worker.host import process_memory
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>", b"<end>", b"", b""], (256, 257), (256, 257))
@@ -293,6 +297,31 @@ def test_compiled_grammars_are_kept_by_size() -> None:
     run(core)
     assert core.stats().grammars.compiled == 40  # type: ignore[union-attr]  # the last one was there
     masks.close()
+
+
+@pytest.mark.parametrize(("alone", "threads"), [(32, 2), (0, 2), (0, 1)], ids=["one by one", "in threads", "one core"])
+def test_masks_of_many_rows_are_those_of_each(alone: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are made: with constraints side by side, some at their start, some on their way, one that has left its grammar."""
+    monkeypatch.setattr(grammar_masks, "_ROWS_ALONE", alone)
+    masks = create_masks()
+    masks._threads = threads
+    written = ([], [0], [1], [0], [], [200], [1])
+    sequences = []
+    for index, tokens in enumerate(written):
+        asked = request(index, [1], structured_outputs=CONSTRAINTS[index % len(CONSTRAINTS)], ignore_eos=False)
+        masks.begin(asked)
+        masks.take_compiled(1.0)
+        sequences.append(LiveSequence(asked, 0, frozenset(), 99, (), SequenceKV("", None, []), array("i", [1])))
+        for place in tokens:  # the so many-th of the tokens that may come
+            words = np.frombuffer(masks.masks([(0, sequences[-1])]).words, dtype=np.uint32)
+            fine = [token for token in range(32 * len(words)) if words[token >> 5] >> np.uint32(token & 31) & 1]
+            sequences[-1].token_ids.append(fine[place] if place < len(fine) else 7)
+    together = masks.masks(list(enumerate(sequences)))
+    assert together.samples == tuple(range(len(written)))
+    rows = np.frombuffer(together.words, dtype=np.uint32).reshape(len(written), -1)
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert row.tobytes() == masks.masks([(0, sequence)]).words
+    assert [bool(row.any()) for row in rows] == [True] * 5 + [False, True] and len({row.tobytes() for row in rows}) > 4
 
 
 def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does() -> None:
