@@ -165,4 +165,4 @@ def uses_of(entries: Sequence[Mapping[str, Any]]) -> list[Use]:
     return sorted(found, key=lambda use: use.first)
 
 
-_SMALLEST = 2**16  # bytes; below, sizes do not follow the tokens
+_SMALLEST = 2**20  # bytes; below, sizes do not follow the tokens
