@@ -94,6 +94,11 @@ def each_front(server: Server) -> list[http.client.HTTPConnection]:
     raise AssertionError("one front end takes all connections")
 
 
+def serving_again(server: Server) -> int:
+    """How often a front end has been replaced so far."""
+    return sum("serves again" in line for line in server.lines)
+
+
 def counted(page: str, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.M))
 
@@ -165,7 +170,7 @@ def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) ->
 
 def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    streams = streams_of(server, 6, max_tokens=300)
+    replaced, streams = serving_again(server), streams_of(server, 6, max_tokens=300)
     victim = streams[0][2]
     assert {whose for *_, whose in streams} == set(fronts(server))
     before = counted(server.ask("GET", "/metrics", headers=ONE).body.decode(), "vllm:generation_tokens_total")
@@ -177,7 +182,7 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
         if whose == victim:
             assert b"[DONE]" not in read_until_closed(sock)
     server.wait_idle(headers=ONE)
-    wait_for(lambda: any("serves again" in line for line in server.lines) and len(fronts(server)) == 2)
+    wait_for(lambda: serving_again(server) == replaced + 1)
     page = server.ask("GET", "/metrics", headers=ONE).body.decode()
     assert counted(page, "vllm:generation_tokens_total") >= before
     assert counted(page, 'vllm:request_success_total{model_name="demo",finished_reason="abort"}') >= lost
@@ -188,7 +193,7 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
 
 def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    streams = streams_of(server, 4, max_tokens=300)
+    replaced, streams = serving_again(server), streams_of(server, 4, max_tokens=300)
     victim = streams[0][2]
     os.kill(victim, signal.SIGSTOP)
     begun = time.monotonic()
@@ -197,9 +202,21 @@ def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Serv
             events, complete = ended(sock, head)
             assert complete and events[-1] == "[DONE]"
     assert time.monotonic() - begun < 8 and server.ask("GET", "/health").status == 200
-    wait_for(lambda: victim not in fronts(server) and len(fronts(server)) == 2)
+    wait_for(lambda: serving_again(server) == replaced + 1)
+    assert victim not in fronts(server) and len(fronts(server)) == 2
     assert any("hangs: its event loop has not turned" in line for line in server.lines)
     server.wait_idle(headers=ONE)
+
+
+def test_a_signal_lets_all_streams_of_all_front_ends_end(server: Server) -> None:
+    """The last one that this server is used for."""
+    streams = streams_of(server, 6, max_tokens=300)
+    server.signal()
+    for sock, head, _ in streams:
+        events, complete = ended(sock, head)
+        assert complete and events[-1] == "[DONE]"
+    assert server.wait(5) == 0 and not server.children()
+    assert any("Stopping: " in line and "running requests" in line for line in server.lines)
 
 
 def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
@@ -215,19 +232,6 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
         assert server.wait(10) == 1 and time.monotonic() - begun < 5
         assert sum("The engine has died" in line for line in server.lines) == 1
         wait_for(lambda: not server.children(), 5)
-
-
-def test_a_signal_lets_all_streams_of_all_front_ends_end() -> None:
-    with serving(*HASH, *KEYS, command=SERVE) as server:
-        wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
-        streams = streams_of(server, 6, max_tokens=300)
-        assert len({whose for *_, whose in streams}) == 2
-        server.signal()
-        for sock, head, _ in streams:
-            events, complete = ended(sock, head)
-            assert complete and events[-1] == "[DONE]"
-        assert server.wait(5) == 0 and not server.children()
-        assert any("Stopping: " in line and "running requests" in line for line in server.lines)
 
 
 def test_what_keeps_front_ends_from_starting_is_said_once() -> None:
