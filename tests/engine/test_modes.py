@@ -20,7 +20,7 @@ from support.kernel_cases import native
 
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
 FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
-SEEDS = range(6)
+SEEDS, LONG_SEEDS = range(6), range(100, 150)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -41,7 +41,7 @@ def test_no_mode_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 150))
+@pytest.mark.parametrize("seed", LONG_SEEDS)
 def test_no_mode_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
     check(model, oracle, seed)
 
@@ -54,6 +54,17 @@ def check(model: str | None, oracle: modes.Oracle, seed: int) -> None:
     for case, found in zip(cases, answers, strict=True):
         if found is not None:
             modes.compare(found, oracle.answer(case), may_fail=mode.failing > 0)
+
+
+def test_the_drawn_modes_meet_in_pairs() -> None:
+    def drawn(seed: int) -> list[dict[str, bool]]:
+        rng = random.Random(seed)
+        cases = modes.draw_cases(rng, 300, STOPS, 4)
+        mode = modes.draw_mode(rng)
+        return [modes.features(mode, case.params) for case in cases]
+
+    assert modes.pair_coverage(trial for seed in (*SEEDS, *LONG_SEEDS) for trial in drawn(seed)) >= 0.95
+    assert modes.pair_coverage(drawn(0)) < 0.7
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,8 +9,9 @@ without having been written shows as an unusable row.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -20,10 +21,15 @@ from headrace.cache.block_pool import BlockPool
 from headrace.engine.output import OutputCollector
 from headrace.errors import HeadraceError
 from headrace.kernels import CANDIDATES
-from headrace.request import RequestOutput
+from headrace.request import RequestOutput, StructuredOutputs
 
 NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
 LONGEST = 120  # tokens of prompt and answer together
+GRAMMARS = (
+    StructuredOutputs(regex="[a-z ]{1,40}"),
+    StructuredOutputs(choice=("one", "two", "twenty")),
+    StructuredOutputs(json={"type": "array", "items": {"type": "integer"}, "maxItems": 4}),  # type: ignore[arg-type]
+)
 PLAIN: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": LONGEST}
 
 
@@ -84,7 +90,7 @@ def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...]
 
     max_tokens = min(room, rng.choice((1, 2, 8, 17, 30)))
     detokenize = rng.random() < 0.8
-    return SamplingParams(
+    drawn = SamplingParams(
         n=rng.choice((1, 1, 1, 2, 3)),
         temperature=rng.choice((0.0, 0.0, 0.7, 1.0, 1.6)),
         top_p=maybe(0.3, rng.choice((0.5, 0.9)), 1.0),
@@ -108,6 +114,35 @@ def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...]
         detokenize=detokenize,
         skip_special_tokens=rng.random() < 0.5,
     )
+    grammar = maybe(0.25, rng.choice(GRAMMARS), None)  # which may leave no token beside these two
+    return drawn if grammar is None else replace(drawn, structured_outputs=grammar, allowed_token_ids=None, bad_words=())
+
+
+def features(mode: Mode, params: SamplingParams) -> dict[str, bool]:
+    """What a trial has of what row 17 of the reliability checks names, as far as there is more than one way of it here."""
+    switches = ("enable_prefix_caching", "chunked_prefill", "token_concatenation", "paged_allocation", "continuous_batching", "kv_caching")
+    return {
+        **{name: mode.keywords[name] for name in switches},
+        "preemption": mode.keywords["num_blocks"] * mode.keywords["block_size"] < 3 * LONGEST,
+        "overlap": mode.keywords["overlap"] > 0,
+        "batch_invariant": mode.keywords["batch_invariant"],
+        "failing": mode.failing > 0,
+        "grammar": params.structured_outputs is not None,
+        "penalties": (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
+        "n": params.n > 1,
+        "logprobs": params.logprobs is not None,
+        "sampled": params.temperature > 0,
+    }
+
+
+def pair_coverage(trials: Iterable[Mapping[str, bool]]) -> float:
+    """How many of all pairs of features, each on or off, some trial has together."""
+    seen: set[tuple[tuple[str, bool], ...]] = set()
+    names: set[str] = set()
+    for trial in trials:
+        seen.update(combinations(sorted(trial.items()), 2))
+        names.update(trial)
+    return len(seen) / (2 * len(names) * (len(names) - 1))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
