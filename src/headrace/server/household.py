@@ -109,6 +109,8 @@ class Household:
         """The exit status. Raises what kept the engine or the front ends from starting."""
         with self._signals.handled():
             keepers = [asyncio.create_task(self._keep(number)) for number in range(1, self._config.api_server_count + 1)]
+            for keeper in keepers:
+                keeper.add_done_callback(self._kept)
             history = asyncio.create_task(self._history.run(lambda: self._engine if self._serving else None, self._total))
             try:
                 return await self._live()
@@ -192,6 +194,11 @@ class Household:
             why = front.failure or f"{front}{' (often: the machine ran out of memory)' if self._was_killed(front) else ''}"
             log.error("Front end %d ended: %s. Its requests are ended, the others' go on; it starts again in %g s.", number, why, seconds)
             await asyncio.sleep(seconds)
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """A keeper that fails (no process can be started) cannot be done without."""
+        if not keeper.cancelled() and keeper.exception() is not None and not self._hopeless.done():
+            self._hopeless.set_exception(HeadraceError(f"a front end cannot be started: {keeper.exception()}."))
 
     def _was_killed(self, front: FrontEnd) -> bool:
         return front.process.returncode == -signal.SIGKILL and not front.hung
