@@ -109,7 +109,7 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
     """``call`` with one of attention's two kernels left out: the recorders stand in one module at a time."""
 
     def run() -> None:
-        stock, module.attend = module.attend, lambda *arguments: None
+        stock, module.attend = module.attend, lambda *arguments, **named: None
         try:
             call()
         finally:
