@@ -42,10 +42,11 @@ def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command:
         server.wait_idle(10)
         time.sleep(0.5)
         before = take(server)
-        with canary(server, refusals=True):
+        with canary(server, refusals=True) as voice:
             for _ in range(rounds):
                 together(_cut_off(server, rng) for _ in range(clients))
-                took.append(assert_back(server, before, seconds=seconds))
+                with voice:
+                    took.append(assert_back(server, before, seconds=seconds))
     return f"{rounds} rounds of {clients} clients, as before after {max(took):.2f} s at most"
 
 

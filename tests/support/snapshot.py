@@ -133,16 +133,20 @@ CANARY = {"prompt": "the canary sings", "max_tokens": 12, "temperature": 0, "ign
 
 
 @contextlib.contextmanager
-def canary(server: Server, *, every: float = 0.5, refusals: bool = False) -> Iterator[None]:
-    """A fixed greedy request again and again while the block runs: its tokens stay what they were. ``refusals``: 429 is no failure."""
+def canary(server: Server, *, every: float = 0.5, refusals: bool = False) -> Iterator[threading.Lock]:
+    """A fixed greedy request again and again while the block runs: its tokens stay what they were. ``refusals``: 429 is no failure.
+
+    Whoever holds the lock has silence: the canary's own connection is in nobody's snapshot.
+    """
     golden = server.ask("POST", "/v1/completions", CANARY).json["choices"][0]["token_ids"]
     wrong: list[Any] = []
-    over = threading.Event()
+    over, voice = threading.Event(), threading.Lock()
 
     def sing() -> None:
         while not over.wait(every):
             try:
-                answer = server.ask("POST", "/v1/completions", CANARY)
+                with voice:
+                    answer = server.ask("POST", "/v1/completions", CANARY)
             except OSError as error:
                 wrong.append(error)
                 continue
@@ -152,7 +156,7 @@ def canary(server: Server, *, every: float = 0.5, refusals: bool = False) -> Ite
     thread = threading.Thread(target=sing, daemon=True)
     thread.start()
     try:
-        yield
+        yield voice
     finally:
         over.set()
         thread.join(30)
