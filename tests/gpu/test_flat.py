@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from random import Random
+from typing import Any
+
 import pytest
 import torch
 
+from headrace import LLM
 from headrace.kernels import Kernels, reference
 from headrace.kernels.around import Around
+from headrace.kernels.triton.candidates import FUSED
 from headrace.spec import Activation
-from support.card import check, require_card
+from support import tiny
+from support.card import STRICT, check, params, require_card
 
 require_card()
 
@@ -89,3 +96,38 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> Non
             assert torch.equal(captured, eager)
         results.append(eager.clone())
     assert torch.equal(*results) and bool(results[0].isfinite().all())
+
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+SHORT_STEPS = {"max_num_batched_tokens": 64, "max_model_len": 120, "num_blocks": 64}  # so that prompts go this way, too
+
+
+def scores(folder: str, prompts: list[list[int]], **keywords: Any) -> list[float]:
+    """The log-probability of every token after the first of each prompt."""
+    with LLM(folder, **{**STRICT, **SHORT_STEPS, **keywords}) as llm:
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(max_tokens=2, prompt_logprobs=0), use_tqdm=False)
+        if keywords.get("dtype") == "bfloat16" and keywords.get("device") != "cpu":
+            assert {each.value for each in llm.info.decisions if each.name == "kernel fused_linear"} == {FUSED}
+    return [next(iter(entry.values())).logprob for each in found for entry in (each.prompt_logprobs or ())[1:] if entry]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biased-mha-tied", "qwen3"])
+def test_a_model_scores_as_near_to_float32_as_on_a_cpu(name: str, tmp_path: Path) -> None:
+    draw, folder = Random(4), str(tiny.save(name, tmp_path, seed=3, **WIDE))
+    prompts = [draw.choices(range(256), k=length) for length in (1, 2, 16, 17, 40, 64, 100)]
+    cpu = {"device": "cpu", "strict_kernels": False}
+    exact, near, nearer = (scores(folder, prompts, **each) for each in (cpu, {"dtype": "bfloat16"}, {**cpu, "dtype": "bfloat16"}))
+    errors = [sum(abs(a - b) for a, b in zip(exact, other, strict=True)) / len(exact) for other in (near, nearer)]
+    assert errors[0] <= 1.5 * errors[1] + 2e-3, errors
+
+
+def test_graphs_and_overlapping_launches_change_no_token(tmp_path: Path) -> None:
+    draw, folder = Random(5), str(tiny.save("llama", tmp_path, seed=3, **WIDE))
+    prompts = [{"prompt_token_ids": draw.choices(range(256), k=12)} for _ in range(16)]
+    ways = ({}, {"enforce_eager": True}, {"programmatic_launch": False})
+    for count in (1, 3, 16):
+        answers = []
+        for way in ways:
+            with LLM(folder, **{**STRICT, **SHORT_STEPS, "dtype": "bfloat16", **way}) as llm:
+                answers.append([each.outputs[0].token_ids for each in llm.generate(prompts[:count], params(max_tokens=40), use_tqdm=False)])
+        assert answers[0] == answers[1] == answers[2], count
