@@ -154,8 +154,8 @@ class ServerConfig:
     tool_call_parser: str = option(
         "auto", "how the model writes tool calls; automatic by its chat template",
         choices=(
-            "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45", "minimax_m2",
-            "pythonic", "lfm2",
+            "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2",
+            "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2",
         ),
     )  # fmt: skip
     reasoning_parser: str = option(
