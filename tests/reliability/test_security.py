@@ -105,7 +105,7 @@ def test_a_series_for_each_path_is_noticed() -> None:
         from headrace.server.exposition import ServerMetrics
         count = ServerMetrics.count_answer
         def count_more(self, route, status):
-            self.answers[route + str(len(self.answers)), "4xx"] = 1
+            self.answers._places[route + str(len(self.answers)), "4xx"] = 0
             count(self, route, status)
         ServerMetrics.count_answer = count_more
     """
