@@ -41,6 +41,9 @@ FILES: Mapping[str, str] = {
     "abuse": "tests/server/test_abuse.py",
     "auth": "tests/server/test_auth.py",
     "clients": "tests/server/test_openai_client.py",
+    "langchain": "tests/server/test_langchain.py",
+    "litellm": "tests/server/test_litellm.py",
+    "node": "tests/server/test_openai_node.py",
     "lifecycle": "tests/server/test_lifecycle.py",
     "mutations": "tests/server/test_mutations.py",
     "openapi": "tests/server/test_openapi.py",
@@ -333,8 +336,13 @@ ROWS = (
         57,
         "client matrix",
         PARTLY,
-        tests("clients chat_streamed_and_whole_are_the_same_answer errors_are_those_of_the_client every_response_is_json_for_strict_readers"),
-        "openai-python in CI; other clients elsewhere",
+        tests(
+            "clients chat_streamed_and_whole_are_the_same_answer errors_are_those_of_the_client every_response_is_json_for_strict_readers; "
+            "langchain a_chat_whole_and_streamed_is_one_answer errors_are_what_clients_know_them_by; "
+            "litellm a_chat_whole_and_streamed_is_one_answer errors_are_what_gateways_route_by; "
+            "node a_chat_whole_and_streamed_is_one_answer errors_are_what_the_client_knows_them_by"
+        ),
+        "openai and anthropic in CI; LangChain, LiteLLM and openai for Node by a command (testing.md)",
     ),
     Row(58, "wire conformance", HELD, tests("traffic streams_of_both_routes_keep_the_rules; boundary streams_against_the_rules_are_seen")),
     Row(
