@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
-from headrace.kernels.triton import prefill
+from headrace.kernels.triton import attention, prefill
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.prefill import bulk_keys
 from support.kernel_cases import PagedCase, assert_close
@@ -117,6 +119,21 @@ def test_invariant_bits_depend_on_nothing_else() -> None:
     for row, (count, _) in enumerate(case.lengths):
         for first, end in ((0, count), (0, (count + 1) // 2), (count - 1, count)):
             assert torch.equal(run(case.part(row, first, end), invariant=True), whole[start + first : start + end])
+        start += count
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_invariant_bits_are_the_same_whoever_computes_a_part(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Parts of 64 keys: one program takes all of a run's, or each takes some and the last one folds them."""
+    stock = attention.invariant_tiles
+    monkeypatch.setattr(attention, "invariant_tiles", lambda *facts: replace(stock(*facts), part=64))
+    case = PagedCase([(1, 230), (20, 200), (2, 2), (1, 0)], heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, block_size=16)
+    check(case, window, processors=1, invariant=True)
+    whole, start = run(case, window, processors=1, invariant=True), 0
+    assert torch.equal(run(case, window, processors=60, invariant=True), whole)
+    for row, (count, _) in enumerate(case.lengths):
+        for first, end in {(0, count), (0, (count + 1) // 2), (count - 1, count)}:
+            assert torch.equal(run(case.part(row, first, end), window, processors=40, invariant=True), whole[start + first : start + end])
         start += count
 
 
