@@ -1,7 +1,6 @@
 """What a start on a GPU needs that needs no torch, begun while torch is imported, which takes seconds.
 
-That is the card's context, by the driver itself (torch finds it made), the kernels' compiler (Triton, a hash of its files, its C helper),
-and where nothing is compiled yet, processes that do it.
+That is the card's context, by the driver itself (torch finds it made), and the kernels' compiler: Triton, a hash of its files, its C helper.
 
 What lives here: that head start. What may not: torch, kernels (kernels/triton/toolchain.py does the same again, and finds it done).
 """
@@ -15,7 +14,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.builders import Builders, builders_wanted
 from headrace.worker.driver import ask_driver
 
 _log = logging.getLogger(__name__)
@@ -29,14 +27,12 @@ def begin_head_start() -> HeadStart | None:
 
 
 class HeadStart:
-    """Two threads. Nobody has to wait for them; what they have not done is done when it is needed. ``builders``: None where none are wanted."""
+    """Two threads. Nobody has to wait for them; what they have not done is done when it is needed."""
 
     def __init__(self) -> None:
         self._free: dict[str, int] = {}  # by the driver's uuid, before there was a context
         self._context = self._thread("context", self._make_context)
         self._compiler = self._thread("compiler", _prepare_compiler)
-        count = builders_wanted()
-        self.builders = Builders(count) if count else None
 
     def free_before(self, uuid: str) -> int | None:
         """Bytes that were free on a card before this process had a context there; None if that is not known."""

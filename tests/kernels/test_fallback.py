@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import headrace.kernels as registry
-from headrace.builders import Job
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels, StrictKernelError, reference
 from headrace.kernels.ahead import CompileAhead
@@ -242,40 +241,6 @@ def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypat
     ahead.close()
     assert time.monotonic() - begin < 5
     stuck.set()
-
-
-class Helpers:
-    """Builders that a test speaks for."""
-
-    closed = False
-
-    def tell(self, job: Job, done: Callable[[str], None], ended: Callable[[], None]) -> None:
-        self.job, self.done, self.ended = job, done, ended
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_what_builders_build_is_waited_for_and_what_they_leave_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Planted("kernel", None)
-    plant(monkeypatch, "rms_norm", kernel.candidate())
-    kernels, helpers = Kernels(CPU), Helpers()
-    ahead = CompileAhead(lambda: None, strict=True, threads=1, patience=5, builders=helpers)  # type: ignore[arg-type]
-    job = Job({}, "float32", 16, 64, 4, 64, (), False, False, (), "", (9, 0), 1)
-    helpers_told = [ahead.help_with(job), ahead.help_with(job)]
-    assert helpers_told == [None, None] and helpers.job == job
-    helpers.done("rms_norm torch.float16: kernel")  # before anybody asks for it
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        kernels.choose("rms_norm", dtype=dtype)
-    ahead.start(kernels, SIZES, lambda: None)
-    time.sleep(0.05)
-    assert kernel.calls == 1
-    helpers.done("rms_norm torch.float32: kernel")
-    helpers.done("of another model")
-    helpers.ended()
-    assert len(ahead.finish()) == kernel.calls == 3
-    ahead.close()
-    assert helpers.closed
 
 
 # --- the compiler's own errors

@@ -48,34 +48,3 @@ def test_a_step_needs_nothing_that_was_not_rehearsed(name: str, mode: tuple[str,
     assert not found["chosen later"]
     assert not set(found["used"]) - set(found["rehearsed"])
     assert len(found["rehearsed"]) <= 32, "few specialisations: each costs every cold start"
-
-
-ELSEWHERE = """
-import json, sys, torch
-from headrace.builders import Job
-from headrace.worker import kernel_builder
-from headrace.worker.worker import STEP_SITES
-from support.triton_rehearsed import only_identified
-
-sites = tuple((op, str(dtype).removeprefix("torch.")) for op, dtype in STEP_SITES)
-job = Job(json.loads(sys.argv[1]), "bfloat16", 128, 512, 40, 700, (), False, True, sites, "NVIDIA H200", (9, 0), 132)
-kernel_builder._stand_in_for_the_card(job)
-kernel_builder._launch_nothing()
-seen = set()
-only_identified(seen)
-with torch.inference_mode():
-    names = [(each.name, each.call())[0] for each in kernel_builder.rehearsals(job)]
-json.dump([names, len(seen)], sys.stdout)
-"""
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])
-def test_a_process_without_a_card_comes_to_every_kernel(name: str) -> None:
-    """What builders of a cold start do: tensors without memory, properties that are told; each rehearsal once, and none fails there."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    config = json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"})
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, config], capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names, seen = json.loads(done.stdout)
-    assert len(names) == len(set(names)) and seen >= len(names) * 0.9 and names[0].startswith("paged_attention")

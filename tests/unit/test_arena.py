@@ -71,9 +71,9 @@ def test_a_run_of_changing_lengths_holds_more_than_its_plan(seed: int) -> None:
 
 
 def test_a_record_of_requests_becomes_lifetimes() -> None:
-    def entry(action: str, addr: int, size: int = 10**6) -> dict[str, object]:
+    def entry(action: str, addr: int, size: int = 2 * 10**6) -> dict[str, object]:
         return {"action": action, "addr": addr, "size": size}
 
     record = [entry("alloc", 1), entry("segment_alloc", 9), entry("alloc", 2, 64), entry("alloc", 3), entry("free_requested", 1)]
-    record += [entry("free_completed", 1), entry("alloc", 1, 2 * 10**6), entry("free_requested", 7)]
-    assert uses_of(record) == [Use(10**6, 0, 2), Use(10**6, 1, 4), Use(2 * 10**6, 3, 4)]
+    record += [entry("free_completed", 1), entry("alloc", 1, 3 * 10**6), entry("free_requested", 7)]
+    assert uses_of(record) == [Use(2 * 10**6, 0, 2), Use(2 * 10**6, 1, 4), Use(3 * 10**6, 3, 4)]

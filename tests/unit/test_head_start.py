@@ -17,7 +17,6 @@ from headrace.worker.driver import CardFacts, DriverFacts
 def early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A driver, and no torch yet."""
     monkeypatch.setattr(head_start, "_DRIVER", tmp_path)
-    monkeypatch.setattr(head_start, "builders_wanted", lambda: 0)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 

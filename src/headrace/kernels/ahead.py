@@ -16,12 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from headrace.builders import Builders, Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.candidate import Sizes
@@ -47,11 +45,8 @@ class _Threads:
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
         future: Future[Result] = Future()
-        self.fulfil(future, partial(call, *arguments))
+        self._queue.put((future, lambda: call(*arguments)))
         return future
-
-    def fulfil(self, future: Future[Result], call: Callable[[], Result]) -> None:
-        self._queue.put((future, call))
 
     def close(self, seconds: float) -> None:
         """Drops what has not begun; waits so long for what has."""
@@ -78,25 +73,10 @@ class CompileAhead(Generic[Prepared]):
     ``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them. A rehearsal that
     meets another error than a kernel that does not build ends the start if ``strict``; else it is logged, and the first real call will
     say the same. Where for ``patience`` seconds none of them gets done, the compiler hangs, and that ends the start.
-
-    ``builders`` compile beside it, once they are told (``help_with``): a rehearsal then waits until they are done with its kernel.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[[], Prepared],
-        *,
-        strict: bool,
-        threads: int | None = None,
-        patience: float = PATIENCE,
-        builders: Builders | None = None,
-    ) -> None:
+    def __init__(self, prepare: Callable[[], Prepared], *, strict: bool, threads: int | None = None, patience: float = PATIENCE) -> None:
         self._strict = strict
-        self._builders = builders
-        self._told = self._helped = False
-        self._lock = threading.Lock()
-        self._built: set[str] = set()
-        self._waiting: dict[str, tuple[Future[float], Callable[[], float]]] = {}
         self._patience = patience
         self._threads = _Threads(threads or min(MAX_THREADS, os.cpu_count() or 1))
         self._first: Future[Prepared] = self._threads.submit(prepare)
@@ -107,40 +87,10 @@ class CompileAhead(Generic[Prepared]):
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
         """``prepare`` runs before the first of these rehearsals, alone."""
         prepared = self._threads.submit(self._prepare, prepare)
-        for each in sorted(kernels.rehearsals(sizes, since=self._sites), key=turn_of):
+        for each in sorted(kernels.rehearsals(sizes, since=self._sites), key=_turn):
             if each.name not in self._running:
-                future: Future[float] = Future()
-                self._running[each.name] = future
-                self._begin(each.name, future, partial(self._rehearse, each, prepared))
+                self._running[each.name] = self._threads.submit(self._rehearse, each, prepared)
         self._sites = len(kernels.choices)
-
-    def help_with(self, job: Job) -> None:
-        """Tells the builders, if there are any, before the first ``start``."""
-        if self._builders is not None and not self._told:
-            self._told = self._helped = True
-            self._builders.tell(job, self._build_done, self._build_ended)
-
-    def _begin(self, name: str, future: Future[float], call: Callable[[], float]) -> None:
-        with self._lock:
-            if self._helped and name not in self._built:
-                self._waiting[name] = future, call
-                return
-        self._threads.fulfil(future, call)
-
-    def _build_done(self, name: str) -> None:
-        with self._lock:
-            self._built.add(name)
-            waiting = self._waiting.pop(name, None)
-        if waiting is not None:
-            self._threads.fulfil(*waiting)
-
-    def _build_ended(self) -> None:
-        """Whatever still waits is built here."""
-        with self._lock:
-            self._helped = False
-            waiting, self._waiting = self._waiting, {}
-        for each in waiting.values():
-            self._threads.fulfil(*each)
 
     @property
     def prepared(self) -> Prepared:
@@ -160,8 +110,6 @@ class CompileAhead(Generic[Prepared]):
 
     def close(self) -> None:
         """Drops what has not begun, and waits for what has, but for a compiler that hangs."""
-        if self._builders is not None:
-            self._builders.close()
         self._threads.close(0.0 if self._hangs else self._patience)
 
     # --- parts
@@ -198,7 +146,6 @@ class CompileAhead(Generic[Prepared]):
         return time.perf_counter() - begin
 
 
-def turn_of(rehearsal: Rehearsal) -> int:
-    """The longest first."""
+def _turn(rehearsal: Rehearsal) -> int:
     op = rehearsal.name.split()[0]
     return _LONGEST.index(op) if op in _LONGEST else len(_LONGEST)

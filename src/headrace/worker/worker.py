@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.builders import Builders, Job
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
@@ -119,8 +118,7 @@ class _Start:
         self._spec = families.spec_from_config(source.config)
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
-        builders = head_start.builders if head_start is not None else None
-        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels, builders=builders)
+        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels)
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,
@@ -189,27 +187,7 @@ class _Start:
             self._kernels.choose(op, dtype=dtype)
         setting, seqs = self._setting, self._config.scheduler.rows
         sizes = Sizes(self._spec, setting.dtype, setting.block_size, max_model_len, seqs, setting.tokens_a_step)
-        self._ahead.help_with(self._job(max_model_len))
         self._ahead.start(self._kernels, sizes, partial(triton.prepare_kernels, setting.device))
-
-    def _job(self, max_model_len: int) -> Job:
-        setting, device, scheduler = self._setting, self._config.device, self._config.scheduler
-        card = torch.cuda.get_device_properties(setting.device)
-        return Job(
-            config=self._source.config,
-            dtype=str(setting.dtype).removeprefix("torch."),
-            block_size=setting.block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=scheduler.rows,
-            max_num_batched_tokens=setting.tokens_a_step,
-            disabled=tuple(sorted(_disabled(device))),
-            batch_invariant=device.batch_invariant,
-            programmatic=device.programmatic_launch,
-            sites=tuple((op, str(dtype).removeprefix("torch.")) for op, dtype in STEP_SITES),
-            card=card.name,
-            capability=(card.major, card.minor),
-            processors=card.multi_processor_count,
-        )
 
     def _settle(self, decoder: Decoder, draft: KVPlan) -> KVPlan:
         """On a GPU: what steps need besides weights is measured, once nothing else allocates."""
@@ -299,13 +277,9 @@ class _Start:
         return LocalExecutor(runner, info, overlap=self._setting.overlap, threads=self._setting.threads)
 
 
-def create_ahead(
-    device: torch.device, *, strict: bool, builders: Builders | None = None
-) -> CompileAhead[tuple[str, str | None]] | None:
+def create_ahead(device: torch.device, *, strict: bool) -> CompileAhead[tuple[str, str | None]] | None:
     """Threads that build kernels; None where no kernel is built at run time."""
     if device.type != "cuda" or triton.missing(device) is not None:
-        if builders is not None:
-            builders.close()
         return None
 
     def prepare() -> tuple[str, str | None]:
@@ -314,7 +288,7 @@ def create_ahead(
             triton.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict, builders=builders)
+    return CompileAhead(prepare, strict=strict)
 
 
 def _device_name(device: torch.device, threads: int) -> str:
