@@ -27,7 +27,7 @@ def test_names_that_are_keys_are_noticed() -> None:
     defect = """
         from types import SimpleNamespace
         from headrace.engine import client
-        client.itertools = SimpleNamespace(count=lambda: iter(lambda: 7, 8))
+        client.itertools = SimpleNamespace(count=lambda start: iter(lambda: 7, 8))
     """
     with pytest.raises((AssertionError, KeyError)):
         checks_traffic.equal_names(60, command=planted(defect))
