@@ -58,23 +58,6 @@ def test_rotary_write(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [128, 64, 96])
-def test_normed_rotary_write(dtype: torch.dtype, dim: int) -> None:
-    torch.manual_seed(dim)
-    kernel = chosen("normed_rotary_write", dtype=dtype, head_dim=dim, rotary_dim=dim, num_heads=12, num_kv_heads=4)
-    cos_sin, weights = torch.randn(5000, dim, device=CUDA), [torch.rand(dim, device=CUDA).to(dtype) + 0.5 for _ in range(2)]
-    slots, positions = torch.randperm(64 * 16, device=CUDA)[:777], torch.randint(0, 5000, (777,), device=CUDA)
-    slots[::7] = -1
-    packed, results = torch.randn(777, 20, dim, device=CUDA).to(dtype), []
-    for write in (kernel, reference.normed_rotary_write):
-        q, k, v = packed.clone().split((12, 4, 4), dim=1)
-        caches = torch.zeros(64, 3, 2, 4, 16, dim, dtype=dtype, device=CUDA)
-        results.append((write(q, k, v, *weights, 1e-6, positions, cos_sin, caches[:, 1, 0], caches[:, 1, 1], slots), caches))
-    for got, want in zip(*results, strict=True):
-        check(got, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "crowded"), [(1, False), (30, False), (700, False), (3000, False), (90, True), (1500, True)])
 def test_moe(dtype: torch.dtype, tokens: int, crowded: bool) -> None:
     """``crowded``: most tokens take the same experts, as those of one prompt may, and some experts, of broken weights, have none."""

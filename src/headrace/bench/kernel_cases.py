@@ -79,12 +79,7 @@ class CaseMaker:
         elif op in ("gather_inputs", "store_tokens"):
             yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
         else:
-            yield self._other(op, rows)
-
-    def _other(self, op: str, rows: int) -> KernelCase:
-        if op in ("rotary_write", "normed_rotary_write"):
-            return self._rotary(rows, normed=op == "normed_rotary_write")
-        return {"embedding": self._embedding, "paged_attention": self._attention, "moe": self._moe}[op](rows)
+            yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
     def _linears(self, rows: int) -> Iterator[KernelCase]:
         spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
@@ -169,22 +164,20 @@ class CaseMaker:
         cache = self._random(*shape)
         return cache[:, 0], cache[:, 1]
 
-    def _rotary(self, rows: int, *, normed: bool = False) -> KernelCase:
+    def _rotary(self, rows: int) -> KernelCase:
         spec = self.spec
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
         packed = [self._random(rows, heads + 2 * kv_heads, dim) for _ in range(4)]
         positions, slots = torch.arange(rows), torch.arange(rows)
-        norms = (torch.ones(dim, dtype=self.dtype), torch.ones(dim, dtype=self.dtype), spec.norm_eps) if normed else ()
-        op, facts = ("normed_rotary_write", {"rotary_dim": dim}) if normed else ("rotary_write", {})
 
         def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
             inputs = [x.clone().split((heads, kv_heads, kv_heads), dim=1) for x in packed]  # written in place
-            return [partial(write, *qkv, *norms, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
+            return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
 
         rotated = rows * (heads + kv_heads) * dim
         size = self._bytes(2 * rotated + 3 * rows * kv_heads * dim) + rows * dim * 4
-        return KernelCase(op, f"{rows} tokens", self._attention_facts() | facts, size, 3 * rotated, calls)
+        return KernelCase("rotary_write", f"{rows} tokens", self._attention_facts(), size, 3 * rotated, calls)
 
     def _attention(self, rows: int) -> KernelCase:
         spec, prompt = self.spec, rows > MANY_ROWS

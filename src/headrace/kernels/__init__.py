@@ -7,8 +7,7 @@ What lives here: the registry. What may not: any kernel.
 
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
-``rotary_write``, ``normed_rotary_write`` (and rotary_dim), ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads),
-``moe`` (dtype, num_experts, top_k),
+``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
 ``fused_linear`` (dtype, in_features, out_features, gated),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``gather_inputs``, ``store_tokens`` (dtype, int32).
 """
@@ -45,7 +44,6 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "rms_norm": cpu.RMS_NORM + triton.RMS_NORM,
         "layer_norm": triton.LAYER_NORM,
         "rotary_write": cpu.ROTARY_WRITE + triton.ROTARY_WRITE,
-        "normed_rotary_write": triton.NORMED_ROTARY_WRITE,
         "paged_attention": cpu.PAGED_ATTENTION + triton.PAGED_ATTENTION,
         "activation": cpu.ACTIVATION + triton.ACTIVATION,
         "gated_activation": cpu.GATED_ACTIVATION + triton.GATED_ACTIVATION,
@@ -67,7 +65,6 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "rms_norm": reference.rms_norm,
         "layer_norm": reference.layer_norm,
         "rotary_write": reference.rotary_write,
-        "normed_rotary_write": reference.normed_rotary_write,
         "paged_attention": reference.paged_attention,
         "activation": reference.activation,
         "gated_activation": reference.gated_activation,
@@ -82,11 +79,9 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 # Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
-_TWINS_THAT_VARY = frozenset(
-    {"linear", "fused_linear", "normed_rotary_write", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"}
-)
+_TWINS_THAT_VARY = frozenset({"linear", "fused_linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
 # Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
-_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "normed_rotary_write", "pick_tokens"})
+_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
 _MAKERS = frozenset({"linear", "fused_linear"})
 

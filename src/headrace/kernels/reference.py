@@ -94,24 +94,6 @@ def rotary_write(
     return q
 
 
-def normed_rotary_write(
-    q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hk, D]
-    v: Tensor,  # [T, Hk, D]
-    q_weight: Tensor,  # [D]
-    k_weight: Tensor,  # [D]
-    eps: float,
-    positions: Tensor,  # [T], int64
-    cos_sin: Tensor,  # [max_positions, D], float32
-    k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
-    v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
-    slots: Tensor,  # [T], int64
-) -> Tensor:
-    """``rms_norm`` of every head of q and of k, then ``rotary_write``."""
-    q, k = rms_norm(q, q_weight, eps, None)[0], rms_norm(k, k_weight, eps, None)[0]
-    return rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, slots)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     wide = x[..., : 2 * half].float()

@@ -64,10 +64,7 @@ class Attention(nn.Module):
         self._window = layer.window
         self._soft_cap = spec.attention_soft_cap
         facts = {"dtype": dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
-        rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-        self._eps = spec.norm_eps
-        self._normed_rotary_write = kernels.offer("normed_rotary_write", rotary_dim=rotary_dim, **facts) if spec.qk_norm else None
-        self._rotary_write = kernels.choose("rotary_write", **facts) if self._normed_rotary_write is None else None
+        self._rotary_write = kernels.choose("rotary_write", **facts)
         self._attend = kernels.choose("paged_attention", **facts)
 
     def forward(
@@ -94,19 +91,9 @@ class Attention(nn.Module):
         return added(self.output.fused, self._attended(qkv, positions, inputs, k_cache, v_cache), stream, scale)
 
     def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        q = self._written(qkv, positions, k_cache, v_cache, inputs.slots)
+        q, k, v = qkv.view(self._shape).split_with_sizes(self._split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
+        q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)
         out: Tensor = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap)
         return out.view(-1, self._width)
-
-    def _written(self, qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
-        """Heads normed, if they are, and rotated; keys and values in the cache. Returns the queries, [tokens, heads, head_dim]."""
-        q, k, v = qkv.view(self._shape).split_with_sizes(self._split, dim=1)
-        place = (positions, self._cos_sin, k_cache, v_cache, slots)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self._normed_rotary_write is not None:
-                queries: Tensor = self._normed_rotary_write(q, k, v, self.q_norm.scale, self.k_norm.scale, self._eps, *place)
-                return queries
-            q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
-        assert self._rotary_write is not None
-        queries = self._rotary_write(q, k, v, *place)
-        return queries

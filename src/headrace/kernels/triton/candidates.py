@@ -112,14 +112,6 @@ def _fused(site: Site) -> Callable[..., Any] | Declined:
     return _kernel("flat_linear", "create_fused", _few_rows, (torch.bfloat16,))(site)  # what is not yet normed may overflow float16
 
 
-def _whole_heads(site: Site) -> Any:
-    """Norm and rotation in one pass: both read the halves of a head."""
-    dim, rotary_dim = site.facts.get("head_dim"), site.facts.get("rotary_dim")
-    if dim is None or dim != rotary_dim:
-        return Declined(f"{rotary_dim} of {dim} elements of a head are rotated, not all", by_choice=True)
-    return None
-
-
 def _cascade(site: Site) -> Callable[..., Any] | Declined:
     if site.facts.get("dtype") is torch.float32:
         return Declined("products of float32 gain nothing from more rows", by_choice=True)
@@ -176,7 +168,6 @@ FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
 RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=True), "norms")
 LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=True), "norms")
 ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write", chained=True), "rotary_writes")
-NORMED_ROTARY_WRITE = _candidate(_kernel("rotary", "normed_rotary_write", _whole_heads, chained=True), "rotary_writes")
 ACTIVATION = _candidate(_kernel("activation", "activation", chained=True), "activations")
 GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation", chained=True), "activations")
 EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=True), "embeddings")

@@ -23,7 +23,7 @@ _TOKENS = 2  # not 1, which kernels may be specialised for; of one size all batc
 
 
 def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    """Hidden states without and with a residual; heads of q and of k, where they are normed apart from their rotation."""
+    """Hidden states without and with a residual; heads of q and of k, where they are normed."""
     spec, dtype = sizes.spec, site.facts["dtype"]
 
     def norm(x: Callable[[], Tensor], width: int, *, residual: bool) -> object:
@@ -35,24 +35,22 @@ def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     hidden = partial(_zeros, site, _TOKENS, spec.hidden_size)
     yield "hidden", partial(norm, hidden, spec.hidden_size, residual=False)
     yield "hidden and residual", partial(norm, hidden, spec.hidden_size, residual=True)
-    if spec.qk_norm and site.op == "rms_norm" and _rotary_dim(sizes) != spec.head_dim:
+    if spec.qk_norm and site.op == "rms_norm":
         for index, name in enumerate(("heads of q", "heads of k")):
             yield name, partial(norm, partial(_head, site, sizes, index), spec.head_dim, residual=False)
 
 
 def rotary_writes(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    spec, normed = sizes.spec, site.op == "normed_rotary_write"
+    spec = sizes.spec
 
     def write(layers: int) -> object:
         q, k, v = _heads(site, sizes)
-        if spec.qk_norm and not normed:
+        if spec.qk_norm:
             q, k = q.contiguous(), k.contiguous()
-        weight = _zeros(site, spec.head_dim, dtype=torch.float32 if spec.norm_offset else None)
-        norms = (weight, weight, spec.norm_eps) if normed else ()
-        angles = _zeros(site, 1, _rotary_dim(sizes), dtype=torch.float32) if spec.rope is not None else None
+        angles = None if spec.rope is None else _zeros(site, 1, spec.rope.rotary_dim, dtype=torch.float32)
         cache = _zeros(site, 1, 2 * layers, spec.num_kv_heads, sizes.block_size, spec.head_dim)
         at = _zeros(site, _TOKENS, dtype=torch.int64)
-        return run(q, k, v, *norms, at, angles, cache[:, 0], cache[:, 1], at)
+        return run(q, k, v, at, angles, cache[:, 0], cache[:, 1], at)
 
     for _, layers in attention_groups(spec):
         yield f"{len(layers)} layers", partial(write, len(layers))
@@ -168,10 +166,6 @@ def _heads(site: Site, sizes: Sizes) -> tuple[Tensor, ...]:
     spec = sizes.spec
     merged = _zeros(site, _TOKENS, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     return merged.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-
-
-def _rotary_dim(sizes: Sizes) -> int:
-    return 0 if sizes.spec.rope is None else sizes.spec.rope.rotary_dim
 
 
 def _head(site: Site, sizes: Sizes, index: int) -> Tensor:

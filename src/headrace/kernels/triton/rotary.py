@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Rotary embedding of q and k, and the write of k and v into the paged cache, in one launch; the norm of their heads too, where there is one.
+"""Rotary embedding of q and k, and the write of k and v into the paged cache, in one launch.
 
 What lives here: that kernel. What may not: rotary tables (layers/rotary.py), attention.
 """
@@ -17,25 +17,12 @@ _ELEMENTS = 1024  # of q or k that a program turns
 
 
 @triton.jit
-def _scaled(x, weight_ptrs, there, kind: tl.constexpr):
-    """x · weight, rounded as a norm of its own would leave it."""
-    return (x * tl.load(weight_ptrs, mask=there, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
-
-
-@triton.jit
-def _turn(
-    source_ptr, target_ptr, weight_ptr, source_heads, target_heads, there, cos, sin, eps, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    NORMED: tl.constexpr,
-):  # fmt: skip
-    """Rotates [heads, 2 · HALF] from source to target. Heads' offsets are [BLOCK_H], ``there`` their mask. NORMED: each head's norm first."""
+def _turn(source_ptr, target_ptr, source_heads, target_heads, there, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Rotates [heads, 2 · HALF] from source to target. Heads' offsets are [BLOCK_H], ``there`` their mask."""
     pair = tl.arange(0, BLOCK_HALF)
     mask = there[:, None] & (pair < HALF)[None, :]
     first = tl.load(source_ptr + source_heads[:, None] + pair[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source_ptr + source_heads[:, None] + pair[None, :] + HALF, mask=mask, other=0.0).to(tl.float32)
-    if NORMED:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-        first = _scaled(first * scale, weight_ptr + pair, pair < HALF, source_ptr.dtype.element_ty)
-        second = _scaled(second * scale, weight_ptr + HALF + pair, pair < HALF, source_ptr.dtype.element_ty)
     left, right = first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
     tl.store(target_ptr + target_heads[:, None] + pair[None, :], left.to(target_ptr.dtype.element_ty), mask=mask)
     tl.store(target_ptr + target_heads[:, None] + pair[None, :] + HALF, right.to(target_ptr.dtype.element_ty), mask=mask)
@@ -52,12 +39,11 @@ def _copy(source_ptr, target_ptr, source_heads, target_heads, there, FIRST: tl.c
 
 @launchable()
 def _rotary_kernel(
-    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, positions_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
+    q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head,
-    k_cache_block, k_cache_head, k_cache_row, v_cache_block, v_cache_head, v_cache_row, eps,
+    k_cache_block, k_cache_head, k_cache_row, v_cache_block, v_cache_head, v_cache_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DIM: tl.constexpr, NORMED: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
@@ -74,7 +60,7 @@ def _rotary_kernel(
     if part < q_parts:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         at = token * q_token + head.to(tl.int64) * q_head
-        _turn(q_ptr, q_ptr, q_weight_ptr, at, at, head < HEADS, cos, sin, eps, HALF, BLOCK_HALF, NORMED)
+        _turn(q_ptr, q_ptr, at, at, head < HEADS, cos, sin, HALF, BLOCK_HALF)
     else:
         slot = tl.load(slots_ptr + token)
         head = (part - q_parts) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -85,7 +71,7 @@ def _rotary_kernel(
         k_to = block * k_cache_block + head.to(tl.int64) * k_cache_head + row * k_cache_row
         v_to = block * v_cache_block + head.to(tl.int64) * v_cache_head + row * v_cache_row
         if HALF > 0:
-            _turn(k_ptr, k_cache_ptr, k_weight_ptr, k_at, k_to, there, cos, sin, eps, HALF, BLOCK_HALF, NORMED)
+            _turn(k_ptr, k_cache_ptr, k_at, k_to, there, cos, sin, HALF, BLOCK_HALF)
         if 2 * HALF < DIM:
             _copy(k_ptr, k_cache_ptr, k_at, k_to, there, 2 * HALF, DIM, BLOCK_DIM)
         _copy(v_ptr, v_cache_ptr, v_at, v_to, there, 0, DIM, BLOCK_DIM)
@@ -108,41 +94,6 @@ def rotary_write(
     q is turned in place and returned; k' and v go to the cache at ``slots`` (block · block_size + offset; −1: nowhere), k itself
     stays. float32, bfloat16 or float16, float32 inside; the cache may have another type. Positions are not checked on the device.
     """
-    return _launch(q, k, v, None, 0.0, positions, cos_sin, k_cache, v_cache, slots, programmatic)
-
-
-def normed_rotary_write(
-    q: Tensor,  # [T, Hq, D], strided
-    k: Tensor,  # [T, Hk, D], strided
-    v: Tensor,  # [T, Hk, D], strided
-    q_weight: Tensor,  # [D]
-    k_weight: Tensor,  # [D]
-    eps: float,
-    positions: Tensor,  # [T], int64
-    cos_sin: Tensor,  # [max_positions, D], float32
-    k_cache: Tensor,  # [blocks, Hk, block_size, D], strided
-    v_cache: Tensor,  # [blocks, Hk, block_size, D], strided
-    slots: Tensor,  # [T], int64
-    *,
-    programmatic: bool = False,
-) -> Tensor:
-    """``rotary_write`` of heads normed one by one, x / sqrt(mean(x²) + eps) · weight, rounded between the two. All of a head is rotated."""
-    return _launch(q, k, v, (q_weight, k_weight), eps, positions, cos_sin, k_cache, v_cache, slots, programmatic)
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
-    positions: Tensor,
-    cos_sin: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    programmatic: bool,
-) -> Tensor:
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, dim = q.shape
     kv_heads, half = k.shape[1], 0 if cos_sin is None else cos_sin.shape[1] // 2
@@ -151,10 +102,10 @@ def _launch(
     block_h = min(triton.next_power_of_2(max(heads, kv_heads)), max(1, _ELEMENTS // triton.next_power_of_2(dim)))
     parts = (triton.cdiv(heads, block_h) if half else 0) + triton.cdiv(kv_heads, block_h)
     _rotary_kernel[(tokens, parts)](
-        q, k, v, *(weights or (q, k)), positions, positions if cos_sin is None else cos_sin, k_cache, v_cache, slots,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], eps,
+        q, k, v, positions, positions if cos_sin is None else cos_sin, k_cache, v_cache, slots,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, BLOCK_SIZE=k_cache.shape[2], BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(max(half, 1)), BLOCK_DIM=triton.next_power_of_2(dim),
-        NORMED=weights is not None, PDL=programmatic, num_warps=4, **dependent(programmatic),
+        PDL=programmatic, num_warps=4, **dependent(programmatic),
     )  # fmt: skip
     return q
