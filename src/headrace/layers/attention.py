@@ -87,7 +87,10 @@ class Attention(nn.Module):
     ) -> Stream:
         """The stream with this layer's result added, ready for the norm whose weight is ``scale``; the rest as ``forward``."""
         assert self.qkv.fused is not None and self.output.fused is not None
-        qkv, _, _ = self.qkv.fused(stream.x, Around(stream.squares, stream.eps))
+        if stream.squares is None:  # the first layer: a norm came before it, and one kernel more is not worth building
+            qkv = self.qkv.forward(stream.x)
+        else:
+            qkv, _, _ = self.qkv.fused(stream.x, Around(stream.squares, stream.eps))
         return added(self.output.fused, self._attended(qkv, positions, inputs, k_cache, v_cache), stream, scale)
 
     def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ def fused_linears(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         yield from _calls(site, run, sizes, {"gated": lambda outs, form: Around(norm(), 1.0, spec.activation)}, biased=spec.mlp_bias)
         return
     if outs == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim:
-        before = {"first": lambda outs, form: Around(), "normed": lambda outs, form: Around(norm(), 1.0)}
-        yield from _calls(site, run, sizes, before, biased=spec.qkv_bias)
+        yield from _calls(site, run, sizes, {"normed": lambda outs, form: Around(norm(), 1.0)}, biased=spec.qkv_bias)
     if outs == spec.hidden_size:
         behind = {"added": lambda outs, form: Around(residual=_empty(site, 1, outs), scale=_empty(site, outs, dtype=weight))}
         for biased in {spec.output_bias, spec.mlp_bias}:
