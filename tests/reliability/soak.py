@@ -19,7 +19,7 @@ from typing import Any
 from tests.reliability.checks_life import engine_of
 from tests.reliability.checks_traffic import IDS
 from tests.reliability.trend import Trend, leasts, trend
-from tests.support.planted import Command
+from tests.support.planted import Command, planted
 from tests.support.serving import SERVE, Server, serving
 from tests.support.snapshot import CANARY, MEMORY_SLACK, Memory, Snapshot, assert_back, memory_of, take
 from tests.support.traffic import ask
@@ -33,6 +33,16 @@ LEASTS = 40
 DRIFT = 0.05  # of the 99th percentile of seconds a token
 SHARE = 0.999
 PROCESSES = ("front end", "engine")
+
+
+LEAK = """
+import threading, time
+def leak(kept=[]):
+    while True:
+        kept.append(bytes({rate} * 2**20 * 2 // 3600))
+        time.sleep(2.0)
+threading.Thread(target=leak, daemon=True).start()
+"""
 
 
 @dataclass(slots=True)
@@ -57,6 +67,15 @@ def soak(minutes: float, *, command: Command = SERVE) -> str:
         figure = judge(tally, minutes)
         assert_back(server, _settled(before, server), seconds=5.0)
     return figure
+
+
+def leak_is_seen(minutes: float, rate: int = 4) -> str:
+    """The negative control at full length: a front end that loses ``rate`` MiB an hour."""
+    try:
+        figure = soak(minutes, command=planted(LEAK.format(rate=rate)))
+    except AssertionError as error:
+        return f"a leak of {rate} MiB/h: {error}"
+    raise AssertionError(f"a leak of {rate} MiB/h was not seen: {figure}")
 
 
 def _settled(before: Snapshot, server: Server) -> Snapshot:
