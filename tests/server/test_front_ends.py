@@ -29,6 +29,7 @@ KEYS = ("--api-key", "key-one", "key-two")
 ONE, TWO = {"Authorization": "Bearer key-one"}, {"Authorization": "Bearer key-two"}
 AS_ONE = "Authorization: Bearer key-one"
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 200, "ignore_eos": True, "stream": True}
+LONG = 3900  # tokens: longer than a test looks
 QUICK_TO_JUDGE = (  # a front end that hangs is found after a second
     sys.executable, "-c",
     "import sys; from headrace.server import household; household.FRONT_HANG_SECONDS = 2.5; from headrace.cli import main; sys.exit(main())",
@@ -79,6 +80,21 @@ def streams_of(server: Server, count: int, **fields: Any) -> list[tuple[socket.s
 def ended(sock: socket.socket, head: bytes) -> tuple[list[Any], bool]:
     _, body, complete = split_response(head + read_until_closed(sock))
     return events_of(body), complete
+
+
+def goes_on(sock: socket.socket) -> bool:
+    """More comes than what lies there already."""
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while sock.recv(1 << 20):
+            pass
+    sock.settimeout(20)
+    data = b""
+    while data.count(b"data: ") < 20:
+        part = sock.recv(1 << 16)
+        assert part and b'"error"' not in part
+        data += part
+    return True
 
 
 def each_front(server: Server) -> list[http.client.HTTPConnection]:
@@ -170,19 +186,20 @@ def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) ->
 
 def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    replaced, streams = serving_again(server), streams_of(server, 6, max_tokens=300)
+    replaced, streams = serving_again(server), streams_of(server, 6, max_tokens=LONG)
     victim = streams[0][2]
     assert {whose for *_, whose in streams} == set(fronts(server))
     before = counted(server.ask("GET", "/metrics", headers=ONE).body.decode(), "vllm:generation_tokens_total")
     os.kill(victim, signal.SIGKILL)
     lost = sum(whose == victim for *_, whose in streams)
-    for sock, head, whose in streams:
-        events, complete = ended(sock, head) if whose != victim else ([], False)
-        assert complete == (whose != victim) and (not complete or (events[-1] == "[DONE]" and len(events) >= 300))
+    for sock, _, whose in streams:
         if whose == victim:
             assert b"[DONE]" not in read_until_closed(sock)
-    server.wait_idle(headers=ONE)
+    for sock, _, whose in streams:
+        assert whose == victim or goes_on(sock)
+        sock.close()
     wait_for(lambda: serving_again(server) == replaced + 1)
+    server.wait_idle(headers=ONE)
     page = server.ask("GET", "/metrics", headers=ONE).body.decode()
     assert counted(page, "vllm:generation_tokens_total") >= before
     assert counted(page, 'vllm:request_success_total{model_name="demo",finished_reason="abort"}') >= lost
@@ -193,15 +210,13 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
 
 def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Server) -> None:
     server.wait_idle(headers=ONE)
-    replaced, streams = serving_again(server), streams_of(server, 4, max_tokens=300)
+    replaced, streams = serving_again(server), streams_of(server, 4, max_tokens=LONG)
     victim = streams[0][2]
     os.kill(victim, signal.SIGSTOP)
-    begun = time.monotonic()
-    for sock, head, whose in streams:
-        if whose != victim:
-            events, complete = ended(sock, head)
-            assert complete and events[-1] == "[DONE]"
-    assert time.monotonic() - begun < 8 and server.ask("GET", "/health").status == 200
+    time.sleep(0.2)
+    assert all(goes_on(sock) for sock, _, whose in streams if whose != victim) and server.ask("GET", "/health").status == 200
+    for sock, *_ in streams:
+        sock.close()
     wait_for(lambda: serving_again(server) == replaced + 1)
     assert victim not in fronts(server) and len(fronts(server)) == 2
     assert any("hangs: its event loop has not turned" in line for line in server.lines)
@@ -210,7 +225,7 @@ def test_a_front_end_that_hangs_is_replaced_and_nobody_waits_for_it(server: Serv
 
 def test_a_signal_lets_all_streams_of_all_front_ends_end(server: Server) -> None:
     """The last one that this server is used for."""
-    streams = streams_of(server, 6, max_tokens=300)
+    streams = streams_of(server, 6, max_tokens=500)
     server.signal()
     for sock, head, _ in streams:
         events, complete = ended(sock, head)
@@ -222,7 +237,7 @@ def test_a_signal_lets_all_streams_of_all_front_ends_end(server: Server) -> None
 def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
     with serving(*HASH, *KEYS, command=SERVE) as server:
         wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
-        streams = streams_of(server, 4, max_tokens=3000)
+        streams = streams_of(server, 4, max_tokens=LONG)
         (engine,) = members(server, b"headrace.engine.process")
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
