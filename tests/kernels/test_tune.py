@@ -1,0 +1,79 @@
+"""``bench kernels --tune``: what is tried fits the card, what wins is kept, and only a card can be tuned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.bench import kernels as bench
+from headrace.bench import tune
+from headrace.bench.kernel_cases import DEFAULT_SPEC
+from headrace.errors import ConfigError
+from headrace.kernels.triton.flat_forms import FLAT, Form, Shape, candidate_forms, flat, forms_for, vector
+from headrace.kernels.triton.flat_measured import SHIPPED, read_forms
+
+SHARED_MEMORY = 232448 - 2048  # bytes of an H200's processor, less barriers
+
+
+def bytes_of(form: Form, shape: Shape) -> int:
+    return form.stages * form.depth * 2 * (form.columns * (2 if shape.gated else 1) + form.rows)
+
+
+@pytest.mark.parametrize("shape", [*tune.shapes_of(DEFAULT_SPEC), Shape(6144, 4096), Shape(5120, 13824), Shape(13824, 5120, True)], ids=str)
+def test_what_is_tried_fits_and_serves_all_rows_of_its_class(shape: Shape) -> None:
+    for rows in tune.ROWS:
+        forms = candidate_forms(shape, rows)
+        assert len(forms) > 3 and len(set(forms)) == len(forms)
+        for form in forms:
+            assert form.fits(shape) and form.rows >= rows
+            assert form.kind != FLAT or bytes_of(form, shape) <= SHARED_MEMORY, form
+
+
+def test_the_shapes_of_a_model_are_those_of_its_layers_and_head() -> None:
+    assert set(tune.shapes_of(DEFAULT_SPEC)) == {
+        Shape(3072, 2048), Shape(2048, 2048), Shape(8192, 2048, True), Shape(2048, 8192), Shape(128256, 2048)
+    }  # fmt: skip
+    shipped = read_forms(SHIPPED, "NVIDIA H200")
+    for shape in tune.shapes_of(DEFAULT_SPEC):
+        assert forms_for(shape, 132, shipped) == shipped[shape], "the model of the documentation is shipped"
+
+
+def test_the_quickest_right_form_wins_and_a_gate_is_never_the_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: dict[Form, float | None] = {}
+    monkeypatch.setattr(tune, "cuda_time", lambda calls, seconds: [3.0])
+    monkeypatch.setattr(tune, "_timed", lambda shape, form, *more: times.get(form, 9.0))
+    monkeypatch.setattr(tune, "torch", _CpuTorch())
+    plain, gated = Shape(8, 128), Shape(8, 128, True)
+    forms = (vector(4, 64, 0, 4), flat(16, 64, 64, 4))
+    monkeypatch.setattr(tune, "candidate_forms", lambda shape, rows: forms)
+    times.update(zip(forms, (2.0, 1.0), strict=True))
+    assert tune._best(plain, 1, [torch.randn(8, 128)]).form == forms[1]
+    times.update(zip(forms, (4.0, None), strict=True))  # the second is wrong, or does not build
+    assert tune._best(plain, 1, [torch.randn(8, 128)]).form is None
+    best = tune._best(gated, 1, [torch.randn(16, 128)])
+    assert best.form == forms[0] and best.vendor == 3.0
+    assert tune.forms_of([best]) == {gated: ((1, forms[0]),)}
+    assert "8 x 128, gated" in tune.render([best], 4e12)
+
+
+class _CpuTorch:
+    """torch, whose tensors are made on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def randn(self, *shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(*shape)
+
+
+def test_only_a_card_is_tuned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add --device cuda"):
+        bench.main(["--tune"])
+    if not torch.cuda.is_available():
+        (tmp_path / "config.json").write_text(json.dumps({}))
+        with pytest.raises(ConfigError, match="compute capability 9"):
+            bench.main(["--tune", "--device", "cuda"])
