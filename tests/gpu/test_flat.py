@@ -125,7 +125,7 @@ def test_graphs_and_overlapping_launches_change_no_token(tmp_path: Path) -> None
     draw, folder = Random(5), str(tiny.save("llama", tmp_path, seed=3, **WIDE))
     prompts = [{"prompt_token_ids": draw.choices(range(256), k=12)} for _ in range(16)]
     ways = ({}, {"enforce_eager": True}, {"programmatic_launch": False})
-    for count in (1, 3, 16):
+    for count in (1, 4, 16):  # as many as there are graphs for: torch's own products may round differently for other numbers of rows
         answers = []
         for way in ways:
             with LLM(folder, **{**STRICT, **SHORT_STEPS, "dtype": "bfloat16", **way}) as llm:
