@@ -10,6 +10,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 from tests.support.planted import Command
@@ -127,13 +128,14 @@ def overload(seconds: float, *, slack: float = 1.0, command: Command = SERVE) ->
         replies = asyncio.run(_open_loop(server.port, body, 10 * rows / (tokens * step), seconds))
         served = [reply for reply in replies if reply.status == 200]
         refused = [reply for reply in replies if reply.status != 200]
-        assert {reply.status for reply in refused} <= {429, 503} and refused, "nothing was refused: this was no overload"
+        assert refused, "nothing was refused: this was no overload"
+        assert (others := Counter(reply.status for reply in refused if reply.status not in (429, 503))) == {}, f"of {len(replies)}: {others}"
         assert all(reply.retry_after is not None and 1 <= reply.retry_after <= 30 for reply in refused)
         assert all(reply.complete and b"[DONE]" in reply.body for reply in served)
         assert_back(server, before, seconds=10.0, slack=16 << 20)
     goodput, peak = len(served) / seconds, len(full) / min(seconds, 10.0)
     wait, first, usual = (_share(values, 0.99) for values in ([r.seconds for r in refused], [r.first for r in served], [r.first for r in full]))
-    assert goodput >= 0.9 * peak / slack, f"{goodput:.1f} answers/s under overload, {peak:.1f} at the best"
+    assert goodput >= 0.9 * peak / min(slack, 2.0), f"{goodput:.1f} answers/s under overload, {peak:.1f} at the best"
     assert wait < 0.1 * slack, f"refusals took {wait:.3f} s"
     assert first <= 2 * usual * slack, f"the first token took {first:.2f} s, {usual:.2f} s behind a full queue"
     told = f"{len(refused)} refused (p99 {wait * 1000:.0f} ms), first token p99 {first:.2f} s ({usual:.2f} s behind a full queue)"
