@@ -63,7 +63,7 @@ def test_the_table_runs_each_model_in_its_own_process(model: str, tmp_path: Path
 
     merged = tmp_path / "merged.md"
     assert cli.main(["bench", "table", "--merge", str(tmp_path / "out.json"), str(tmp_path / "out.json"), "--markdown", str(merged)]) == 0
-    assert merged.read_text() == page.read_text() + "\n" + page.read_text()
+    assert merged.read_text() == page.read_text(), "one model, one table"
 
 
 def test_a_row_that_cannot_run_is_missing_and_fails_the_table(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +94,8 @@ def test_a_start_is_taken_apart(tmp_path: Path) -> None:
     found = figures(tmp_path, "startup", "--repeats", "1", "--", "--executor", "keyed-hash")["seconds"]
     assert found["serve: ready"] > 0 and found["headrace --help"] > 0
     for kind in ("empty caches", "in one process"):
-        parts = [found[f"{kind}: {name}"] for name in ("interpreter", "import headrace", "import torch", "import the engine", "load the model")]
-        assert all(part > 0 for part in parts)
+        parts = [found[f"{kind}: {name}"] for name in ("interpreter", "import headrace", "import the engine", "load the model")]
+        assert all(part > 0 for part in parts) and f"{kind}: import torch" not in found  # this executor has none
         ready = found.get(f"{kind}: ready")  # steps of microseconds may never stay within half of their median
         assert ready is None or ready >= sum(parts) - 1e-6
         assert found[f"{kind}: steady step"] <= found[f"{kind}: slowest of the first 100 steps"]
