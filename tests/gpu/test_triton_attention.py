@@ -105,23 +105,36 @@ CASCADES = {
 }
 
 
+def cascade_case(name: str, heads: int, kv_heads: int, dim: int) -> tuple[PagedCase, Any]:
+    """The case and the kernel."""
+    lengths, groups = CASCADES[name]
+    case = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=128))
+    for rows, blocks in groups:
+        case.table[list(rows), :blocks] = case.table[rows[-1], :blocks].clone()
+    return case, chosen("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def broken_rows(got: torch.Tensor) -> list[int]:
+    return (~got.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("name", CASCADES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (24, 8, 96), (8, 8, 128), (16, 8, 256)])
-def test_cascade_attention(heads: int, kv_heads: int, dim: int) -> None:
-    """Prefixes shared: equal to reading them for each, and to itself again and again; a poisoned neighbour harms nobody."""
-    kernel = chosen("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
-    for lengths, groups in CASCADES.values():
-        case = on_card(PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=128))
-        for rows, blocks in groups:
-            case.table[list(rows), :blocks] = case.table[rows[-1], :blocks].clone()
-        want, got = attend(case, reference.paged_attention), attend(case, kernel)
-        check(got, want)
-        for _ in range(20):
-            assert torch.equal(attend(case, kernel), got)
-        case.q[3] = float("nan")
-        got = attend(case, kernel)
-        assert got[3].isnan().all()
-        got[3] = want[3]
-        check(got, want)
+def test_cascade_attention(heads: int, kv_heads: int, dim: int, name: str) -> None:
+    """Prefixes shared: equal to reading them for each, and to itself again and again."""
+    case, kernel = cascade_case(name, heads, kv_heads, dim)
+    want, got = attend(case, reference.paged_attention), attend(case, kernel)
+    assert (broken_rows(want), broken_rows(got)) == ([], [])
+    check(got, want)
+    for _ in range(20):
+        assert torch.equal(attend(case, kernel), got)
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_a_broken_sequence_leaves_those_it_shares_with_alone(name: str) -> None:
+    case, kernel = cascade_case(name, 32, 8, 128)
+    case.q[3] = float("nan")
+    assert broken_rows(attend(case, kernel)) == [3]
 
 
 def test_decode_attention_in_a_graph_follows_lengths_on_the_device() -> None:

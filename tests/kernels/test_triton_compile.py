@@ -27,6 +27,8 @@ VARIANTS = {  # variants of the decode kernel, the prefill kernel and the plan t
 CASCADES = ("attention bfloat16 128 cascade", "attention bfloat16 64 cascade")
 CASES = ("attention bfloat16 128", "attention bfloat16 128 bulk", *CASCADES, "elementwise", "sampling", "rows", "linear, few", "linear, many")
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
+# 128 rows by four warps: measured 3 % (a prompt of 8,192) to 18 % (of 2,048) faster than by eight, which spill nothing
+SPILLING = tuple(f"attention bfloat16 128 {kind}: _prefill_kernel" for kind in ("bulk", "cascade"))
 EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
 
 
@@ -68,7 +70,8 @@ def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() ->
 def test_nothing_spills() -> None:
     assert len(kernels()) == 3 * 4 + 4 + 4 + 2 + 2 + (2 + 3 * 4)
     for name, figures in kernels().items():
-        assert figures["LDL"] + figures["STL"] <= 4 and figures["local"] == 0, name  # a word or two is no spilled tile
+        words = 100 if name in SPILLING else 4  # a word or two is no spilled tile
+        assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0, name
         assert figures["shared"] <= 232448, name
 
 

@@ -50,7 +50,7 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) -> T
     if head_dim > 128:
         return Tiles(128, 32, 8, 2)
     if bulk >= 64:
-        return Tiles(128, 64, 4, 5, uniform=True) if head_dim <= 64 else Tiles(128, min(bulk, 128), 8, 5)
+        return Tiles(128, 64, 4, 5 if head_dim <= 64 else 4, uniform=True)
     return Tiles(128, 64, 8, 3)
 
 
