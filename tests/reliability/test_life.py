@@ -51,7 +51,7 @@ def test_a_memory_ceiling_refuses_requests_and_nothing_else() -> None:
 def test_an_error_of_memory_that_is_a_defect_of_ours_is_noticed() -> None:
     defect = "from headrace.server import app; app.Unavailable = lambda *given, **named: app.HeadraceError('planted')"
     with pytest.raises(AssertionError, match="500"):
-        checks_life.memory_ceiling(96 << 20, command=planted(defect))
+        checks_life.memory_ceiling(24 << 20, command=planted(defect))
 
 
 def test_one_socket_listens() -> None:
