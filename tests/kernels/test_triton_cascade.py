@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import attention, plan
 from headrace.kernels.triton.attention import PagedAttention
@@ -90,6 +90,19 @@ def test_any_grouping(seed: int) -> None:
     groups = [(medium, 8), (long[: len(long) // 2], 16), (long[len(long) // 2 :], 24)]
     case = shared_case(lengths, [(rows, blocks) for rows, blocks in groups if len(rows) > 1], seed=seed)
     assert_close(attend(case, draw.choice((1, 5, 12)))[0], case.run(reference.paged_attention), torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own keys long enough for programs that hold neither the beginning nor the end of a pair: the middle one may be the last to come."""
+    support.triton_interpreter.shuffle_programs(monkeypatch, seed)
+    lengths = [(1, 420 + 3 * row) for row in range(5)]
+    case = shared_case(lengths, [(range(5), 8)])
+    kernel = PagedAttention(16, 2, 14, False, cascade=True)
+    want = case.run(reference.paged_attention)
+    for _ in range(2):
+        assert_close(case.run(kernel), want, torch.bfloat16)
+        assert kernel._common is not None and not kernel._common.tickets.any() and not kernel._scratch.tickets.any()
 
 
 def test_the_deeper_group_is_taken_where_it_saves_more() -> None:

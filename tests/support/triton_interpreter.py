@@ -103,6 +103,20 @@ def _mend_dot() -> None:
     Builder.create_dot = create_dot
 
 
+# ---- order of programs ----
+
+
+def shuffle_programs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The programs along a grid's first dimension come in an order of ``seed``'s: on a card it is anybody's guess."""
+    stock = Builder.set_grid_idx
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        order = np.random.default_rng((seed, self.grid_dim[0])).permutation(self.grid_dim[0])
+        stock(self, int(order[x]), y, z)
+
+    monkeypatch.setattr(Builder, "set_grid_idx", set_grid_idx)
+
+
 # ---- what NumPy 2.4 refuses, what has no meaning here ----
 
 

@@ -206,9 +206,10 @@ def _decode_kernel(
                 merged_first, merged_last = tl.sum(tl.where(which == 0, complete, 0), 0), tl.sum(tl.where(which == 1, complete, 0), 0)
                 some, past = first_sequence * KV_HEADS + first_head, sequence * KV_HEADS + kv_head  # pairs before ``past`` are done with
                 continued = tl.where(first_step > 0, some, -1)
-                while some < past + merged_last:
+                past += tl.where(past == some, tl.maximum(merged_first, merged_last), merged_last)  # a pair may begin before and end behind this span
+                while some < past:
                     each = some + tl.arange(0, COMMON_M // BLOCK_G)
-                    done = (each < past + merged_last) & ((each != continued) | (merged_first > 0))
+                    done = (each < past) & ((each != continued) | (merged_first > 0))
                     its = each // KV_HEADS
                     done = done & (own_keys(shared_ptr, shared_row, its, done, CASCADE) > 0)
                     settle(
