@@ -191,5 +191,5 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = Told(_all_kinds, **SPECIAL), _tensor(torch.bfloat16, 0)
     for width in [*range(20), *range(20)]:
         assert kernel[(1,)](x, x, x, 2, 2, 2, 1.0, WIDTH=width, FLAG=True) == kernel.asked((x, x, x, 2, 2, 2, 1.0), {"WIDTH": width, "FLAG": True})
-    (table,) = (each.__globals__["table"] for each in kernel._layouts.values())  # type: ignore[attr-defined]
-    assert len(table) <= 4
+    (layout,) = kernel._layouts.values()
+    assert len(layout._table) <= 4  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ a step has ten launches a layer. What those 20 find out is which compiled kernel
     layout    kinds of the arguments (tensor, int, float, None, descriptor), names and kinds of constants and options
     key       device; element types; pointers on 16 bytes or not; integers that are 1, multiples of 16 or neither; values of constants
 
-A layout gets a function of its own, written out as Triton writes its binder, with a table from keys to compiled kernels. The key tells
+A layout knows where its pointers, integers, constants and descriptors are, and has a table from keys to compiled kernels. The key tells
 apart whatever Triton tells apart, so no kernel is launched for arguments it was not compiled for. The first launch of a key takes Triton's
 own way, and so does every launch that is unusual: integers that are negative or beyond 31 bits, grids that are functions, hooks of a
 profiler, kernels with scratch memory, another version of Triton.
@@ -21,8 +21,9 @@ What lives here: the decorator for kernels that are launched. What may not: kern
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import triton
@@ -94,119 +95,119 @@ class Kernel(JITFunction):
 
 
 def create_launch(kernel: Kernel, arguments: Arguments, named: Mapping[str, Any]) -> Launch | None:
-    """The function for launches of this layout; None where each has to go Triton's own way."""
-    source = _source(kernel, arguments, named) if triton.__version__.startswith(_KNOWN_VERSION) else None
-    if source is None:
+    """The launch of this layout; None where each has to go Triton's own way."""
+    given = kernel.params[: len(arguments)]
+    if not triton.__version__.startswith(_KNOWN_VERSION) or len(arguments) > len(kernel.params):
         return None
-    runtime = knobs.runtime
-    table: dict[Arguments, Known] = {}
-    scope = {
-        "kernel": kernel,
-        "runtime": runtime,
-        "enter": runtime.launch_enter_hook,
-        "leave": runtime.launch_exit_hook,
-        "table": table,
-        "learn": partial(_learn, kernel, table),
-        "current_device": driver.active.get_current_device,
-        "current_stream": driver.active.get_current_stream,
-    }
-    exec(source, scope)
-    launch: Launch = scope["launch"]
-    return launch
+    if not all(param.is_constexpr for param in kernel.params[len(arguments) :]) or not all(map(_is_understood, given, arguments)):
+        return None
+    return Layout(kernel, arguments) if all(type(value) in _CONSTANTS for value in named.values()) else None
 
 
-def _source(kernel: Kernel, arguments: Arguments, named: Mapping[str, Any]) -> str | None:
-    """That function, as text; None where an argument is of an unusual kind."""
-    parts = _Parts()
-    for index, param in enumerate(kernel.params):
-        known = parts.add(param, f"a{index}", arguments[index]) if index < len(arguments) else param.is_constexpr
-        if not known:
-            return None
-    plain = all(type(value) in _CONSTANTS for value in named.values()) and len(arguments) <= len(kernel.params)
-    return parts.text(len(arguments), len(kernel.params)) if plain else None
+def _is_understood(param: Any, example: object) -> bool:
+    if param.is_constexpr:
+        return type(example) in _CONSTANTS
+    return type(example) in _KINDS and not (param.annotation_type or param.is_const)
 
 
-class _Parts:
-    """What a launch looks at, collected argument by argument, as Python expressions."""
+class Layout:
+    """The launch for arguments of the kinds of ``arguments``: what it looks at is known by place."""
 
-    def __init__(self) -> None:
-        self._key = ["device", "*named.values()"]
-        self._passed: list[str] = []
-        self._pointers: list[str] = []
-        self._aligned: list[str] = []  # those whose alignment counts
-        self._integers: list[str] = []
-        self._maps = 0
+    __slots__ = (
+        "_aligned",
+        "_constants",
+        "_enter",
+        "_integers",
+        "_kernel",
+        "_leave",
+        "_maps",
+        "_ones",
+        "_pointers",
+        "_rest",
+        "_sixteenths",
+        "_table",
+    )
 
-    def add(self, param: Any, value: str, example: object) -> bool:
-        """Whether an argument of its kind is understood. ``value`` is the expression of it."""
-        kind = type(example)
-        if param.is_constexpr:
-            self._key.append(value)
-            self._passed.append("None")
-            return kind in _CONSTANTS
-        if kind in _TENSORS:
-            self._add_pointer(param, value)
-        elif kind is int:
-            self._add_integer(param, value)
-        elif kind is TensorDescriptor:
-            self._key += [f"{value}.base.dtype", f"(*{value}.block_shape,)"]
-            self._passed.append(f"*maps[{self._maps}]({value})")
-            self._maps += 1
-        else:
-            self._passed.append(value)
-        return not (param.annotation_type or param.is_const) and kind in _KINDS
+    def __init__(self, kernel: Kernel, arguments: Arguments) -> None:
+        params = kernel.params[: len(arguments)]
+        plain = [(at, param) for at, param in enumerate(params) if not param.is_constexpr]
+        integers = [(at, param) for at, param in plain if type(arguments[at]) is int]
+        self._kernel = kernel
+        self._table: dict[Arguments, Known] = {}
+        self._constants = _getter([at for at, param in enumerate(params) if param.is_constexpr])
+        self._pointers = [at for at, _ in plain if type(arguments[at]) in _TENSORS]
+        self._aligned = [
+            index for index, at in enumerate(self._pointers) if not (params[at].do_not_specialize or params[at].do_not_specialize_on_alignment)
+        ]  # of the pointers, those whose alignment counts
+        self._integers = [at for at, _ in integers]
+        self._ones = [at for at, param in integers if not param.do_not_specialize]  # being 1 counts
+        self._sixteenths = [at for at, param in integers if not (param.do_not_specialize or param.do_not_specialize_on_alignment)]
+        self._maps = [at for at, _ in plain if type(arguments[at]) is TensorDescriptor]
+        self._rest = (None,) * (len(kernel.params) - len(arguments))  # constants given by name: places that the driver passes over
+        self._enter, self._leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
-    def _add_pointer(self, param: Any, value: str) -> None:
-        self._pointers.append(value)
-        self._key.append(f"{value}.dtype")
-        self._passed.append(f"p{value}")
-        if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
-            self._aligned.append(f"p{value}")
-
-    def _add_integer(self, param: Any, value: str) -> None:
-        self._integers.append(value)
-        self._passed.append(value)
-        if not param.do_not_specialize:
-            self._key.append(f"{value} == 1" if param.do_not_specialize_on_alignment else f"2 if {value} == 1 else not {value} & 15")
-
-    def text(self, given: int, all_there_are: int) -> str:
-        """``given`` arguments by position; what is left are constants."""
-        unusual = ["type(grid) is not tuple", "enter.calls", "leave.calls", "runtime.launch_enter_hook is not enter"]
-        unusual += ["runtime.launch_exit_hook is not leave", "kernel.pre_run_hooks"]
-        unusual += [f"({' | '.join(self._integers)}) >> 31"] if self._integers else []
-        each = ", ".join(f"{pointer} & 15 == 0" for pointer in self._aligned)
-        aligned = [f"not ({' | '.join(self._aligned)}) & 15 or ({each},)"] if self._aligned else []
-        passed = ", ".join([*self._passed, *["None"] * (all_there_are - given)])
-        return "\n    ".join(
-            [
-                "def launch(grid, arguments, named):",
-                "".join(f"a{index}, " for index in range(given)) + "= arguments" if given else "pass",
-                f"if {' or '.join(unusual)}:",
-                "    return kernel.launch_plainly(grid, arguments, named)",
-                *(f"p{value} = {value}.data_ptr()" for value in self._pointers),
-                "device = current_device()",
-                f"key = ({', '.join([*self._key, *aligned])},)",
-                "known = table.get(key)",
-                "if known is None:",
-                "    return learn(key, grid, arguments, named)",
-                "run, function, cooperative, dependent, packed, maps, compiled = known",
-                "x, y, z = (*grid, 1, 1)[:3]",
-                "run(x, y, z, current_stream(device), function, cooperative, dependent, None, None, packed, None, None, None,",
-                f"    {passed})",
-                "return compiled",
-            ]
+    def __call__(self, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
+        if type(grid) is not tuple or self._is_unusual(arguments):
+            return self._kernel.launch_plainly(grid, arguments, named)
+        pointers = [arguments[at].data_ptr() for at in self._pointers]
+        device = driver.active.get_current_device()
+        key = (device, *named.values(), *self._constants(arguments), *self._facts(arguments, pointers))
+        known = self._table.get(key)
+        if known is None:
+            return self._learn(key, grid, arguments, named)
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        passed = self._passed(arguments, pointers, known.maps)
+        known.run(
+            x, y, z, stream, known.function, known.cooperative, known.dependent, None, None, known.packed, None, None, None, *passed, *self._rest
         )
+        return known.compiled
+
+    def _is_unusual(self, arguments: Arguments) -> bool:
+        """Integers of other widths; somebody who wants to hear of launches."""
+        if any([arguments[at] >> 31 for at in self._integers]):
+            return True
+        runtime, enter, leave = knobs.runtime, self._enter, self._leave
+        watched = enter.calls or leave.calls or self._kernel.pre_run_hooks
+        return bool(watched) or runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
+
+    def _facts(self, arguments: Arguments, pointers: Sequence[int]) -> list[object]:
+        """What Triton specialises on besides constants."""
+        facts: list[object] = [arguments[at].dtype for at in self._pointers]
+        facts += [not pointers[index] & 15 for index in self._aligned]
+        facts += [arguments[at] == 1 for at in self._ones]
+        facts += [not arguments[at] & 15 for at in self._sixteenths]
+        for at in self._maps:
+            facts += [arguments[at].base.dtype, *arguments[at].block_shape]
+        return facts
+
+    def _passed(self, arguments: Arguments, pointers: Sequence[int], maps: Sequence[Maps]) -> list[Any]:
+        """The arguments as the driver wants them."""
+        passed = list(arguments)
+        for at, pointer in zip(self._pointers, pointers, strict=True):
+            passed[at] = pointer
+        if self._maps:
+            expanded = [expand(arguments[at]) for at, expand in zip(self._maps, maps, strict=False)]
+            for at, parts in zip(reversed(self._maps), reversed(expanded), strict=True):
+                passed[at : at + 1] = parts
+        return passed
+
+    def _learn(self, key: Arguments, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
+        """The first launch of a key."""
+        compiled = self._kernel.launch_plainly(grid, arguments, named)
+        known = known_of(compiled)
+        if known is not None:
+            if len(self._table) >= _MOST_KEYS:
+                self._table.clear()
+            self._table[key] = known
+        return compiled
 
 
-def _learn(kernel: Kernel, table: dict[Arguments, Known], key: Arguments, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
-    """The first launch of a key."""
-    compiled = kernel.launch_plainly(grid, arguments, named)
-    known = known_of(compiled)
-    if known is not None:
-        if len(table) >= _MOST_KEYS:
-            table.clear()
-        table[key] = known
-    return compiled
+def _getter(places: Sequence[int]) -> Callable[[Arguments], Arguments]:
+    """The values at these places, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda arguments: tuple(arguments[at] for at in places)
 
 
 def known_of(compiled: Any) -> Known | None:
