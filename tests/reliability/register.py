@@ -98,11 +98,12 @@ ROWS = (
     Row(
         6,
         "prompts of a million tokens",
-        HELD,
+        PARTLY,
         tests(
             "boundary a_million_tokens_of_prompt_hold_up_nobody large_bodies_that_hold_up_everybody_are_noticed; "
             "abuse a_million_tokens_of_prompt_leave_the_event_loop_to_others"
         ),
+        "beside other work the last of fifty refusals takes 2.3 s and a token 2.0 times as long, where 2 s and less than twice are promised",
     ),
     Row(
         7,
