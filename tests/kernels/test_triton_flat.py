@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.around import Around
+from headrace.kernels.candidate import Site
+from headrace.kernels.triton import flat_linear
 from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Shape, flat, forms_for, vector
 from headrace.kernels.triton.flat_linear import FlatLinear, FusedLinear, Product, make_scratch
 from headrace.kernels.triton.flat_measured import SHIPPED, keep_forms, read_forms
@@ -90,6 +93,20 @@ def test_every_shape_has_a_form_that_fits_for_every_batch(shape: Shape) -> None:
             assert form is not None and form.fits(shape) and (form.rows >= most if form.kind == FLAT else most == 1)
             stages = form.stages * form.depth * 2 * (form.columns * (2 if shape.gated else 1) + form.rows)
             assert stages <= 232448 - 2048, form  # shared memory of an H200
+
+
+def test_fused_products_serve_every_batch_where_the_vendor_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, form = Shape(3072, 2048), flat(16, 64, 128, 5)
+    facts = {"dtype": torch.bfloat16, "out_features": shape.outs, "in_features": shape.ins, "gated": False}
+    site = Site("fused_linear", torch.device("cpu"), facts, False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    for table in (((1, None), (16, form), (32, None), (64, None)), ((16, form),), ((64, None),)):
+        monkeypatch.setattr(flat_linear, "measured_forms", lambda device, table=table: {shape: table})
+        made = flat_linear.create_fused(site)(torch.zeros(1, 1), None).product
+        assert form in [each for _, each in made.forms] or table == ((64, None),)
+        for tokens in (1, 2, 16, 17, 32, 33, 64):
+            chosen = made.form(tokens)
+            assert chosen is not None and chosen.rows >= tokens and chosen.fits(shape)
 
 
 def test_measured_forms_are_kept_and_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

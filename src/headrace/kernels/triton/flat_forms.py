@@ -12,6 +12,7 @@ from headrace.kernels.around import MOST_ROWS
 
 VECTOR, FLAT = "vector", "flat"
 LARGE = 32768  # columns of a weight that gives every processor many tiles, however large
+_CLASSES = (1, 16, 32, MOST_ROWS)  # the most rows of each form that was not measured
 MOST_PROGRAMS = 400  # that share tiles: their parts have to be added up
 
 
@@ -60,7 +61,13 @@ def flat(rows: int, columns: int, depth: int, stages: int, ways: int = 1) -> For
 
 def forms_for(shape: Shape, processors: int, table: Mapping[Shape, Forms]) -> Forms:
     """Measured ones where the shape is in the table; else what the measured ones have in common."""
-    return table.get(shape) or tuple((most, _rule(shape, most, processors)) for most in (1, 16, 32, MOST_ROWS))
+    return table.get(shape) or tuple((most, _rule(shape, most, processors)) for most in _CLASSES)
+
+
+def without_vendor(forms: Forms, shape: Shape, processors: int) -> Forms:
+    """The same with a form for any number of rows up to MOST_ROWS: no product of the vendor's takes in what stands around it."""
+    rest = ((MOST_ROWS, None),) if forms[-1][0] < MOST_ROWS else ()
+    return tuple((most, form or _rule(shape, min(each for each in _CLASSES if most <= each), processors)) for most, form in (*forms, *rest))
 
 
 def _rule(shape: Shape, most: int, processors: int) -> Form:

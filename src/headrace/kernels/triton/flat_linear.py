@@ -19,7 +19,7 @@ from headrace.kernels.around import Around, Fused
 from headrace.kernels.candidate import Site
 from headrace.kernels.triton.activation import KINDS
 from headrace.kernels.triton.flat import _flat_kernel, _vector_kernel
-from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape, forms_for
+from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape, forms_for, without_vendor
 from headrace.kernels.triton.flat_measured import measured_forms
 from headrace.kernels.triton.launch import dependent
 
@@ -145,8 +145,7 @@ def _rows(x: Tensor) -> Tensor:
 def _products(site: Site, shape: Shape, *, fused: bool) -> Callable[[Tensor, Tensor | None], Product]:
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
     forms = forms_for(shape, processors, measured_forms(site.device))
-    if fused:  # there is no vendor's
-        forms = tuple((most, form) for most, form in forms if form is not None)
+    forms = without_vendor(forms, shape, processors) if fused else forms
     scratch = make_scratch(shape, forms, site.device)
     return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic)
 

@@ -17,6 +17,7 @@ from headrace.kernels.around import Around
 from headrace.kernels.candidate import Site, Sizes
 from headrace.kernels.triton.flat_forms import Form, Shape
 
+_LARGEST = 2048  # what a program reads at once of a row, at most: one vector form does
 Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
@@ -61,7 +62,7 @@ def _launch(site: Site, run: Callable[..., Any], shape: Shape, form: Form, aroun
 
 def _corner(size: int) -> int:
     """A smaller size that kernels cannot tell from ``size``."""
-    return size if size <= 1024 else 1024 + size % 16
+    return size if size <= _LARGEST else _LARGEST + size % 16
 
 
 def _empty(site: Site, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
