@@ -127,6 +127,14 @@ def test_more_groups_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -
     assert_close(got, case.run(reference.paged_attention), torch.bfloat16)
 
 
+def test_heads_that_fill_a_tile_alone_share_nothing() -> None:
+    """A chunk of one sequence would read shared keys once for one."""
+    case = shared_case([(1, 150)] * 4, [(range(4), 8)], heads=33, kv_heads=1)
+    got, kernel = attend(case)
+    assert members(33) == 1 and kernel._plans[None][1].shared is None
+    assert_close(got, case.run(reference.paged_attention), torch.bfloat16)
+
+
 def test_a_window_reads_for_itself() -> None:
     case = shared_case([(1, 200)] * 8, [(range(8), 8)])
     got, kernel = attend(case, window=150)

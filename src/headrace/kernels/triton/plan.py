@@ -214,7 +214,7 @@ def make_plan(
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
     spans = torch.empty((programs, FIELDS.value), dtype=torch.int32, device=device)
     ahead = torch.empty(sequences + 1, dtype=torch.int32, device=device)
-    cascade = ticket is not None and window is None and sequences >= FEWEST
+    cascade = ticket is not None and window is None and sequences >= FEWEST and members(group) > 1  # so chunks are fewer than sequences
     shared = torch.empty((LINES, sequences), dtype=torch.int32, device=device) if cascade else None
     _plan_kernel[(sequences if cascade else 1,)](
         inputs.block_table, inputs.query_start, inputs.context_len, spans, ahead,
