@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts from a JSONL file",
     "bench": "measure throughput, latency, a server, start-up, kernels, techniques, a rival",
+    "simulate": "a workload's figures on a device that is not here",
     "doctor": "what was found on this machine, what was chosen and why",
     "techniques": "the mechanisms inside: source, switch, default",
 }

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"flags", "commands"},
     "flags": set(),
     "head_start": {"worker.driver"},
-    "commands": {"flags", "server", "engine", "bench", "worker", "models", "kernels"},
+    "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels"},
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.executor": set(),
     "engine.llm": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
     "engine.process": {"worker", "models.source", "scheduler", "cache"},
+    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "bench.workload", "bench.statistics"},
+    "planner.placement": {"engine.executor", "models", "worker.memory", "worker.settings"},  # the engine's own rules; not at import
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence"},
     "cache": set(),
@@ -63,6 +65,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": CORE | {"matplotlib"},
     "bench.rival_llama_cpp": {"llama_cpp"},  # what it measures
     "server": {"uvicorn", "uvloop", "msgspec"},
+    "planner": {"numpy"},
     "engine": {"tokenizers", "jinja2", "llguidance", "numpy"},
     "engine.core": set(),
     "engine.executor": set(),
@@ -78,7 +81,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 
 TORCH_FREE = (
     "request", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
-    "cost", "scheduler", "cache", "server",
+    "cost", "scheduler", "cache", "server", "planner",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip
 WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")

@@ -162,17 +162,31 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
     read = {".csv": _azure_rows, ".jsonl": _mooncake_rows}.get(path.suffix)
     if read is None:
         raise ConfigError(f"The trace {path} is neither .csv (Azure) nor .jsonl (Mooncake); convert it to one of these.")
-    number, first = 0, 0.0
+    number, first, last = 0, 0.0, 0.0
     try:
         for row in read(path):
             first = row.at if not number else first
             number += 1
-            yield replace(row, at=max(0.0, row.at - first))
+            _check_row(path, number, row, last)
+            last = row.at
+            yield replace(row, at=row.at - first)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read ({error.strerror}); give an existing file.") from error
     except (KeyError, ValueError, TypeError) as error:
         columns = "TIMESTAMP, ContextTokens, GeneratedTokens" if path.suffix == ".csv" else "timestamp, input_length, output_length, hash_ids"
         raise ConfigError(f"The trace {path} cannot be read after row {number} ({error}); its columns must be {columns}.") from error
+
+
+def _check_row(path: Path, number: int, row: TraceRow, last: float) -> None:
+    """A row that cannot have happened is refused: replayed, it would be another workload."""
+    if row.prompt < 1 or row.output < 0:
+        raise ConfigError(f"Row {number} of the trace {path} has {row.prompt} prompt and {row.output} output tokens; give at least 1 and 0.")
+    if not max(0.0, last) <= row.at < math.inf:
+        raise ConfigError(
+            f"Row {number} of the trace {path} is at {row.at:.3f} s, before 0 or before the row above it ({last:.3f} s); sort the rows by time."
+        )
 
 
 def _azure_rows(path: Path) -> Iterator[TraceRow]:

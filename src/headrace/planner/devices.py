@@ -1,0 +1,143 @@
+"""Devices that a simulation knows: limits with where each figure comes from, memory, and how much of the limits kernels reach.
+
+What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU. What may not: prices of steps
+(step_time.py), what fits (placement.py), measuring (``headrace doctor --profile``).
+
+    known as    limits                                              memory
+    h200        measured on a card of this kind (read, bf16)        published
+    h100 …      published, and lowered to the share of its own      published
+                published figures that the measured h200 reached
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
+from headrace.errors import ConfigError
+
+GB, GIB, TERA = 10**9, 2**30, 1e12
+HERE = "cpu"
+REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
+REACHED_RATE = 798 / 989
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What kernels of one kind reach of the device's bandwidth and of its rate."""
+
+    bandwidth: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """By kind of operator. ``origin`` says how the figures came about; nothing here is fitted to a run yet."""
+
+    products: Share
+    attention: Share
+    others: Share  # norms, embedding, writes of keys and values
+    origin: str
+
+    def share(self, operator: str) -> Share:
+        if operator == "attention":
+            return self.attention
+        return self.others if operator in ("kv_write", "embedding", "norms") else self.products
+
+
+# Chosen by eye, so that the steps of an 8B model come near the rows of docs/performance/gpu.md.
+GPU_EFFICIENCY = Efficiency(Share(0.74, 0.77), Share(0.65, 0.55), Share(0.65, 0.65), "assumed, not calibrated")
+CPU_EFFICIENCY = Efficiency(Share(0.80, 0.80), Share(0.60, 0.50), Share(0.60, 0.60), "assumed, not calibrated")
+GPU_HOST_SECONDS = 3e-4  # of scheduling and handing over one step
+CPU_HOST_SECONDS = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device to simulate. ``profile.source``: "measured", "published" or "stated". ``host_seconds``: of the host, a step."""
+
+    name: str
+    profile: DeviceProfile
+    memory: int  # bytes
+    efficiency: Efficiency
+    host_seconds: float
+
+    @property
+    def kind(self) -> str:
+        """As the engine's config has it: cpu or cuda."""
+        return self.profile.identity.kind
+
+    @property
+    def overlaps(self) -> bool:
+        """The host may work while the device computes; a CPU is both."""
+        return self.kind != "cpu"
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{dtype} {rate / TERA:.3g} TFLOP/s" for dtype, rate in self.profile.gemm_rates.items())
+        limits = f"read {self.profile.read_bandwidth / TERA:.3g} TB/s, {rates}, {self.memory / GIB:.1f} GiB"
+        return f"{self.name} ({limits}; limits {self.profile.source}, efficiency {self.efficiency.origin})"
+
+
+def known_devices() -> dict[str, Device]:
+    """The catalogue. Rates are those of dense products with sums in float32."""
+    return {
+        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured"),
+        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80),
+        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80),
+        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48),
+        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24),
+    }
+
+
+def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int) -> Device:
+    lowered = {dtype: rate * REACHED_RATE for dtype, rate in rates.items()}
+    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published")
+
+
+def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str) -> Device:
+    """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
+    read = bandwidth * TERA
+    gemm = {dtype: rate * TERA for dtype, rate in rates.items()}
+    profile = DeviceProfile(
+        identity=DeviceIdentity(kind="cuda", name=name, threads=0), read_bandwidth=read, copy_bandwidth=read, gemm_rates=gemm, source=source
+    )
+    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS)
+
+
+def find_device(name: str, *, threads: int, memory: int | None, free_memory: int, folder: Path | None = None) -> Device:
+    """A device of the catalogue, ``cpu`` (this one, measured before, with ``threads``), or the file of a profile.
+
+    ``memory``: bytes, instead of what is known. ``free_memory``: of this machine. Raises ConfigError.
+    """
+    known = known_devices()
+    if name.endswith(".json"):
+        return _of_profile(load_profile(Path(name)), memory, free_memory)
+    key = name.lower().replace(" ", "").replace("-", "").removeprefix("nvidia")
+    if key == HERE:
+        return _this_cpu(threads, memory, free_memory, folder)
+    if key not in known:
+        raise ConfigError(f"--device is {name!r}; give {', '.join(known)}, {HERE} (this one, measured) or the file of a profile (*.json).")
+    found = known[key]
+    return found if memory is None else Device(found.name, found.profile, memory, found.efficiency, found.host_seconds)
+
+
+def _this_cpu(threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:
+    profile = find_profile(cpu_identity(threads), folder)
+    if profile is None:
+        where = folder or profile_folder()
+        raise ConfigError(
+            f"This CPU was never measured with {threads} threads (nothing in {where}); measure it with: headrace doctor --profile --no-load"
+        )
+    return _of_profile(profile, memory, free_memory)
+
+
+def _of_profile(profile: DeviceProfile, memory: int | None, free_memory: int) -> Device:
+    if profile.identity.kind == "cpu":
+        return Device(profile.identity.name, profile, memory or free_memory, CPU_EFFICIENCY, CPU_HOST_SECONDS)
+    if memory is None:
+        raise ConfigError(
+            f"The profile of {profile.identity.name} does not say how much memory the card has; give it with --device-memory, like 80GB."
+        )
+    return Device(profile.identity.name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS)

@@ -1,0 +1,107 @@
+"""Runs requests through a core on virtual time, as clients of a server would send them.
+
+A request is sent when it is due, also while a step runs; the core takes it before the next one, and its times count from when it was sent.
+
+What lives here: the loop that adds what is due and steps. What may not: figures (figures.py), building a core (simulator.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from headrace.bench.statistics import Sample
+from headrace.engine.core import EngineCore
+from headrace.planner.workload import Asked
+from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenOutputs
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One sample a request, in order of sending; ``seconds`` from the first request's zero to the last token."""
+
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0
+    most_used_blocks: int = 0
+    most_running: int = 0  # requests under way at once
+
+
+@cache
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+class Drive:
+    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429."""
+
+    def __init__(self, core: EngineCore, asked: Sequence[Asked], ids: Callable[[int], array[int]], *, room: int | None, max_queue: int) -> None:
+        self._core = core
+        self._asked = asked
+        self._ids = ids
+        self._room = len(asked) if room is None else room
+        self._max_queue = max_queue
+        self._next = 0
+        self._full_until = 0.0  # as many as there is room for were under way
+        self._live: dict[int, Sample] = {}
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        core, clock, asked, outcome = self._core, self._core.clock, self._asked, self._outcome
+        blocks = core.scheduler.cache
+        while self._next < len(asked) or self._live:
+            self._send_due(clock.now())
+            if core.has_work:
+                self._take(core.step(), clock.now())
+                outcome.most_used_blocks = max(outcome.most_used_blocks, blocks.num_used_blocks)
+            elif self._next < len(asked):
+                clock.sleep_until(asked[self._next].at or 0.0)
+        while core.has_work:  # steps still in flight
+            core.step()
+        return outcome
+
+    def _send_due(self, now: float) -> None:
+        while self._next < len(self._asked) and len(self._live) < self._room:
+            due = self._asked[self._next].at
+            if due is not None and due > now:
+                return
+            self._send(self._next, now, due)
+            self._next += 1
+
+    def _send(self, index: int, now: float, due: float | None) -> None:
+        """A client that had to wait for another's end sends late."""
+        asked = self._asked[index]
+        sent = now if due is None else max(due, self._full_until)
+        sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
+        self._outcome.samples.append(sample)
+        if len(self._live) >= self._max_queue:
+            sample.error = f"429: {len(self._live)} requests wait or run"
+            return
+        self._live[index] = sample
+        self._outcome.most_running = max(self._outcome.most_running, len(self._live))
+        self._core.add(Request(request_id=index, prompt_token_ids=self._ids(index), params=_params(asked.output), arrival_time=sent))
+
+    def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:
+        if isinstance(outputs, TokenOutputs):
+            for request_id in outputs.request_ids:
+                self._live[request_id].arrivals.append(now)
+            return
+        for output in outputs:
+            sample = self._live[output.request_id]
+            if output.token_ids:
+                sample.arrivals.append(now)
+            if output.num_cached_tokens is not None:
+                sample.cached_tokens = output.num_cached_tokens
+            if output.finished is not None:
+                self._end(output, now)
+
+    def _end(self, output: SequenceOutput, now: float) -> None:
+        if len(self._live) == self._room:
+            self._full_until = now
+        sample = self._live.pop(output.request_id)
+        sample.ended, sample.output_tokens = now, len(sample.arrivals)
+        self._outcome.seconds = now
+        assert output.finished is not None
+        if output.finished.reason is FinishReason.ERROR:
+            sample.error = output.finished.message or "error"

@@ -1,0 +1,104 @@
+"""One simulation from start to end: the engine's config, a device and a workload become figures.
+
+The core, scheduler and cache are those of every other run; only the executor and the clock are not.
+
+What lives here: putting the parts together. What may not: flags and printing (commands/simulate.py), any part's own work.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from headrace.bench.statistics import Sample
+from headrace.clock import VirtualClock
+from headrace.config import Decision, EngineConfig
+from headrace.cost.cost_model import CostModel
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import ExecutorInfo
+from headrace.engine.resolve import resolve_config
+from headrace.errors import ConfigError
+from headrace.planner.devices import Device
+from headrace.planner.drive import Drive
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.figures import check_limits, figures_of
+from headrace.planner.placement import ELEMENT_BYTES, place
+from headrace.planner.step_time import StepTime
+from headrace.planner.workload import Asked, check_lengths, prompt_ids
+from headrace.spec import DecoderSpec
+
+# Switches of how steps are computed: what they are worth on a device is not known here.
+UNPRICED = (
+    "enforce_eager", "batch_invariant", "token_concatenation", "flat_gemm", "deep_fusion", "cascade_attention", "programmatic_launch",
+    "disabled_kernels",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name."""
+
+    asked: Sequence[Asked]
+    seed: int = 0
+    max_concurrency: int | None = None
+    max_queue: int = 1024
+    limits: Mapping[str, float] | None = None
+    percentiles: Sequence[float] = (99.0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A simulation's result."""
+
+    figures: dict[str, Any]
+    samples: list[Sample]
+    info: ExecutorInfo
+    decisions: tuple[Decision, ...]
+
+
+def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load) -> Report:
+    """Raises ConfigError where the answer would not be the one that was asked for."""
+    check_priced(config)
+    config, decisions = resolve_config(config, device.kind)
+    placement = place(spec, config, device)
+    cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=ELEMENT_BYTES[placement.dtype], dtype=placement.dtype)
+    step_time = StepTime(cost_model, device, placement.dtype)
+    check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
+    core, executor = create_core(placement.info, config, step_time, device.host_seconds)
+    check_lengths(load.asked, core.scheduler.max_sequence_tokens)
+    ids = partial(_ids, load, spec.vocab_size)
+    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue).run()
+    figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
+    return Report(figures, outcome.samples, placement.info, (*decisions, Decision("dtype", placement.dtype, "as the engine would choose")))
+
+
+def create_core(info: ExecutorInfo, config: EngineConfig, step_time: StepTime, host_seconds: float) -> tuple[EngineCore, ModelledExecutor]:
+    """The engine's own core, over a device that only takes time."""
+    clock = VirtualClock()
+    executor = ModelledExecutor(info, step_time.of_plan, clock, host_seconds=host_seconds)
+    core = EngineCore(
+        executor,
+        scheduler=config.scheduler,
+        cache=config.cache,
+        eos_token_ids=frozenset(),
+        clock=clock,
+        depth=config.device.overlap or 0,
+    )
+    return core, executor
+
+
+def _ids(load: Load, vocab_size: int, index: int) -> array[int]:
+    return prompt_ids(load.asked[index], index, vocab_size=vocab_size, seed=load.seed)
+
+
+def check_priced(config: EngineConfig) -> None:
+    """Raises ConfigError for a switch that would change how long steps take, in a way that the model of a device does not know."""
+    plain = type(config.device)()
+    changed = [name for name in UNPRICED if getattr(config.device, name) != getattr(plain, name)]
+    if changed:
+        raise ConfigError(f"A simulation does not know what {' and '.join(changed)} would change about a step's time; leave it out, or measure it.")
+    if config.device.executor != "model":
+        raise ConfigError("A simulation has an executor of its own; leave --executor out.")

@@ -1,0 +1,345 @@
+"""``headrace simulate``: the real core over a device that only takes time; hand-computed cases, equal schedules, loads, bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.outside import shared
+
+from headrace import cli
+from headrace.bench.statistics import summarise
+from headrace.bench.workload import Lengths
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Executor, KeyedHashExecutor, keyed_hash_info
+from headrace.errors import ConfigError
+from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
+from headrace.planner.drive import Drive, Outcome
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.step_time import StepPrice
+from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
+from headrace.request import StepPlan
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+
+HIDDEN, WIDE, VOCAB, LAYERS = 64, 128, 512, 2
+SPEC = DecoderSpec(
+    "llama", VOCAB, HIDDEN, 4, 2, 16, WIDE, (LayerSpec(),) * LAYERS, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16", tied_head=True
+)
+WHOLE = Share(1.0, 1.0)
+BANDWIDTH, RATE = 1e6, 1e8  # so slow that a step takes a part of a second
+
+
+def tiny_device(host_seconds: float = 0.0, memory: int = 4 * 2**30) -> Device:
+    profile = DeviceProfile(
+        identity=DeviceIdentity(kind="cuda", name="tiny", threads=0),
+        read_bandwidth=BANDWIDTH,
+        copy_bandwidth=BANDWIDTH,
+        gemm_rates={"bfloat16": RATE},
+    )
+    return Device("tiny", profile, memory, Efficiency(WHOLE, WHOLE, WHOLE, "exact"), host_seconds)
+
+
+def by_tokens(plan: StepPlan) -> StepPrice:
+    """0.1 s and a hundredth a token."""
+    return StepPrice(0.1 + 0.01 * plan.num_tokens, 0.05, 1.0, 1.0)
+
+
+def driven(
+    asked: Sequence[Asked],
+    *,
+    depth: int = 0,
+    host: float = 0.0,
+    room: int | None = None,
+    executor: Callable[[Any, VirtualClock], Executor] | None = None,
+    plans: list[StepPlan] | None = None,
+    **info: int,
+) -> tuple[Outcome, EngineCore]:
+    clock = VirtualClock()
+    facts = keyed_hash_info(**info)
+    runner = executor(facts, clock) if executor else ModelledExecutor(facts, by_tokens, clock, host_seconds=host)
+    if plans is not None:
+        submit = runner.submit
+        runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
+    core = EngineCore(
+        runner, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth
+    )
+    ids = partial(_ids, asked, facts.vocab_size)
+    return Drive(core, asked, ids, room=room, max_queue=10_000).run(), core
+
+
+def _ids(asked: Sequence[Asked], vocab_size: int, index: int) -> array[int]:
+    return prompt_ids(asked[index], index, vocab_size=vocab_size, seed=0)
+
+
+# --- hand-computed
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_one_request_alone_takes_its_prefill_and_then_its_decode_steps(depth: int) -> None:
+    outcome, _ = driven([Asked(30, 5, at=1.0)], depth=depth)
+    (sample,) = outcome.samples
+    assert sample.ttft == pytest.approx(0.1 + 0.30)
+    assert sample.gaps == pytest.approx([0.11] * 4)
+    assert sample.tpot == pytest.approx(0.11)
+    assert outcome.seconds == pytest.approx(1.0 + 0.4 + 4 * 0.11)
+
+
+def test_the_host_shows_at_depth_0_and_hides_behind_the_device_from_depth_1_on() -> None:
+    gaps = [driven([Asked(30, 9, at=0.0)], depth=depth, host=0.02)[0].samples[0].gaps for depth in (0, 1, 2)]
+    assert gaps[0] == pytest.approx([0.11 + 0.02] * 8)
+    assert gaps[1] == pytest.approx([0.11] * 8) and gaps[2] == pytest.approx([0.11] * 8)
+
+
+def test_a_request_that_comes_within_a_step_waits_for_its_end_and_counts_from_when_it_was_sent() -> None:
+    outcome, _ = driven([Asked(30, 5, at=0.0), Asked(9, 1, at=0.1)])
+    assert outcome.samples[1].sent == 0.1
+    assert outcome.samples[1].ttft == pytest.approx(0.3 + 0.1 + 0.01 * (1 + 9))  # the rest of the first step, then one step with both
+
+
+def test_a_client_that_is_held_back_sends_late() -> None:
+    outcome, _ = driven([Asked(30, 1, at=0.0), Asked(30, 1, at=0.1)], room=1)
+    assert [sample.sent for sample in outcome.samples] == pytest.approx([0.0, 0.4])
+    assert outcome.samples[1].lag == pytest.approx(0.3) and outcome.samples[1].ttft == pytest.approx(0.4)
+
+
+def test_a_whole_simulation_by_hand() -> None:
+    """One layer's weights are (64·(64+64) + 64·64 + 64·256 + 128·64) of two bytes; every figure follows from bytes and FLOPs."""
+    per_layer = HIDDEN * 128 + HIDDEN * HIDDEN + HIDDEN * 2 * WIDE + WIDE * HIDDEN
+    head, norms, kv_token = VOCAB * HIDDEN, 5 * HIDDEN, 2 * 2 * 16 * 2 * LAYERS
+    decode_bytes = 2 * (LAYERS * per_layer + head + norms + HIDDEN) + kv_token * (11 + 1)
+    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([Asked(10, 2, at=0.0)]))
+    assert report.figures["mean_itl_ms"] == pytest.approx(decode_bytes / BANDWIDTH * 1e3)
+    assert report.figures["limit_share"] == pytest.approx(1.0) and report.figures["device_busy_share"] == pytest.approx(1.0)
+    # A prompt of 1,000: its products are bound by FLOPs, the rest by bytes.
+    prompt = 1000
+    pairs = prompt * (prompt + 1) / 2
+    products = 2 * LAYERS * per_layer * prompt / RATE
+    attention = 4 * 64 * LAYERS * pairs / RATE
+    rest = (2 * head + 2 * norms + kv_token * prompt + 2 * HIDDEN * prompt) / BANDWIDTH
+    report = simulate(SPEC, EngineConfig(), tiny_device(), Load([Asked(prompt, 1, at=0.0)]))
+    assert report.figures["mean_ttft_ms"] == pytest.approx((products + attention + rest) * 1e3)
+
+
+# --- the same schedule
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("num_blocks", [4096, 14])
+def test_the_schedule_is_that_of_the_core_over_another_executor(depth: int, num_blocks: int) -> None:
+    """Every plan of a modelled run is the plan of a run over the keyed-hash executor that takes as long."""
+    asked = arriving(drawn(40, Lengths(40, 12, 0.8), prefix=32, num_prefixes=3), 4.0, burstiness=0.5, seed=3)
+    steady = StepPrice(0.13, 0.1, 1.0, 1.0)
+    mine: list[StepPlan] = []
+    theirs: list[StepPlan] = []
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": 12, "max_model_len": 200}
+    a, core = driven(asked, depth=depth, plans=mine, executor=lambda info, clock: ModelledExecutor(info, lambda plan: steady, clock), **sizes)
+    b, _ = driven(asked, depth=depth, plans=theirs, executor=lambda info, clock: KeyedHashExecutor(info, device_time=0.13, clock=clock), **sizes)
+    assert [_without_ids(plan) for plan in mine] == [_without_ids(plan) for plan in theirs] and len(mine) > 50
+    assert a.samples == b.samples
+    assert (core.stats().counters.preemptions > 0) == (num_blocks == 14)
+
+
+def _without_ids(plan: StepPlan) -> StepPlan:
+    return replace(plan, rows_added=tuple(replace(new, token_ids=array("i", [len(new.token_ids)])) for new in plan.rows_added))
+
+
+# --- determinism, and what must hold for any load
+
+
+def test_the_seed_decides_everything() -> None:
+    def run(seed: int) -> Any:
+        asked = arriving(drawn(30, Lengths(60, 20, 0.5), seed=seed), 2.0, burstiness=0.3, seed=seed)
+        report = simulate(SPEC, EngineConfig(), tiny_device(1e-3), Load(asked, seed=seed, max_concurrency=7))
+        return report.figures, report.samples
+
+    assert run(4) == run(4) != run(5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30), st.floats(0, 3), st.integers(0, 2)), min_size=1, max_size=25),
+    st.integers(0, 2),
+    st.integers(9, 40),
+    st.integers(1, 9),
+)
+def test_no_request_is_lost_whatever_comes(rows: list[tuple[int, int, float, int]], depth: int, num_blocks: int, seqs: int) -> None:
+    """Each ends once with all of its tokens, in order of time, and the engine is as it was before."""
+    rows.sort(key=lambda row: row[2])
+    asked = [Asked(prompt, output, at, (name,), 32) for prompt, output, at, name in rows]
+    outcome, core = driven(asked, depth=depth, host=0.01, num_blocks=num_blocks, max_num_seqs=seqs, max_model_len=128)
+    assert [(sample.output_tokens, sample.error) for sample in outcome.samples] == [(each.output, None) for each in asked]
+    for sample in outcome.samples:
+        assert sample.sent < sample.arrivals[0] and sample.arrivals == sorted(sample.arrivals)
+    assert not core.has_work and core.stats().num_used_blocks == 0
+
+
+def test_more_load_is_never_quicker() -> None:
+    """The same gaps, compressed: time to first token and between tokens grow, throughput up to the device's own."""
+    found = []
+    for rate in (0.05, 0.5, 5.0, 50.0):
+        asked = arriving(drawn(60, Lengths(40, 20)), rate, burstiness=1.0, seed=1)
+        outcome, _ = driven(asked, max_num_seqs=16)
+        found.append(summarise(outcome.samples, outcome.seconds, {"ttft": 1.0}))
+    for name in ("mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "output_throughput"):
+        values = [figures[name] for figures in found]
+        assert all(a <= b * 1.02 for a, b in pairwise(values)), (name, values)
+    assert found[0]["mean_ttft_ms"] < found[-1]["mean_ttft_ms"] / 10
+    assert found[-1]["request_goodput"] < found[-1]["request_throughput"]
+
+
+def test_shared_prefixes_are_hits_and_quicker() -> None:
+    asked = drawn(20, Lengths(10, 4), prefix=480, num_prefixes=2)
+    alone = [replace(each, pieces=(index,)) for index, each in enumerate(asked)]
+    both = [simulate(SPEC, EngineConfig(), tiny_device(), Load(each, max_concurrency=1)).figures for each in (asked, alone)]
+    assert both[0]["prefix_hit_share"] > 0.6 and both[1]["prefix_hit_share"] == 0
+    assert both[0]["mean_ttft_ms"] < both[1]["mean_ttft_ms"] / 2
+    assert both[0]["cached_input_tokens"] == 18 * 384  # of 480 tokens three whole blocks of 128
+
+
+def test_prompts_share_what_their_names_say() -> None:
+    a, b = (prompt_ids(Asked(1200, 1, pieces=pieces, piece=512), index, vocab_size=1000, seed=1) for index, pieces in enumerate([(7, 8), (7, 9)]))
+    assert len(a) == len(b) == 1200 and a[:512] == b[:512]
+    assert all(sum(x == y for x, y in zip(a[start:], b[start:], strict=True)) < 20 for start in (512, 1024))
+    assert min(a) >= 0 and max(a) < 1000
+
+
+def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
+    asked = drawn(4000, Lengths(1, 1))
+    for shape in (0.25, 1.0, 4.0):
+        times = [each.at or 0.0 for each in arriving(asked, 5.0, burstiness=shape, seed=2)]
+        gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+        mean = sum(gaps) / len(gaps)
+        assert mean == pytest.approx(0.2, rel=0.1)
+        assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2 == pytest.approx(1 / shape, rel=0.2)
+    even = [each.at for each in arriving(asked[:3], 4.0, burstiness=float("inf"), seed=0)]
+    assert even == [0.25, 0.5, 0.75]
+
+
+# --- devices, and what does not fit
+
+
+def test_published_limits_are_marked_and_lowered_and_measured_ones_are_as_measured() -> None:
+    known = known_devices()
+    assert {name: device.profile.source for name, device in known.items()} == {
+        "h200": "measured", "h100": "published", "a100": "published", "l40s": "published", "rtx4090": "published"
+    }  # fmt: skip
+    assert known["h200"].profile.read_bandwidth == 4.47e12 and known["h200"].profile.gemm_rate("bfloat16") == 798e12
+    assert 3.0e12 < known["h100"].profile.read_bandwidth < 3.35e12
+    assert all("not calibrated" in str(device) for device in known.values())
+
+
+def test_this_cpu_is_what_was_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"never measured with 3 threads.*doctor --profile"):
+        find_device("cpu", threads=3, memory=None, free_memory=2**33, folder=tmp_path)
+    profile = DeviceProfile(identity=cpu_identity(3), read_bandwidth=7e10, copy_bandwidth=6e10, gemm_rates={"bfloat16": 1e12}, source="measured")
+    path = save_profile(profile, tmp_path)
+    found = find_device("cpu", threads=3, memory=None, free_memory=2**33, folder=tmp_path)
+    assert found.profile == profile and found.memory == 2**33 and found.kind == "cpu"
+    assert find_device(str(path), threads=1, memory=2**32, free_memory=0).memory == 2**32
+    report = simulate(SPEC, EngineConfig(), found, Load([Asked(9, 3, at=0.0)]))
+    assert report.figures["completed"] == 1 and report.info.kv_groups[0].spec.block_size == 16
+
+
+def test_a_card_profile_wants_its_memory_stated(tmp_path: Path) -> None:
+    path = save_profile(tiny_device().profile, tmp_path)
+    with pytest.raises(ConfigError, match="--device-memory"):
+        find_device(str(path), threads=1, memory=None, free_memory=0)
+
+
+# --- the command
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = cli.main(["simulate", *words])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_the_command_writes_what_bench_serve_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    words = ("--device", "h200", "--num-prompts", "9", "--request-rate", "20", "--goodput", "ttft:500", "--output-json", str(path))
+    status, out, _ = call(capsys, *words)
+    assert status == 0 and "measured" in out and "not calibrated" in out
+    written = json.loads(path.read_text())
+    assert written["completed"] == 9 and len(written["requests"]) == 9
+    for name in ("duration", "request_goodput", "p99_ttft_ms", "median_tpot_ms", "mean_itl_ms", "p99_e2el_ms", "preemptions", "prefix_hit_share"):
+        assert isinstance(written[name], (int, float))
+    assert written["facts"]["server"].startswith("simulated")
+
+
+TRACES = {
+    "columns.csv": ("A,B\n1,2\n", ".*columns must be TIMESTAMP"),
+    "columns.jsonl": ('{"timestamp": 1}\n', ".*columns must be timestamp"),
+    "back.csv": (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3,8\n2023-11-16 18:17:03.0319600,3,8\n",
+        "Row 2 of the trace .* before the row above",
+    ),
+    "negative.jsonl": ('{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 of the trace .* at -0.005 s, before 0"),
+    "length.jsonl": ('{"timestamp": 5, "input_length": -3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* has -3 prompt"),
+    "long.jsonl": (
+        '{"timestamp": 5, "input_length": 30, "output_length": 1, "hash_ids": [1]}\n'
+        '{"timestamp": 6, "input_length": 90000, "output_length": 7, "hash_ids": [1]}\n',
+        r"1 of 2 requests .*request 2 has 90000 \+ 7",
+    ),
+    "empty.jsonl": ("", ".*no requests"),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_that_cannot_be_run_as_it_stands_is_a_sentence(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text, said = TRACES[name]
+    (tmp_path / name).write_text(text)
+    status, out, err = call(capsys, "--device", "h200", "--workload", "trace", "--trace", str(tmp_path / name))
+    assert status == 2 and out == ""
+    assert re.match("headrace: " + said, err), err
+
+
+WRONG = {
+    "--device tpu": "give h200, h100",
+    "--device h200 --request-rate 0": "request rate is 0",
+    "--device h200 --request-rate nan": "request rate is nan",
+    "--device h200 --num-prompts 0": "--num-prompts is 0",
+    "--device h200 --max-concurrency 0": "--max-concurrency is 0",
+    "--device h200 --goodput ttft:0.000001": "cannot be met: the least step",
+    "--device h200 --technique flat_gemm=off": "does not know what flat_gemm",
+    "--device h200 --workload trace": "--trace FILE",
+    "--device h200 --device-memory 1GB": "does not fit on NVIDIA H200",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_simulated_is_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, *words.split())
+    assert status == 2 and out == "" and WRONG[words] in err and err.count("\n") == 1
+
+
+def test_a_model_that_fits_nowhere_says_so_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    config = shared("data", "model_configs", "Llama-3.3-70B-Instruct", "config.json")
+    for device in ("h200", "rtx4090"):
+        status, _, err = call(capsys, "--device", device, "--model", str(config))
+        assert status == 2 and "weights 131.4 GiB" in err and "No device that is known here holds it" in err
+    status, _, err = call(capsys, "--device", "rtx4090", "--model", str(config.parents[1] / "Qwen2.5-14B"))
+    assert status == 2 and "It would fit on: h200, h100, a100, l40s." in err
+
+
+def test_a_real_trace_runs_on_a_real_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = shared("data", "traces", "mooncake_conversation.jsonl")
+    model = shared("data", "model_configs", "Llama-3.1-8B")
+    words = ("--device", "h200", "--model", str(model), "--workload", "trace", "--trace", str(trace), "--num-prompts", "20")
+    status, out, err = call(capsys, *words)
+    assert status == 0, err
+    assert "completed               20" in out
