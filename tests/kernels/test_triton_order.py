@@ -1,0 +1,109 @@
+"""Kernels that begin while the one before still runs: until they have waited for it they read weights alone, and they always wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import support.triton_interpreter  # before any kernel: it fixes the mode
+from headrace.kernels.around import Around
+from headrace.kernels.triton import activation, embedding, flat, norm, rotary
+from headrace.kernels.triton.flat_forms import Form, Shape, vector
+from headrace.kernels.triton.flat_forms import flat as flat_form
+from headrace.kernels.triton.flat_linear import FusedLinear, Product, make_scratch
+from headrace.spec import Activation
+
+Builder = support.triton_interpreter.Builder
+
+
+@dataclass
+class Programs:
+    """What programs did before they waited. ``early``: addresses by kind of access; ``waited``: of each program so far."""
+
+    waited: list[bool] = field(default_factory=list)
+    early: dict[str, set[int]] = field(default_factory=lambda: {"load": set(), "store": set(), "atomic": set()})
+
+    def begin(self, z: int) -> int:
+        self.waited.append(False)
+        return z
+
+    def access(self, kind: str, pointers: Any, mask: Any) -> None:
+        if not self.waited[-1]:
+            lanes = np.broadcast_to(np.asarray(getattr(mask, "data", mask)).astype(bool), pointers.data.shape)
+            self.early[kind] |= set(pointers.data[lanes].astype(np.int64).reshape(-1).tolist())
+
+    def wait(self) -> None:
+        self.waited[-1] = True
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
+    told = Programs()
+    begin, load, store, atomic = (
+        getattr(Builder, name) for name in ("set_grid_idx", "create_masked_load", "create_masked_store", "create_atomic_rmw")
+    )
+
+    def noted(kind: str, stock: Callable[..., Any], at: int, mask_at: int) -> Callable[..., Any]:
+        def access(self: Any, *given: Any, **named: Any) -> Any:
+            told.access(kind, given[at], given[mask_at])
+            return stock(self, *given, **named)
+
+        return access
+
+    monkeypatch.setattr(Builder, "set_grid_idx", lambda self, x, y, z: begin(self, x, y, told.begin(z)))
+    monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
+    monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
+    monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
+    for module in (activation, embedding, flat, norm, rotary):
+        monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
+    return told
+
+
+def assert_in_order(programs: Programs, weights: Iterable[torch.Tensor]) -> None:
+    assert programs.waited and all(programs.waited), "a kernel that does not wait lets the one behind it overtake the one before"
+    assert not programs.early["store"] and not programs.early["atomic"]
+    extents = [(weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size()) for weight in weights]
+    assert all(any(low <= address < high for low, high in extents) for address in programs.early["load"]), "read before it was written"
+
+
+FORMS = [vector(4, 32, ahead, 1, late=late) for ahead in (0, 1, 2) for late in (False, True)] + [flat_form(16, 32, 32, 2, ways) for ways in (1, 2)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_read_weights_alone_before_they_wait(form: Form, gated: bool, programs: Programs) -> None:
+    outs, ins, tokens = 40, 128, form.rows
+    shape, forms = Shape(outs, ins, gated), ((64, form),)
+    if not form.fits(shape):
+        return
+    weight = torch.randn(outs * (2 if gated else 1), ins).bfloat16()
+    layer = Product(weight, torch.randn(len(weight)).bfloat16(), shape, forms, make_scratch(shape, forms, "cpu"), True)
+    residual, scale = None if gated else torch.randn(tokens, outs).bfloat16(), None if gated else torch.rand(outs)
+    FusedLinear(layer)(torch.randn(tokens, ins).bfloat16(), Around(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale))
+    assert_in_order(programs, [weight])
+    assert form.kind == "flat" or programs.early["load"], "its first weights are under way meanwhile"
+
+
+def test_the_others_wait_before_they_touch_what_another_kernel_wrote(programs: Programs) -> None:
+    x, weight, table = torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16(), torch.randn(9, 64).bfloat16()
+    norm.rms_norm(x, weight, 1e-5, x.clone(), programmatic=True)
+    norm.layer_norm(x, weight, weight.clone(), 1e-5, None, programmatic=True)
+    activation.gated_activation(x, Activation.SILU, programmatic=True)
+    activation.activation(x, Activation.GELU, programmatic=True)
+    embedding.embedding(torch.arange(5), table, None, programmatic=True)
+    q, k, v = torch.randn(5, 4, 16).split_with_sizes((2, 1, 1), dim=1)
+    caches = torch.zeros(2, 2, 1, 8, 16)
+    rotary.rotary_write(q, k, v, torch.arange(5), torch.randn(9, 16), caches[0], caches[1], torch.arange(5), programmatic=True)
+    assert_in_order(programs, [weight])
+
+
+def test_no_other_kernel_begins_early() -> None:
+    files = Path(norm.__file__).parent.glob("*.py")
+    assert {path.stem for path in files if "**dependent(" in path.read_text()} == {"activation", "embedding", "flat_linear", "norm", "rotary"}
