@@ -177,6 +177,8 @@ class ServerConfig:
         check_fields(self)
         if self.port > 65535:
             raise ConfigError(f"port is {self.port}; give 0 to 65535.")
+        if self.uds == "":
+            raise ConfigError("uds is empty; give the path of a Unix socket, or leave it out to listen on an address.")
         if self.api_server_count > MAX_FRONT_ENDS:
             raise ConfigError(f"api_server_count is {self.api_server_count}; give 1 to {MAX_FRONT_ENDS}.")
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.lifecycle import bind_unix
 from support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
@@ -282,6 +283,8 @@ def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_o
     with pytest.raises(ConfigError, match="--uds"):
         bind_unix(str(path), 0o600)
     assert path.read_text() == "mine"
+    with pytest.raises(ConfigError, match="uds is empty"):  # the kernel would choose a name of its own
+        ServerConfig(uds="")
 
 
 def _ask_unix(path: Path) -> bytes:

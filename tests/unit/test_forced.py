@@ -192,6 +192,10 @@ def test_what_cannot_be_said_between_tags_is_said_in_json() -> None:
         {"properties": {"a b": {}, 'c"': {}}},
         {"properties": {"a": {"type": "string", "pattern": "x+"}}},
         {"properties": {"a": {"type": "string", "enum": [" x"]}}},
+        {"properties": {"a": {"type": "string", "enum": [1]}}},
+        {"properties": {"a": {"type": "string", "enum": []}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": "string", "const": 5}}},
         {"properties": {"a": {}}, "required": ["b"]},
     ):
         form, wanted = formed("qwen3_coder", None, REQUIRED, offered=[tool(parameters)])
@@ -202,6 +206,21 @@ def test_what_cannot_be_said_between_tags_is_said_in_json() -> None:
     assert form.fixed_name == "get_weather"
     with pytest.raises(InvalidRequest, match="refers to"):
         formed("hermes", None, REQUIRED, offered=[tool({"$ref": "#/properties/a"})])
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", None])
+@pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
+def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
+    def offered(parameters: Any) -> Any:
+        return [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+
+    for parameters in ({"type": "array"}, {"type": "string"}, {"type": ["object", "null"]}, {"type": {}}):
+        with pytest.raises(InvalidRequest, match="type object") as caught:
+            formed(name, None, choice, offered=offered(parameters))
+        assert caught.value.param == "tools[0].function.parameters"
+    for parameters in ({"anyOf": [{"type": "integer"}, {"type": "object", "properties": {}, "additionalProperties": False}]}, {"enum": [1, {}]}):
+        form, wanted = formed(name, None, choice, offered=offered(parameters))
+        assert [read(form, text, 5)[1] for seed in range(4) if (text := written(wanted, seed))][0] == "tool_calls"
 
 
 def test_a_structure_without_reasoning_is_left_alone() -> None:

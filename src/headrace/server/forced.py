@@ -19,7 +19,7 @@ from headrace.errors import InvalidRequest
 from headrace.request import StructuredOutputs
 from headrace.server.parsing import Form
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, ReasoningFormat, Style, Tags, ToolFormat
-from headrace.server.tools import SPACING, Mode, Tool, ToolChoice, call_schema, check_references, forced_schema, parameters_of, types_of
+from headrace.server.tools import SPACING, Mode, Tool, ToolChoice, call_schema, check_arguments, check_references, forced_schema, parameters_of, types_of
 
 _NAMEABLE = re.compile(r"<[^<>\s]+>")  # what a grammar can call a special token
 _NAME = re.compile(r"[\w.:/-]{1,200}")
@@ -52,6 +52,7 @@ def hold(
 
 
 def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> tuple[Form, StructuredOutputs]:
+    check_arguments(tools)
     offered = [tool for tool in tools if choice.mode is Mode.REQUIRED or tool["function"]["name"] == choice.name]
     if form.tools is not None:
         try:
@@ -179,7 +180,7 @@ class _Function:
             return f"ws {self._value(schema)} ws {end}"
         texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if texts is not None:
-            if any(text != text.strip() or not text or tags.value_end in text for text in texts):
+            if not _are_writable(texts, tags.value_end):
                 raise _Unwritable
             return f'"\\n"? ({" | ".join(map(json.dumps, texts))}) "\\n"? {end}'
         if not set(schema) <= _TEXT or tags.value_end in self._special:
@@ -206,6 +207,11 @@ class _Function:
         truth = types_of(schema) == {"boolean"} and not {"enum", "const"} & set(schema)
         value = '("True" | "False")' if truth else self._value(schema)
         return self._rule(f"{json.dumps(key + '=')} {value}")
+
+
+def _are_writable(texts: Any, end: str) -> bool:
+    """Whether a list that a client gave is of texts which come back as they are."""
+    return isinstance(texts, list) and bool(texts) and all(isinstance(each, str) and each == each.strip() != "" and end not in each for each in texts)
 
 
 def _after_comma(parts: Sequence[str]) -> list[str]:

@@ -123,7 +123,15 @@ def call_schema(tools: Sequence[Tool], arguments_key: str) -> dict[str, Any]:
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
     given: Mapping[str, Any] | None = tool["function"].get("parameters")
-    return given or {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **given} if given else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def check_arguments(tools: Sequence[Tool]) -> None:
+    """Arguments are an object: what is held to anything else is no call. Raises InvalidRequest."""
+    for index, tool in enumerate(tools):
+        if parameters_of(tool)["type"] != "object":
+            where = f"tools[{index}].function.parameters"
+            raise InvalidRequest(f"{where} must have the type object: the arguments of a call are one.", param=where)
 
 
 def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
