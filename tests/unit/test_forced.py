@@ -220,7 +220,7 @@ def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
         assert caught.value.param == "tools[0].function.parameters"
     for parameters in ({"anyOf": [{"type": "integer"}, {"type": "object", "properties": {}, "additionalProperties": False}]}, {"enum": [1, {}]}):
         form, wanted = formed(name, None, choice, offered=offered(parameters))
-        assert [read(form, text, 5)[1] for seed in range(4) if (text := written(wanted, seed))][0] == "tool_calls"
+        assert next(read(form, text, 5)[1] for seed in range(4) if (text := written(wanted, seed))) == "tool_calls"
 
 
 def test_a_structure_without_reasoning_is_left_alone() -> None:

@@ -19,7 +19,18 @@ from headrace.errors import InvalidRequest
 from headrace.request import StructuredOutputs
 from headrace.server.parsing import Form
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, ReasoningFormat, Style, Tags, ToolFormat
-from headrace.server.tools import SPACING, Mode, Tool, ToolChoice, call_schema, check_arguments, check_references, forced_schema, parameters_of, types_of
+from headrace.server.tools import (
+    SPACING,
+    Mode,
+    Tool,
+    ToolChoice,
+    call_schema,
+    check_arguments,
+    check_references,
+    forced_schema,
+    parameters_of,
+    types_of,
+)
 
 _NAMEABLE = re.compile(r"<[^<>\s]+>")  # what a grammar can call a special token
 _NAME = re.compile(r"[\w.:/-]{1,200}")
