@@ -122,7 +122,7 @@ class Stream:
 
 def _scores_cost(delta: RequestDelta) -> int:
     """Of the answer's tokens alone: the prompt's are as many as the prompt is long, and one step may bring more than a reader may owe."""
-    return _LOGPROB_COST * sum(len(entry.token_ids) for entry in delta.logprobs)
+    return _LOGPROB_COST * sum(len(entry.token_ids) for entry in delta.logprobs) if delta.logprobs else 0
 
 
 def _last_of(pending: list[RequestDelta], index: int) -> RequestDelta | None:
