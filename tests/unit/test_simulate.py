@@ -43,14 +43,14 @@ WHOLE = Share(1.0, 1.0)
 BANDWIDTH, RATE = 1e6, 1e8  # so slow that a step takes a part of a second
 
 
-def tiny_device(host_seconds: float = 0.0, memory: int = 4 * 2**30) -> Device:
+def tiny_device(host_seconds: float = 0.0, layer: float = 0.0, memory: int = 4 * 2**30) -> Device:
     profile = DeviceProfile(
         identity=DeviceIdentity(kind="cuda", name="tiny", threads=0),
         read_bandwidth=BANDWIDTH,
         copy_bandwidth=BANDWIDTH,
         gemm_rates={"bfloat16": RATE},
     )
-    return Device("tiny", profile, memory, Efficiency(WHOLE, WHOLE, WHOLE, "exact"), host_seconds)
+    return Device("tiny", profile, memory, Efficiency(WHOLE, WHOLE, WHOLE, WHOLE, layer, "exact"), host_seconds)
 
 
 def by_tokens(plan: StepPlan) -> StepPrice:
@@ -124,6 +124,8 @@ def test_a_whole_simulation_by_hand() -> None:
     report = simulate(SPEC, EngineConfig(), tiny_device(), Load([Asked(10, 2, at=0.0)]))
     assert report.figures["mean_itl_ms"] == pytest.approx(decode_bytes / BANDWIDTH * 1e3)
     assert report.figures["limit_share"] == pytest.approx(1.0) and report.figures["device_busy_share"] == pytest.approx(1.0)
+    slower = simulate(SPEC, EngineConfig(), tiny_device(layer=0.25), Load([Asked(10, 2, at=0.0)])).figures
+    assert slower["mean_itl_ms"] == pytest.approx(report.figures["mean_itl_ms"] + LAYERS * 250)
     # A prompt of 1,000: its products are bound by FLOPs, the rest by bytes.
     prompt = 1000
     pairs = prompt * (prompt + 1) / 2

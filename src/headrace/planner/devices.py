@@ -34,22 +34,26 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """By kind of operator. ``origin`` says how the figures came about; nothing here is fitted to a run yet."""
+    """By kind of operator. ``layer_seconds``: of each layer, whatever the load (launches, and tails of kernels). ``origin`` says how the
+    figures came about; nothing here is fitted to a run yet."""
 
     products: Share
+    experts: Share
     attention: Share
     others: Share  # norms, embedding, writes of keys and values
+    layer_seconds: float
     origin: str
 
     def share(self, operator: str) -> Share:
-        if operator == "attention":
-            return self.attention
-        return self.others if operator in ("kv_write", "embedding", "norms") else self.products
+        if operator in ("kv_write", "embedding", "norms"):
+            return self.others
+        named = {"attention": self.attention, "experts": self.experts}
+        return named.get(operator, self.products)
 
 
-# Chosen by eye, so that the steps of an 8B model come near the rows of docs/performance/gpu.md.
-GPU_EFFICIENCY = Efficiency(Share(0.74, 0.77), Share(0.65, 0.55), Share(0.65, 0.65), "assumed, not calibrated")
-CPU_EFFICIENCY = Efficiency(Share(0.80, 0.80), Share(0.60, 0.50), Share(0.60, 0.60), "assumed, not calibrated")
+# Chosen by eye, so that steps of three models come near their rows of docs/performance/gpu.md.
+GPU_EFFICIENCY = Efficiency(Share(0.97, 0.77), Share(0.97, 0.40), Share(0.60, 0.75), Share(0.60, 0.60), 36e-6, "assumed, not calibrated")
+CPU_EFFICIENCY = Efficiency(Share(0.80, 0.80), Share(0.80, 0.50), Share(0.60, 0.50), Share(0.60, 0.60), 0.0, "assumed, not calibrated")
 GPU_HOST_SECONDS = 3e-4  # of scheduling and handing over one step
 CPU_HOST_SECONDS = 2e-4
 

@@ -1,7 +1,7 @@
 """How long a device would take for a step: the cost model's bytes and FLOPs, operator by operator, at what kernels reach of the limits.
 
     seconds of an operator = max(bytes / (bandwidth · share), FLOPs / (rate · share))
-    seconds of a step      = Σ operators + the profile's step overhead
+    seconds of a step      = Σ operators + layers · a layer's overhead + the profile's step overhead
 
 What lives here: that sum. What may not: counting bytes (cost/), devices (devices.py), clocks.
 """
@@ -33,7 +33,7 @@ class StepTime:
         self._efficiency = device.efficiency
         self._bandwidth = device.profile.read_bandwidth
         self._rate = device.profile.gemm_rate(dtype)
-        self._overhead = device.profile.step_overhead
+        self._overhead = device.profile.step_overhead + cost_model.spec.num_layers * device.efficiency.layer_seconds
 
     def of_plan(self, plan: StepPlan) -> StepPrice:
         return self.of_load(self._cost_model.load_of(plan))
