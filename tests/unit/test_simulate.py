@@ -21,7 +21,7 @@ from headrace import cli
 from headrace.bench.statistics import summarise
 from headrace.bench.workload import Lengths
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor, KeyedHashExecutor, keyed_hash_info
@@ -32,7 +32,7 @@ from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
-from headrace.request import StepPlan
+from headrace.request import Request, SamplingParams, StepPlan
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 HIDDEN, WIDE, VOCAB, LAYERS = 64, 128, 512, 2
@@ -111,9 +111,41 @@ def test_a_request_that_comes_within_a_step_waits_for_its_end_and_counts_from_wh
 
 
 def test_a_client_that_is_held_back_sends_late() -> None:
-    outcome, _ = driven([Asked(30, 1, at=0.0), Asked(30, 1, at=0.1)], room=1)
-    assert [sample.sent for sample in outcome.samples] == pytest.approx([0.0, 0.4])
-    assert outcome.samples[1].lag == pytest.approx(0.3) and outcome.samples[1].ttft == pytest.approx(0.4)
+    outcome, _ = driven([Asked(30, 3, at=0.0), Asked(30, 1, at=0.1)], room=1)
+    assert [sample.sent for sample in outcome.samples] == pytest.approx([0.0, 0.62])
+    assert outcome.samples[1].lag == pytest.approx(0.52) and outcome.samples[1].ttft == pytest.approx(0.4)
+    assert outcome.most_running == 1
+
+
+def test_tokens_depend_on_neither_chunks_nor_preemption_nor_depth() -> None:
+    asked = [Asked(prompt, 30) for prompt in (20, 90, 40, 70)]
+    plain = _answers(asked, depth=0, budget=512, num_blocks=64)
+    assert len({tuple(each) for each in plain.values()}) == 4 and all(len(each) == 30 for each in plain.values())
+    assert plain == _answers(asked, depth=2, budget=7, num_blocks=64) == _answers(asked, depth=1, budget=64, num_blocks=14)
+
+
+def _answers(asked: Sequence[Asked], *, depth: int, budget: int, num_blocks: int) -> dict[int, list[int]]:
+    clock, found = VirtualClock(), {index: list[int]() for index in range(len(asked))}
+    executor = ModelledExecutor(keyed_hash_info(num_blocks=num_blocks, max_model_len=200), by_tokens, clock)
+    config = SchedulerConfig(max_num_batched_tokens=budget)
+    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth)
+    for index, each in enumerate(asked):
+        params = SamplingParams(temperature=0.0, max_tokens=each.output, ignore_eos=True, detokenize=False)
+        core.add(Request(request_id=index, prompt_token_ids=_ids(asked, 512, index), params=params))
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id] += output.token_ids
+    assert (core.stats().counters.preemptions > 0) == (num_blocks == 14)
+    return found
+
+
+def test_the_overlap_that_a_flag_asks_for_is_the_simulation_s() -> None:
+    load = Load([Asked(10, 20, at=0.0)])
+    seconds = [
+        simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(overlap=depth)), tiny_device(0.01), load).figures["duration"]
+        for depth in (0, 1, None)
+    ]
+    assert seconds[0] == pytest.approx(seconds[1] + 0.01 * 19) and seconds[2] == seconds[1]
 
 
 def test_a_whole_simulation_by_hand() -> None:
@@ -151,7 +183,7 @@ def test_the_schedule_is_that_of_the_core_over_another_executor(depth: int, num_
     a, core = driven(asked, depth=depth, plans=mine, executor=lambda info, clock: ModelledExecutor(info, lambda plan: steady, clock), **sizes)
     b, _ = driven(asked, depth=depth, plans=theirs, executor=lambda info, clock: KeyedHashExecutor(info, device_time=0.13, clock=clock), **sizes)
     assert [_without_ids(plan) for plan in mine] == [_without_ids(plan) for plan in theirs] and len(mine) > 50
-    assert a.samples == b.samples
+    assert a.samples == b.samples and len(a.samples) == len(asked)
     assert (core.stats().counters.preemptions > 0) == (num_blocks == 14)
 
 
