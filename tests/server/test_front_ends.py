@@ -276,6 +276,9 @@ def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_o
     assert path.stat().st_mode & 0o777 == 0o666
     with pytest.raises(ConfigError, match="in use"):
         bind_unix(str(path), 0o600)
+    first.listen(0)
+    with pytest.raises(ConfigError, match="in use"):  # its queue is full (with the one above): whoever listens hangs
+        bind_unix(str(path), 0o600)
     first.close()  # as a killed server leaves it
     bind_unix(str(path), 0o600).close()
     path.unlink()

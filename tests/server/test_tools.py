@@ -207,7 +207,7 @@ def test_definitions_move_to_the_root_of_the_schema() -> None:
     assert schema["$defs"] == {"x": {"type": "object"}} and "$defs" not in schema["items"]["anyOf"][0]["properties"]["arguments"]
     with pytest.raises(InvalidRequest, match="defines 'x' otherwise") as caught:
         forced_schema([tool("f", {"type": "object"}), tool("g", True)], ToolChoice(Mode.REQUIRED))
-    assert caught.value.param == "tools[1].function.parameters.$defs"
+    assert caught.value.param == "tools[1]"
     for parameters in (
         {"$defs": 5},
         {"definitions": ["x"]},
@@ -217,7 +217,7 @@ def test_definitions_move_to_the_root_of_the_schema() -> None:
     ):
         with pytest.raises(InvalidRequest) as caught:
             forced_schema([{"type": "function", "function": {"name": "f", "parameters": parameters}}], ToolChoice(Mode.REQUIRED))
-        assert (caught.value.param or "").startswith("tools[0].function.parameters")
+        assert caught.value.param == "tools[0]"
 
 
 KEYS = st.sampled_from(("type", "function", "name", "parameters", "$defs", "definitions", "$ref", "properties", "anyOf", "x"))

@@ -217,7 +217,7 @@ def test_arguments_are_an_object(name: str | None, choice: ToolChoice) -> None:
     for parameters in ({"type": "array"}, {"type": "string"}, {"type": ["object", "null"]}, {"type": {}}):
         with pytest.raises(InvalidRequest, match="type object") as caught:
             formed(name, None, choice, offered=offered(parameters))
-        assert caught.value.param == "tools[0].function.parameters"
+        assert caught.value.param == "tools[0]"  # whatever a route calls what is in it
     for parameters in ({"anyOf": [{"type": "integer"}, {"type": "object", "properties": {}, "additionalProperties": False}]}, {"enum": [1, {}]}):
         form, wanted = formed(name, None, choice, offered=offered(parameters))
         assert next(read(form, text, 5)[1] for seed in range(4) if (text := written(wanted, seed))) == "tool_calls"

@@ -85,6 +85,7 @@ def _is_abandoned(path: str) -> bool:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return False
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)  # whoever listens may not accept
             probe.connect(path)
     except ConnectionRefusedError:
         return True

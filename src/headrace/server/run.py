@@ -106,7 +106,7 @@ class _Greeting:
     def ready(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.say(line)
-        key = " (no key needed: this machine only)" if self._open else ""
+        key = f" (no key needed: {'the owner of the file' if self._unix else 'this machine'} only)" if self._open else ""
         self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
         if not self._unix:
             self.say(f"In a browser: chat at {self._address}/, dashboard at {self._address}/dashboard.")

@@ -130,8 +130,7 @@ def check_arguments(tools: Sequence[Tool]) -> None:
     """Arguments are an object: what is held to anything else is no call. Raises InvalidRequest."""
     for index, tool in enumerate(tools):
         if parameters_of(tool)["type"] != "object":
-            where = f"tools[{index}].function.parameters"
-            raise InvalidRequest(f"{where} must have the type object: the arguments of a call are one.", param=where)
+            raise InvalidRequest(f"The parameters of tools[{index}] must have the type object: a call's arguments are one.", param=f"tools[{index}]")
 
 
 def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
@@ -148,15 +147,15 @@ def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
     """References in a function's schema are from its root, which is now the list's."""
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
-        where = f"tools[{index}].function.parameters"
+        where = f"tools[{index}]"  # what is in it is called otherwise on every route
         check_references(where, tool)
         for place in _PLACES:
             given = parameters_of(tool).get(place, {})
             if not isinstance(given, dict):
-                raise InvalidRequest(f"{where}.{place} must be an object.", param=f"{where}.{place}", code="invalid_type")
+                raise InvalidRequest(f"{place} of {where} must be an object.", param=where, code="invalid_type")
             for name, value in given.items():
                 if found.setdefault(place, {}).setdefault(name, value) != value:
-                    raise InvalidRequest(f"{where}.{place} defines {name[:100]!r} otherwise than another tool; rename one.", param=f"{where}.{place}")
+                    raise InvalidRequest(f"{place} of {where} defines {name[:100]!r} otherwise than another tool; rename one.", param=where)
     return found
 
 
