@@ -315,6 +315,23 @@ def test_the_command_writes_what_bench_serve_writes(capsys: pytest.CaptureFixtur
     assert written["facts"]["server"].startswith("simulated")
 
 
+def test_a_measured_run_gives_the_error_of_each_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, again = tmp_path / "run.json", tmp_path / "again.json"
+    words = ("--device", "h200", "--num-prompts", "9", "--request-rate", "20")
+    assert call(capsys, *words, "--output-json", str(path))[0] == 0
+    measured = json.loads(path.read_text())
+    path.write_text(json.dumps(measured | {"mean_ttft_ms": measured["mean_ttft_ms"] * 2}))
+    status, out, _ = call(capsys, *words, "--against", str(path), "--output-json", str(again))
+    assert status == 0 and "-50.0%" in out and out.count("+0.0%") == 13
+    assert json.loads(again.read_text())["error_of_mean_ttft_ms"] == pytest.approx(-0.5)
+    status, _, err = call(capsys, *words, "--input-len", "200", "--against", str(path))
+    assert status == 2 and "total_input_tokens is 1152, this run's 1800" in err
+    for text in ("[]", "{", '{"completed": 9}'):
+        path.write_text(text)
+        status, _, err = call(capsys, *words, "--against", str(path))
+        assert status == 2 and "bench serve --output-json wrote" in err
+
+
 TRACES = {
     "columns.csv": ("A,B\n1,2\n", ".*columns must be TIMESTAMP"),
     "columns.jsonl": ('{"timestamp": 1}\n', ".*columns must be timestamp"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from headrace.flags import add_config_flags, add_model_argument, engine_config, 
 
 if TYPE_CHECKING:
     from headrace.models.source import ModelSource
+    from headrace.planner.against import Compared
     from headrace.planner.devices import Device
     from headrace.planner.simulator import Load, Report
     from headrace.planner.workload import Asked
@@ -50,15 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
+    shown.add_argument("--against", type=Path, metavar="RUN.json", help="a run of bench serve with the same load: print the error of each figure")
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request, as bench serve does")
     shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
-    from headrace.bench.report import load_pyplot, print_facts, print_figures, write_json
-    from headrace.bench.statistics import failure_reasons
+    from headrace.bench.report import load_pyplot
     from headrace.models import families
+    from headrace.planner.against import compare
     from headrace.planner.simulator import simulate
 
     if args.plot:
@@ -69,18 +72,37 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     report = simulate(families.spec_from_config(source.config), config, device, load)
     facts = _facts(args, source, device, report, time.perf_counter() - begin)
+    compared = compare(report.figures, args.against) if args.against else []
+    _print(facts, report, compared)
+    _write(args, facts, report, compared)
+    return 0 if report.figures["completed"] else 1
+
+
+def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
+    from headrace.bench.report import print_facts, print_figures, table
+    from headrace.bench.statistics import failure_reasons
+
     print_facts(facts)
     print()
     print_figures(report.figures)
     for reason, count in failure_reasons(report.samples).items():
         print(f"failed: {count} x {reason}")
+    if compared:
+        rows = [[each.figure, each.simulated, each.measured, f"{each.error:+.1%}"] for each in compared]
+        print(f"\n{table(('figure', 'simulated', 'measured', 'error'), rows)}")
+
+
+def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
+    from headrace.bench.report import write_json
+
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, **report.figures, "requests": [asdict(sample) for sample in report.samples]})
+        errors = {f"error_of_{each.figure}": each.error for each in compared}
+        requests = [asdict(sample) for sample in report.samples]
+        write_json(args.output_json, {"facts": facts, **report.figures, **errors, "requests": requests})
     if args.plot:
         from headrace.bench.serve import plot_distributions
 
         plot_distributions(args.plot, facts, report.samples)
-    return 0 if report.figures["completed"] else 1
 
 
 def _source(config: EngineConfig) -> ModelSource:
