@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.around import Around
 from headrace.kernels.candidate import Site
@@ -58,7 +58,8 @@ def assert_equal_to_twin(layer: Product, x: torch.Tensor, given: Around) -> None
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("outs", "everything"), [(32, False), (38, True)])
-def test_products_with_what_stands_around_them_equal_their_twin(form: Form, outs: int, everything: bool) -> None:
+def test_products_with_what_stands_around_them_equal_their_twin(form: Form, outs: int, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    support.triton_interpreter.shuffle_programs(monkeypatch, outs)
     tokens, ins = (1 if form.kind == VECTOR else form.rows - 3), 128
     layer = product(form, outs, ins, bias=everything, programmatic=everything)
     x = torch.randn(tokens, ins).bfloat16()

@@ -107,12 +107,14 @@ def _mend_dot() -> None:
 
 
 def shuffle_programs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The programs along a grid's first dimension come in an order of ``seed``'s: on a card it is anybody's guess."""
+    """The programs of a launch come in an order of ``seed``'s: on a card it is anybody's guess."""
     stock = Builder.set_grid_idx
 
     def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
-        order = np.random.default_rng((seed, self.grid_dim[0])).permutation(self.grid_dim[0])
-        stock(self, int(order[x]), y, z)
+        size = self.grid_dim
+        order = np.random.default_rng((seed, *size)).permutation(size[0] * size[1] * size[2])
+        program = int(order[(x * size[1] + y) * size[2] + z])
+        stock(self, program // (size[1] * size[2]), program // size[2] % size[1], program % size[2])
 
     monkeypatch.setattr(Builder, "set_grid_idx", set_grid_idx)
 
