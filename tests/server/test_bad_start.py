@@ -85,8 +85,9 @@ FLAGS = {
     "jinja": (("--chat-template", "{{ a\n}} {% if %}"), "line 2"),
     "moderation": (("--moderation", "nowhere:judge"), "there is no nowhere"),
     "words": (("--moderation-words", "/nope.txt"), "no such file"),
+    "fronts": (("--moderation", "nowhere:judge", "--api-server-count", "2"), "there is no nowhere"),
 }
-BEFORE_IT_LISTENS = ("template", "jinja", "moderation", "words")  # found out before anything is announced
+BEFORE_IT_LISTENS = ("template", "jinja", "moderation", "words", "fronts")  # found out before anything is announced
 
 
 def failed_start(arguments: tuple[str, ...], mark: str) -> tuple[int, list[str]]:

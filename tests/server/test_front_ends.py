@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import pytest
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.lifecycle import bind_unix
-from support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
+from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
 KEYS = ("--api-key", "key-one", "key-two")
@@ -235,39 +234,24 @@ def test_a_signal_lets_all_streams_of_all_front_ends_end(server: Server) -> None
     assert any("Stopping: " in line and "running requests" in line for line in server.lines)
 
 
-def test_the_engines_death_is_told_by_every_front_end_and_ends_all() -> None:
-    with serving(*HASH, *KEYS, command=SERVE) as server:
+def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Path) -> None:
+    """Over a Unix socket, which is its owner's alone and goes with the server."""
+    path = tmp_path / "api"
+    with serving(*HASH, "--uds", str(path), command=SERVE) as server:
         wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
-        streams = streams_of(server, 4, max_tokens=LONG)
+        assert path.stat().st_mode & 0o777 == 0o600
+        socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": LONG}, "Connection: close")) for _ in range(12)]
+        heads = [read_until(sock, b"data: ") for sock in socks]
         (engine,) = members(server, b"headrace.engine.process")
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
-        for sock, head, _ in streams:
+        for sock, head in zip(socks, heads, strict=True):
             events, complete = ended(sock, head)
             assert not complete and events[-1]["error"]["type"] == "service_unavailable_error"
         assert server.wait(10) == 1 and time.monotonic() - begun < 5
+        assert {found[1] for line in server.lines if (found := re.search(r"request front=(\d) ", line))} == {"1", "2"}
         assert sum("The engine has died" in line for line in server.lines) == 1
-        wait_for(lambda: not server.children(), 5)
-
-
-def test_what_keeps_front_ends_from_starting_is_said_once() -> None:
-    command = [*SERVE, "--executor", "keyed-hash", "--api-server-count", "2", "--moderation", "no_such_module:judge"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment(), check=False)
-    assert done.returncode == 2 and done.stderr.count("headrace: --moderation") == 1 and "Traceback" not in done.stderr
-
-
-def test_a_unix_socket_serves_whom_the_file_lets_in(tmp_path: Path) -> None:
-    path = tmp_path / "api"
-    command = [sys.executable, "-m", "headrace", "serve", "--executor", "keyed-hash", "--uds", str(path), "--api-server-count", "2"]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: _ask_unix(path).startswith(b"HTTP/1.1 200"))
-        assert path.stat().st_mode & 0o777 == 0o600
-        process.terminate()
-        assert process.wait(5) == 0 and not path.exists()
-    finally:
-        process.kill()
-        process.wait(5)
+        wait_for(lambda: not server.children() and not path.exists(), 5)
 
 
 def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_other_file(tmp_path: Path) -> None:
@@ -288,11 +272,3 @@ def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_o
     assert path.read_text() == "mine"
     with pytest.raises(ConfigError, match="uds is empty"):  # the kernel would choose a name of its own
         ServerConfig(uds="")
-
-
-def _ask_unix(path: Path) -> bytes:
-    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
-        sock.connect(str(path))
-        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: anything\r\nConnection: close\r\n\r\n")
-        return read_until_closed(sock)
-    return b""

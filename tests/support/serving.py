@@ -77,7 +77,8 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.url = self._wait_for_address(seconds)
-        self.port = int(self.url.rpartition(":")[2])
+        self.path = self.url.removeprefix("unix:") if self.url.startswith("unix:") else None  # of its Unix socket
+        self.port = 0 if self.path else int(self.url.rpartition(":")[2])
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -88,7 +89,7 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for line in list(self.lines):
-                found = re.search(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+", line)
+                found = re.search(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+|unix:\S+", line)
                 if found:
                     return found[0].replace("0.0.0.0", "127.0.0.1")
             if self.process.poll() is not None:
@@ -106,20 +107,22 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *, timeout: float = 20.0) -> Answer:
         """One request on a connection of its own. A body that is not bytes is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        with contextlib.closing(connection):
+        with contextlib.closing(self.connect(timeout)) as connection:
             return send(connection, method, path, body, headers)
 
     def connect(self, timeout: float = 20.0) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        if self.path is not None:
+            connection.sock = self.raw()
+        return connection
 
     def raw(self, data: bytes = b"", *, receive_buffer: int | None = None) -> socket.socket:
         """A connected socket, with ``data`` sent."""
-        sock = socket.socket()
+        sock = socket.socket(socket.AF_INET if self.path is None else socket.AF_UNIX)
         sock.settimeout(20)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.connect(("127.0.0.1", self.port))
+        sock.connect(("127.0.0.1", self.port) if self.path is None else self.path)
         sock.sendall(data)
         return sock
 
