@@ -10,6 +10,7 @@ from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engin
 
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.executor import KeyedHashExecutor
 from headrace.engine.process import pack_step
 from headrace.request import Request, SequenceOutput, StepPlan, TokenOutputs
 from headrace.scheduler import cohort, scheduler
@@ -61,14 +62,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "priority": {"scheduling_policy": "priority", "num_blocks": 50},
     "reserved": {"cache": CacheConfig(paged_allocation=False)},
     "small budget": {"budget": 5},
+    "steps fail": {"num_blocks": 50},
 }
 
 
-def _story(depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Told:
+def _story(depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False, **settings: Any) -> Told:
     """Requests that come, leave and are cut short at turns that hang on nothing but ``seed``."""
     monkeypatch.setattr(scheduler, "STEPS_ALIKE", alike)
     draw, core = random.Random(seed), engine(depth=depth, max_num_seqs=6, **settings)
     told = Told(core)
+    if fails:
+        assert isinstance(core.executor, KeyedHashExecutor)
+        core.executor._fault = lambda plan: random.Random(plan.step_id + 1000 * seed).random() < 0.03
     for turn in range(160):
         if draw.random() < (0.9 if turn < 8 else 0.02):
             core.add(_asked(draw, turn))
@@ -89,7 +94,7 @@ def _story(depth: int, seed: int, alike: int, monkeypatch: pytest.MonkeyPatch, *
 def test_a_cohort_is_never_seen(depth: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = 0
     for seed in range(2):
-        alone, together = (_story(depth, seed, alike, monkeypatch, **SETTINGS[name]) for alike in (NEVER, 0))
+        alone, together = (_story(depth, seed, alike, monkeypatch, fails=name == "steps fail", **SETTINGS[name]) for alike in (NEVER, 0))
         assert together.plans == alone.plans
         assert together.outputs == alone.outputs
         assert together.books == alone.books
