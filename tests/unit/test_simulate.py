@@ -19,7 +19,7 @@ from tests.support.outside import shared
 
 from headrace import cli
 from headrace.bench.statistics import summarise
-from headrace.bench.workload import Lengths
+from headrace.bench.workload import Lengths, shared_prefix_dialogues, with_arrivals
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
@@ -175,7 +175,7 @@ def test_a_whole_simulation_by_hand() -> None:
 @pytest.mark.parametrize("num_blocks", [4096, 14])
 def test_the_schedule_is_that_of_the_core_over_another_executor(depth: int, num_blocks: int) -> None:
     """Every plan of a modelled run is the plan of a run over the keyed-hash executor that takes as long."""
-    asked = arriving(drawn(40, Lengths(40, 12, 0.8), prefix=32, num_prefixes=3), 4.0, burstiness=0.5, seed=3)
+    asked = arriving(drawn(40, Lengths(20, 60, 0.5), prefix=32, num_prefixes=3), 4.0, burstiness=0.5, seed=3)
     steady = StepPrice(0.13, 0.1, 1.0, 1.0)
     mine: list[StepPlan] = []
     theirs: list[StepPlan] = []
@@ -251,8 +251,19 @@ def test_prompts_share_what_their_names_say() -> None:
     assert min(a) >= 0 and max(a) < 1000
 
 
+@pytest.mark.parametrize(("prefix", "num_prefixes"), [(0, 1), (33, 3)])
+def test_a_seed_draws_the_load_that_it_draws_for_bench_serve(prefix: int, num_prefixes: int) -> None:
+    lengths = Lengths(50, 20, 0.7)
+    asked = arriving(drawn(40, lengths, prefix=prefix, num_prefixes=num_prefixes, seed=5), 3.0, burstiness=0.7, seed=5)
+    sent = shared_prefix_dialogues(40, lengths, num_prefixes=num_prefixes, prefix_len=prefix, vocab_size=1000, seed=5)
+    dialogues = with_arrivals(sent, 3.0, burstiness=0.7, seed=5)
+    assert [(each.prompt, each.output, each.at) for each in asked] == [
+        (len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in dialogues
+    ]
+
+
 def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
-    asked = drawn(4000, Lengths(1, 1))
+    asked = [Asked(1, 1)] * 3000
     for shape in (0.25, 1.0, 4.0):
         times = [each.at or 0.0 for each in arriving(asked, 5.0, burstiness=shape, seed=2)]
         gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
@@ -261,6 +272,7 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
         assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2 == pytest.approx(1 / shape, rel=0.2)
     even = [each.at for each in arriving(asked[:3], 4.0, burstiness=float("inf"), seed=0)]
     assert even == [0.25, 0.5, 0.75]
+    assert [each.at for each in arriving(asked[:2], float("inf"), burstiness=1.0, seed=0)] == [0.0, 0.0]
 
 
 # --- devices, and what does not fit

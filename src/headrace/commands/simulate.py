@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
     what.add_argument("--max-input-len", type=int, help="longer prompts of a trace are cut to this; without it they are an error")
     what.add_argument("--max-output-len", type=int, help="longer answers of a trace are cut to this; without it they are an error")
-    what.add_argument("--request-rate", type=float, help="open loop: arrivals a second; without it a closed loop")
+    what.add_argument("--request-rate", type=float, help="open loop: arrivals a second (inf: all at once); without it a closed loop")
     what.add_argument("--burstiness", type=float, default=1.0, help="shape of the gamma distributed gaps; 1 is Poisson, inf all equal (default: 1)")
     what.add_argument("--max-concurrency", type=int, help=f"at most so many requests at once (closed loop: default {CLOSED_LOOP})")
     shown = parser.add_argument_group("figures")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from headrace.bench.statistics import Sample
 from headrace.engine.core import EngineCore
@@ -28,11 +27,6 @@ class Outcome:
     most_running: int = 0  # requests under way at once
 
 
-@cache
-def _params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
 class Drive:
     """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429."""
 
@@ -45,6 +39,7 @@ class Drive:
         self._next = 0
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}
+        self._params: dict[int, SamplingParams] = {}  # by output tokens: each is checked once
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -80,7 +75,12 @@ class Drive:
             return
         self._live[index] = sample
         self._outcome.most_running = max(self._outcome.most_running, len(self._live))
-        self._core.add(Request(request_id=index, prompt_token_ids=self._ids(index), params=_params(asked.output), arrival_time=sent))
+        self._core.add(Request(request_id=index, prompt_token_ids=self._ids(index), params=self._greedy(asked.output), arrival_time=sent))
+
+    def _greedy(self, max_tokens: int) -> SamplingParams:
+        if max_tokens not in self._params:
+            self._params[max_tokens] = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        return self._params[max_tokens]
 
     def _take(self, outputs: Sequence[SequenceOutput], now: float) -> None:
         if isinstance(outputs, TokenOutputs):

@@ -17,6 +17,7 @@ import numpy as np
 from headrace.bench.workload import TRACE_BLOCK, Lengths, read_trace
 from headrace.errors import ConfigError
 
+BENCH_VOCAB = 1000  # of bench serve's ids, unless it is told otherwise
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # constants of splitmix64 (Steele et al. 2014)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(31)
@@ -35,23 +36,31 @@ class Asked:
 
 
 def drawn(count: int, lengths: Lengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[Asked]:
-    """Requests of random lengths behind one of ``num_prefixes`` shared prefixes of ``prefix`` tokens, in turn."""
+    """Requests of random lengths behind one of ``num_prefixes`` shared prefixes of ``prefix`` tokens, in turn.
+
+    A seed draws the lengths that it draws for ``headrace bench serve``: numbers are taken in the same order, those of ids too.
+    """
     rng = np.random.default_rng(seed)
+    rng.integers(0, BENCH_VOCAB, prefix * num_prefixes)
     made = []
     for index in range(count):
         prompt, output = lengths.draw(rng)
+        rng.integers(0, BENCH_VOCAB, prompt)
         made.append(Asked(prefix + prompt, output, pieces=(index % num_prefixes,) if prefix else (), piece=prefix))
     return made
 
 
 def arriving(asked: Sequence[Asked], rate: float, *, burstiness: float, seed: int) -> list[Asked]:
-    """Open loop: gaps are gamma distributed with mean 1 / rate and shape ``burstiness`` (1: Poisson; inf: all gaps equal)."""
-    if not 0 < rate < math.inf or not burstiness > 0:
-        raise ConfigError(f"The request rate is {rate:g} and the burstiness {burstiness:g}; give a finite rate and a shape, both above 0.")
-    if math.isinf(burstiness):
+    """Open loop: gaps are gamma distributed with mean 1 / rate and shape ``burstiness`` (1: Poisson; inf: all gaps equal).
+
+    An infinite rate sends everything at once. The same seed, the same arrivals as in ``headrace bench serve``.
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise ConfigError(f"The request rate is {rate:g} and the burstiness {burstiness:g}; give numbers above 0.")
+    if math.isinf(rate) or math.isinf(burstiness):
         gaps = np.full(len(asked), 1.0 / rate)
     else:
-        gaps = np.random.default_rng((seed, 3)).gamma(burstiness, 1.0 / (rate * burstiness), len(asked))
+        gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), len(asked))
     return [replace(each, at=float(when)) for each, when in zip(asked, np.cumsum(gaps), strict=True)]
 
 
