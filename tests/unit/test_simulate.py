@@ -171,11 +171,10 @@ def test_a_whole_simulation_by_hand() -> None:
 # --- the same schedule
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("num_blocks", [4096, 14])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(0, 14), (1, 14), (2, 14), (1, 400)])
 def test_the_schedule_is_that_of_the_core_over_another_executor(depth: int, num_blocks: int) -> None:
     """Every plan of a modelled run is the plan of a run over the keyed-hash executor that takes as long."""
-    asked = arriving(drawn(40, Lengths(20, 60, 0.5), prefix=32, num_prefixes=3), 4.0, burstiness=0.5, seed=3)
+    asked = arriving(drawn(25, Lengths(20, 60, 0.5), prefix=32, num_prefixes=3), 4.0, burstiness=0.5, seed=3)
     steady = StepPrice(0.13, 0.1, 1.0, 1.0)
     mine: list[StepPlan] = []
     theirs: list[StepPlan] = []
@@ -203,7 +202,7 @@ def test_the_seed_decides_everything() -> None:
     assert run(4) == run(4) != run(5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30), st.floats(0, 3), st.integers(0, 2)), min_size=1, max_size=25),
     st.integers(0, 2),
@@ -224,7 +223,7 @@ def test_no_request_is_lost_whatever_comes(rows: list[tuple[int, int, float, int
 def test_more_load_is_never_quicker() -> None:
     """The same gaps, compressed: time to first token and between tokens grow, throughput up to the device's own."""
     found = []
-    for rate in (0.05, 0.5, 5.0, 50.0):
+    for rate in (0.05, 0.5, 50.0):
         asked = arriving(drawn(60, Lengths(40, 20)), rate, burstiness=1.0, seed=1)
         outcome, _ = driven(asked, max_num_seqs=16)
         found.append(summarise(outcome.samples, outcome.seconds, {"ttft": 1.0}))
