@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import combinations
 from typing import Any
 
@@ -25,6 +26,7 @@ from headrace.request import RequestOutput, StructuredOutputs
 
 NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
 LONGEST = 120  # tokens of prompt and answer together
+HAS_GRAMMARS = find_spec("llguidance") is not None  # a bare GPU machine lacks it
 GRAMMARS = (
     StructuredOutputs(regex="[a-z ]{1,40}"),
     StructuredOutputs(choice=("one", "two", "twenty")),
@@ -114,7 +116,7 @@ def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...]
         detokenize=detokenize,
         skip_special_tokens=rng.random() < 0.5,
     )
-    grammar = maybe(0.25, rng.choice(GRAMMARS), None)  # which may leave no token beside these two
+    grammar = maybe(0.25 if HAS_GRAMMARS else 0.0, rng.choice(GRAMMARS), None)  # which may leave no token beside these two
     return drawn if grammar is None else replace(drawn, structured_outputs=grammar, allowed_token_ids=None, bad_words=())
 
 

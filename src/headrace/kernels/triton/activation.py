@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import dependent, launchable
+from headrace.kernels.triton.launch import launchable
 from headrace.spec import Activation
 
 KINDS = MappingProxyType({Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2})  # as ``act`` numbers them
@@ -35,32 +34,29 @@ def act(x, KIND: tl.constexpr):
 
 @launchable()
 def _activation_kernel(
-    x_ptr, y_ptr, row_stride, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, y_ptr, row_stride, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     parts: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     y = act(tl.load(x_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         y *= tl.load(x_ptr + row * row_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_activation(x: Tensor, kind: Activation, *, programmatic: bool = False) -> Tensor:
+def gated_activation(x: Tensor, kind: Activation) -> Tensor:
     """act(first half) · second half (Shazeer 2020): ``x`` [..., 2I] → [..., I], float32, bfloat16 or float16; float32 inside."""
-    return _launch(x, x.shape[-1] // 2, kind, gated=True, programmatic=programmatic)
+    return _launch(x, x.shape[-1] // 2, kind, gated=True)
 
 
-def activation(x: Tensor, kind: Activation, *, programmatic: bool = False) -> Tensor:
+def activation(x: Tensor, kind: Activation) -> Tensor:
     """SiLU x·σ(x), GELU x·Φ(x) or its tanh form (Hendrycks and Gimpel 2016), elementwise over any shape; types as ``gated_activation``."""
-    return _launch(x, x.shape[-1], kind, gated=False, programmatic=programmatic)
+    return _launch(x, x.shape[-1], kind, gated=False)
 
 
-def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool, programmatic: bool) -> Tensor:
+def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool) -> Tensor:
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -68,7 +64,6 @@ def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool, programmati
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block = min(_BLOCK, triton.next_power_of_2(width))
     _activation_kernel[(rows.shape[0] * triton.cdiv(width, block),)](
-        rows, y, rows.stride(0), WIDTH=width, GATED=gated, KIND=KINDS[kind], BLOCK=block, PDL=programmatic,
-        num_warps=max(1, min(8, block // 256)), **dependent(programmatic),
+        rows, y, rows.stride(0), WIDTH=width, GATED=gated, KIND=KINDS[kind], BLOCK=block, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return y

@@ -77,6 +77,7 @@ def _launch(
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y, total
+    chained = programmatic and residual is None and x.dim() == 2  # sums of few rows are parts of products; heads come after a product
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)
@@ -84,7 +85,7 @@ def _launch(
     _norm_kernel[(triton.cdiv(rows, block_rows),)](
         x, added, weight, weight if bias is None else bias, y, total, rows, inner, *strides, *added_strides, eps,
         WIDTH=width, BLOCK_ROWS=block_rows, BLOCK=block, HAS_RESIDUAL=residual is not None, IS_LAYER=is_layer, HAS_BIAS=bias is not None,
-        PDL=programmatic, num_warps=min(16, max(4, block_rows * block // 512)), **dependent(programmatic),
+        PDL=chained, num_warps=min(16, max(4, block_rows * block // 512)), **dependent(chained),
     )  # fmt: skip
     return y, total
 

@@ -15,11 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Site, Sizes
+from headrace.kernels.triton.candidates import can_chain
 from headrace.spec import attention_groups
 
 Calls = Iterator[tuple[str, Callable[[], object]]]
 _TOKENS = 2  # not 1, which kernels may be specialised for; of one size all batches are
+
+
+def _counts(site: Site) -> tuple[int, ...]:
+    """Tokens for which a kernel is built anew: few, whose kernels may begin early, and many."""
+    return (_TOKENS, MOST_ROWS + 1) if can_chain(site) else (_TOKENS,)
 
 
 def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
@@ -32,9 +39,9 @@ def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         value = x()
         return run(value, weight, *bias, spec.norm_eps, value if residual else None)
 
-    hidden = partial(_zeros, site, _TOKENS, spec.hidden_size)
-    yield "hidden", partial(norm, hidden, spec.hidden_size, residual=False)
-    yield "hidden and residual", partial(norm, hidden, spec.hidden_size, residual=True)
+    yield "hidden and residual", partial(norm, partial(_zeros, site, _TOKENS, spec.hidden_size), spec.hidden_size, residual=True)
+    for tokens in _counts(site):
+        yield f"hidden, {tokens} tokens", partial(norm, partial(_zeros, site, tokens, spec.hidden_size), spec.hidden_size, residual=False)
     if spec.qk_norm and site.op == "rms_norm":
         for index, name in enumerate(("heads of q", "heads of k")):
             yield name, partial(norm, partial(_head, site, sizes, index), spec.head_dim, residual=False)
@@ -43,17 +50,18 @@ def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 def rotary_writes(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec = sizes.spec
 
-    def write(layers: int) -> object:
-        q, k, v = _heads(site, sizes)
+    def write(layers: int, tokens: int) -> object:
+        q, k, v = _heads(site, sizes, tokens)
         if spec.qk_norm:
             q, k = q.contiguous(), k.contiguous()
         angles = None if spec.rope is None else _zeros(site, 1, spec.rope.rotary_dim, dtype=torch.float32)
         cache = _zeros(site, 1, 2 * layers, spec.num_kv_heads, sizes.block_size, spec.head_dim)
-        at = _zeros(site, _TOKENS, dtype=torch.int64)
+        at = _zeros(site, tokens, dtype=torch.int64)
         return run(q, k, v, at, angles, cache[:, 0], cache[:, 1], at)
 
     for _, layers in attention_groups(spec):
-        yield f"{len(layers)} layers", partial(write, len(layers))
+        for tokens in _counts(site):
+            yield f"{len(layers)} layers, {tokens} tokens", partial(write, len(layers), tokens)
 
 
 def activations(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
@@ -65,12 +73,13 @@ def activations(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 def embeddings(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec = sizes.spec
 
-    def look_up(scale: float | None) -> object:
-        return run(_zeros(site, _TOKENS, dtype=torch.int64), _zeros(site, 1, spec.hidden_size), scale)
+    def look_up(tokens: int, scale: float | None) -> object:
+        return run(_zeros(site, tokens, dtype=torch.int64), _zeros(site, 1, spec.hidden_size), scale)
 
-    yield "tokens", partial(look_up, spec.embedding_scale)
-    if spec.rope is None:
-        yield "positions", partial(look_up, None)
+    for tokens in _counts(site):
+        yield f"{tokens} tokens", partial(look_up, tokens, spec.embedding_scale)
+        if spec.rope is None:
+            yield f"{tokens} positions", partial(look_up, tokens, None)
 
 
 def attentions(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
@@ -161,15 +170,15 @@ def _corner(size: int) -> int:
     return size if size <= 512 else 512 + size % 16
 
 
-def _heads(site: Site, sizes: Sizes) -> tuple[Tensor, ...]:
+def _heads(site: Site, sizes: Sizes, tokens: int) -> tuple[Tensor, ...]:
     """q, k and v as they come out of the merged product."""
     spec = sizes.spec
-    merged = _zeros(site, _TOKENS, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    merged = _zeros(site, tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     return merged.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
 
 
 def _head(site: Site, sizes: Sizes, index: int) -> Tensor:
-    return _heads(site, sizes)[index]
+    return _heads(site, sizes, _TOKENS)[index]
 
 
 def _zeros(site: Site, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
