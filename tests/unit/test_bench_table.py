@@ -292,6 +292,9 @@ def test_rows_of_one_model_from_several_runs_are_one_table(peer: Peer, tmp_path:
     assert both["command"] == "first ; second" and both["facts"]["date"] == "today and later"
     assert "below the peer's" in refusals(both, peer)[0], "the worse limits decide"
     assert combine([first, {**second, "dtype": "float16"}])[1]["dtype"] == "float16", "another precision is another table"
+    for pair in ([first, {**second, "dtype": None}], [{**first, "dtype": None}, second]):
+        (alone,) = combine(pair)
+        assert alone["dtype"] == first["dtype"], "a start alone does not know its precision"
 
 
 def test_ablations_stand_below_the_table_of_their_model(peer: Peer, tmp_path: Path) -> None:

@@ -27,11 +27,17 @@ def read_files(paths: Iterable[Path]) -> list[Model]:
 
 def combine(models: Sequence[Model]) -> list[Model]:
     """Each model once, in the order they first came: what was measured later stands for what was measured before."""
-    found: dict[tuple[Any, ...], Model] = {}
+    found: list[Model] = []
     for model in models:
-        key = (model["name"], model.get("dtype"), model["scale"])
-        found[key] = _combined(found[key], model) if key in found else model
-    return list(found.values())
+        at = next((index for index, each in enumerate(found) if _is_same(each, model)), len(found))
+        found[at:] = [model if at == len(found) else _combined(found[at], model), *found[at + 1 :]]
+    return found
+
+
+def _is_same(first: Model, second: Model) -> bool:
+    """A start alone does not know its precision."""
+    precisions = {each["dtype"] for each in (first, second) if each.get("dtype")}
+    return len(precisions) < 2 and all(first[name] == second[name] for name in ("name", "scale"))
 
 
 def _combined(first: Model, second: Model) -> Model:
