@@ -357,6 +357,8 @@ TRACES = {
         '{"timestamp": 6, "input_length": 90000, "output_length": 7, "hash_ids": [1]}\n',
         r"1 of 2 requests .*request 2 has 90000 \+ 7",
     ),
+    "deep.jsonl": ("[" * 100_000 + "\n", ".*columns must be timestamp"),
+    "endless.jsonl": ('{"timestamp": Infinity, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* at inf s"),
     "empty.jsonl": ("", ".*no requests"),
 }
 
@@ -376,6 +378,10 @@ WRONG = {
     "--device h200 --request-rate nan": "request rate is nan",
     "--device h200 --num-prompts 0": "--num-prompts is 0",
     "--device h200 --max-concurrency 0": "--max-concurrency is 0",
+    "--device h200 --device-memory 0": "--device-memory is 0",
+    "--device h200 --metric-percentiles 50 101": "--metric-percentiles has 101",
+    "--device h200 --random-range-ratio nan": "--random-range-ratio nan",
+    "--device h200 --max-model-len 100": "64 of 64 requests are longer than the 100 tokens",
     "--device h200 --goodput ttft:0.000001": "cannot be met: the least step",
     "--device h200 --technique flat_gemm=off": "does not know what flat_gemm",
     "--device h200 --workload trace": "--trace FILE",

@@ -174,7 +174,7 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
         raise
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read ({error.strerror}); give an existing file.") from error
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         columns = "TIMESTAMP, ContextTokens, GeneratedTokens" if path.suffix == ".csv" else "timestamp, input_length, output_length, hash_ids"
         raise ConfigError(f"The trace {path} cannot be read after row {number} ({error}); its columns must be {columns}.") from error
 

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         load_pyplot()
     config, server = engine_config(args), server_config(args)
     source = _source(config)
+    _check_numbers(args)
     device, load = _device(args, config), _load(args, config, server)
     begin = time.perf_counter()
     report = simulate(families.spec_from_config(source.config), config, device, load)
@@ -128,8 +129,6 @@ def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) 
     from headrace.planner.simulator import Load
 
     open_loop = args.request_rate is not None or args.workload == "trace"
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency is {args.max_concurrency}; give at least 1.")
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
     asked = _asked(args, config.model.seed)
     return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles)
@@ -138,20 +137,22 @@ def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) 
 def _asked(args: argparse.Namespace, seed: int) -> list[Asked]:
     from headrace.planner.workload import arriving
 
-    _check_counts(args)
     if args.workload == "trace":
         return _trace(args)
     asked = _drawn(args, seed)
     return asked if args.request_rate is None else arriving(asked, args.request_rate, burstiness=args.burstiness, seed=seed)
 
 
-def _check_counts(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "max_input_len", "max_output_len"):
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "max_input_len", "max_output_len", "max_concurrency", "device_memory"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
         raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
+    wrong = [each for each in args.metric_percentiles if not 0 <= each <= 100]
+    if wrong:
+        raise ConfigError(f"--metric-percentiles has {wrong[0]:g}; give numbers from 0 to 100.")
 
 
 def _trace(args: argparse.Namespace) -> list[Asked]:
