@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import os
@@ -21,6 +22,7 @@ import pytest
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
+from headrace.server import together
 from headrace.server.lifecycle import bind_unix
 from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
 
@@ -252,6 +254,32 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Pat
         assert {found[1] for line in server.lines if (found := re.search(r"request front=(\d) ", line))} == {"1", "2"}
         assert sum("The engine has died" in line for line in server.lines) == 1
         wait_for(lambda: not server.children() and not path.exists(), 5)
+
+
+def test_what_one_front_end_does_not_answer_the_others_still_say() -> None:
+    """Whoever asks still waits when the parent stops waiting for one that hangs."""
+
+    async def talk(sock: socket.socket, kinds: Any, respond: together.Respond) -> together.Talk:
+        made = together.Talk(kinds, respond, print, lambda: None)
+        await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=sock)
+        return made
+
+    async def own(question: together.Question) -> Any:
+        return [{"id": "mine"}]
+
+    async def ask() -> Sequence[Any]:
+        with contextlib.ExitStack() as stack:
+            pairs = [tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)]  # to who asks, one that answers, one that hangs
+            others = [await talk(ours, together.FromFront, own) for ours, _ in pairs[1:]]
+
+            async def passed_on(question: together.Question) -> Any:
+                return [each for answer in await together.ask_all(others, lambda number: together.ListRequests(number, "")) for each in answer or ()]
+
+            await talk(pairs[0][0], together.FromFront, passed_on)
+            await talk(pairs[1][1], together.FromParent, own)
+            return await together.Together(await talk(pairs[0][1], together.FromParent, own)).list_requests("")
+
+    assert asyncio.run(ask()) == [{"id": "mine"}]
 
 
 def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_other_file(tmp_path: Path) -> None:

@@ -303,8 +303,6 @@ class Household:
         return next((answer for answer in answers if answer is not None), None)
 
     async def _ask_others(self, asking: FrontEnd, question: together.Question) -> list[Any]:
-        """One that does not answer has nothing to say."""
-
         def again(number: int) -> together.Question:
             if isinstance(question, together.FindRequest):
                 return together.FindRequest(number, question.name, question.tenant)
@@ -312,7 +310,7 @@ class Household:
             return together.ListRequests(number, question.tenant)
 
         others = [front.talk for front in self._fronts.values() if front is not asking and front.talk is not None and front.lines is not None]
-        return await asyncio.gather(*(talk.ask(again) for talk in others))
+        return await together.ask_all(others, again)
 
     def _total(self) -> ServerMetrics:
         return self._metrics[0].summed(self._ledger.pages)

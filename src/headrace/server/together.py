@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from headrace.config import EngineConfig, ServerConfig
@@ -16,7 +16,8 @@ from headrace.engine.process import BadFrame, Frame, Unpacker, pack
 from headrace.server.commons import Shown
 
 ENGINE_GONE = 3  # the exit status of a front end that ends because the engine does not go on
-ANSWER_SECONDS = 2.5  # that somebody else's answer is waited for; its own may wait one for the engine
+ANSWER_SECONDS = 2.5  # that a front end waits for the parent's answer
+PASSED_ON_SECONDS = 1.75  # that the parent waits for another front end's, which may wait one for the engine; less than who asks waits
 
 
 class Launch(Frame):
@@ -155,14 +156,14 @@ class Talk(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(frame))
 
-    async def ask(self, question: Callable[[int], Question]) -> Any:
+    async def ask(self, question: Callable[[int], Question], seconds: float = ANSWER_SECONDS) -> Any:
         """None where no answer comes in time."""
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
             self.send(question(number))
-            await asyncio.wait((answer,), timeout=ANSWER_SECONDS)
+            await asyncio.wait((answer,), timeout=seconds)
             return answer.result() if answer.done() and not answer.cancelled() else None
         finally:
             del self._open[number]
@@ -170,6 +171,11 @@ class Talk(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+async def ask_all(talks: Iterable[Talk], question: Callable[[int], Question]) -> list[Any]:
+    """Everybody's answers, while whoever asked still waits: one that says nothing has nothing to say."""
+    return await asyncio.gather(*(talk.ask(question, PASSED_ON_SECONDS) for talk in talks))
 
 
 class Together:
