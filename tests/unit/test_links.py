@@ -129,6 +129,7 @@ def test_counters_are_sums_that_outlive_whoever_counted() -> None:
     two.generation_tokens += 7
     ledger.pages[0].live = 3
     ledger.pages[0].vacate()
+    assert os.readlink(f"/proc/self/fd/{ledger.fd}").startswith("/memfd:")  # a full disk would kill whoever counts
     other = Ledger.open(os.dup(ledger.fd), 2)  # another process's view
     again = ServerMetrics(["/a"], other.pages[0])  # the next at the same place counts on
     again.count_answer("/a", 200)
