@@ -43,8 +43,8 @@ def missing(device: torch.device) -> str | None:
 
 
 def can_chain(site: Site) -> bool:
-    """Whether kernels of this call site are launched while the one before still runs."""
-    return site.programmatic and torch.cuda.get_device_capability(site.device) >= (9, 0)
+    """Whether kernels of this call site may be launched while the one before still runs. Where bits count, one kernel serves all batches."""
+    return site.programmatic and not site.batch_invariant and torch.cuda.get_device_capability(site.device) >= (9, 0)
 
 
 def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: bool = False) -> Accept:
