@@ -369,7 +369,7 @@ ROWS = (
         "soak",
         PARTLY,
         tests("soak a_soak_of_seconds_passes what_grows_is_noticed what_fails_is_noticed"),
-        "20 minutes on a machine that does nothing else, since the memory was mended",
+        "the drift of the slowest tokens on a machine that does nothing else",
     ),
     Row(60, "quality gates", WAITING, (), "no mode computes in less than the checkpoint's precision yet"),
 )
