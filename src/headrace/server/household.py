@@ -182,6 +182,8 @@ class Household:
         short_lives = 0
         while not self._ending:
             front = await self._start(number)
+            if self._ending:
+                front.signal(signal.SIGTERM)  # it may not have been there yet when the others were told
             await front.process.wait()
             self._leave(front)
             if self._ending or (front.process.returncode == together.ENGINE_GONE and await self._engine_ends()):
