@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.arena_plan import Use, between, compare, most_alive, plan
+from headrace.bench.arguments import count
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -26,7 +27,7 @@ _MOST_EVENTS = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=LENGTHS, help=f"steps of the run, of random lengths (default: {LENGTHS})")
+    parser.add_argument("--steps", type=count, default=LENGTHS, help=f"steps of the run, of random lengths (default: {LENGTHS})")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
 
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     print_facts(facts)
     tokens, traces = _record(config)
     draw = random.Random(0)
-    lengths = [draw.randint(tokens[0], tokens[1]) for _ in range(max(1, args.steps))]
+    lengths = [draw.randint(tokens[0], tokens[1]) for _ in range(args.steps)]
     figures = measure(tokens, traces, lengths)
     print(table(("over the run", "figure"), list(figures.items())))
     if args.output_json:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from headrace.bench.arguments import count
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.cache.manager import SequenceKV
 from headrace.config import ModelConfig
@@ -53,10 +54,10 @@ EXAMPLES: tuple[tuple[Any, Any], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose vocabulary (default: the bundled model's)")
-    parser.add_argument("--vocabulary", type=int, default=128_000, metavar="N", help="made-up words fill it up to this size (default: 128000)")
+    parser.add_argument("--vocabulary", type=count, default=128_000, metavar="N", help="made-up words fill it up to this size (default: 128000)")
     parser.add_argument("--schemas", type=Path, metavar="FILE", help='lines of {"schema": …, "tests": [{"data": …, "valid": true}]}, also .gz')
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="answers side by side (default: 1 16 64)")
+    parser.add_argument("--every", type=count, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)")
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="answers side by side (default: 1 16 64)")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
 
 
@@ -116,14 +117,19 @@ def _cases(path: Path | None, every: int, tokenizer: Tokenizer) -> Iterable[Case
         yield Case(json.dumps(schema), tokenizer.encode(json.dumps(instance, ensure_ascii=False), False)[:MOST_TOKENS])
 
 
-def _read(path: Path, every: int) -> Iterable[tuple[Any, Any]]:
+def _read(path: Path, every: int) -> list[tuple[Any, Any]]:
+    """Schemas of the file that have a valid instance, each with its first. Raises ConfigError."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        for line in list(lines)[::every]:
-            each = json.loads(line)
-            good = [test["data"] for test in each["tests"] if test["valid"]]
-            if good:
-                yield each["schema"], good[0]
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            entries = [json.loads(line) for line in list(lines)[::every]]
+        pairs = [(each["schema"], [test["data"] for test in each["tests"] if test["valid"]]) for each in entries]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--schemas {path} cannot be read ({type(error).__name__}: {error}); "
+            'give lines of {"schema": …, "tests": [{"data": …, "valid": true}]}.'
+        ) from error
+    return [(schema, good[0]) for schema, good in pairs if good]
 
 
 def measure(masks: GrammarMasks, cases: Sequence[Case], rows: Sequence[int]) -> dict[str, Any]:
@@ -135,24 +141,24 @@ def measure(masks: GrammarMasks, cases: Sequence[Case], rows: Sequence[int]) -> 
     firsts = sorted(case.first for case in followed)
     for case in followed:
         case.wall, case.cpu = _follow(masks, [case])
-    middle = sorted((case for case in followed if case.wall), key=lambda case: mean(case.cpu or [0.0]))[len(followed) // 2 - 1]
+    middle = sorted((case for case in followed if case.wall), key=lambda case: mean(case.cpu or [0.0]))[(len(followed) - 1) // 2]
     return {
         "schemas": len(cases),
         "followed": len(followed),
         "first_ms": {"median": 1e3 * median(firsts), "p90": 1e3 * firsts[len(firsts) * 9 // 10], "worst": 1e3 * firsts[-1]},
         "median_schema": [_line("alone, the median schema", middle.wall or [], middle.cpu or [])],
-        "spread": [_spread(masks, followed, count) for count in rows],
+        "spread": [_spread(masks, followed, side_by_side) for side_by_side in rows],
     }
 
 
-def _spread(masks: GrammarMasks, followed: Sequence[Case], count: int) -> dict[str, Any]:
-    if count == 1:
+def _spread(masks: GrammarMasks, followed: Sequence[Case], at_once: int) -> dict[str, Any]:
+    if at_once == 1:
         return _line("alone, every schema", [each for case in followed for each in case.wall or []], [e for case in followed for e in case.cpu or []])
-    groups = [followed[begin : begin + count] for begin in range(0, max(1, len(followed) - count + 1), count)]
-    if len(groups[0]) < count:  # fewer schemas than rows
-        groups = [[followed[index % len(followed)] for index in range(count)]]
+    groups = [followed[begin : begin + at_once] for begin in range(0, max(1, len(followed) - at_once + 1), at_once)]
+    if len(groups[0]) < at_once:  # fewer schemas than rows
+        groups = [[followed[index % len(followed)] for index in range(at_once)]]
     times = [_follow(masks, group) for group in groups]
-    return _line(f"{count} side by side", [each for wall, _ in times for each in wall], [each for _, cpu in times for each in cpu])
+    return _line(f"{at_once} side by side", [each for wall, _ in times for each in wall], [each for _, cpu in times for each in cpu])
 
 
 def _line(what: str, wall: list[float], cpu: list[float]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from headrace.bench.arguments import count
 from headrace.errors import HeadraceError
 
 ROUTES = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -272,11 +273,11 @@ def _offline(requests: int) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
     parser.add_argument("--api-key", help="sent as bearer token")
-    parser.add_argument("--api-server-count", type=int, default=1, help="front ends of the server that is started (default: 1)")
-    parser.add_argument("--clients", type=int, default=64, help="streams at once (default: 64)")
-    parser.add_argument("--tokens", type=int, default=1000, help="tokens a client (default: 1000)")
+    parser.add_argument("--api-server-count", type=count, default=1, help="front ends of the server that is started (default: 1)")
+    parser.add_argument("--clients", type=count, default=64, help="streams at once (default: 64)")
+    parser.add_argument("--tokens", type=count, default=1000, help="tokens a client (default: 1000)")
     parser.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="default: completions")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="timed repeats (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
