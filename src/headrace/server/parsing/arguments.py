@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Mapping
 
 from headrace.server.parsing.cursor import MAX_HEAD, Cursor, Ended, Malformed, Wait
 from headrace.server.parsing.formats import Tags
-from headrace.server.parsing.json_text import MAX_DEPTH, MAX_SCALAR, MAX_TEXT, Give, read_value
+from headrace.server.parsing.json_text import MAX_DEPTH, MAX_TEXT, Give, read_run, read_value
 
 # JSON types that each parameter of a function may have.
 Types = Mapping[str, Collection[str]]
@@ -283,18 +283,8 @@ def _read_python_escape(cursor: Cursor) -> Generator[None, None, str]:
 
 
 def _read_atom(cursor: Cursor, give: Give) -> Wait:
-    """A number or a word; whole, because only what follows shows where it ends."""
-    while True:
-        found = _ATOM.match(cursor.text, cursor.at)
-        end = cursor.at if found is None else found.end()
-        if end == cursor.at or end - cursor.at > MAX_SCALAR:
-            raise Malformed
-        if end < len(cursor.text):
-            break
-        if cursor.ended:
-            raise Ended
-        yield
-    atom = cursor.take(end)
+    """A number or a word of Python's or of JSON's."""
+    atom = yield from read_run(cursor, _ATOM)
     if atom not in _WORDS and not _NUMBER.fullmatch(atom):
         raise Malformed
     give(_WORDS.get(atom, atom))

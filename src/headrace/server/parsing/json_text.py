@@ -51,10 +51,10 @@ def _read_escape(cursor: Cursor, give: Give) -> Wait:
     give(cursor.take(cursor.at + needed))
 
 
-def _read_scalar(cursor: Cursor, give: Give) -> Wait:
-    """A number, true, false or null; whole, because only what follows shows where it ends."""
+def read_run(cursor: Cursor, letters: re.Pattern[str]) -> Generator[None, None, str]:
+    """A number or a word made of ``letters``; whole, because only what follows shows where it ends. Raises Malformed, Ended."""
     while True:
-        found = _SCALAR_PART.match(cursor.text, cursor.at)
+        found = letters.match(cursor.text, cursor.at)
         end = cursor.at if found is None else found.end()
         if end == cursor.at or end - cursor.at > MAX_SCALAR:
             raise Malformed
@@ -63,9 +63,15 @@ def _read_scalar(cursor: Cursor, give: Give) -> Wait:
         if cursor.ended:
             raise Ended
         yield
-    if not _SCALAR.fullmatch(cursor.text, cursor.at, end):
+    return cursor.take(end)
+
+
+def _read_scalar(cursor: Cursor, give: Give) -> Wait:
+    """A number, true, false or null."""
+    scalar = yield from read_run(cursor, _SCALAR_PART)
+    if not _SCALAR.fullmatch(scalar):
         raise Malformed
-    give(cursor.take(end))
+    give(scalar)
 
 
 def read_value(cursor: Cursor, give: Give) -> Wait:
