@@ -18,7 +18,7 @@ from headrace.techniques import TECHNIQUES, Technique
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
 CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a fifth of a second of an 8B model's prefill
-OFFLINE_TOKENS_A_STEP = 16384  # what an 8B model computes in a third of a second, which nobody watches; more gains nothing
+OFFLINE_TOKENS_A_STEP = 16384  # two fifths of a second of an 8B model, which nobody watches
 DEFAULT_ROWS = 256
 CUDA_ROWS = 512
 DEFAULT_BLOCK_SIZE = 16  # tokens
