@@ -126,7 +126,7 @@ class DeviceConfig:
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
-    cascade_attention: bool = switch(False, "on: blocks that many decoding sequences begin with are read once for many")
+    cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
     programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")
 
