@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from headrace.kernels.rows import store_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import FinishReason, SamplingParams, StructuredOutputs, TokenMasks
 from headrace.spec import Activation
-from headrace.worker import model_runner
+from headrace.worker import device_memory, graphs, model_runner
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.inputs import Gather
 from headrace.worker.sampler import Draw
@@ -453,3 +454,56 @@ def test_a_planted_defect_is_found(defect: str, monkeypatch: pytest.MonkeyPatch)
             return
     monkeypatch.undo()
     assert [each.output for each in found] != alone(found)
+
+
+class Scratch:
+    """What cuBLAS keeps, by stream: taken by the first product there, kept until it is told to let go of all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: dict[str, str] = {}  # stream: whose memory it lies in
+        self.stream, self.pool = "steps", "allocator"
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.kept.clear, raising=False)
+        monkeypatch.setattr(device_memory, "take_scratch", lambda device: self.multiply())
+
+    def multiply(self) -> None:
+        self.kept.setdefault(self.stream, self.pool)
+
+    def capture(self, *, fails: bool = False) -> None:
+        self.stream, self.pool = "capture", "graphs"
+        try:
+            self.multiply()
+            if fails:
+                raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            self.stream, self.pool = "steps", "allocator"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_that_products_keep_lies_in_the_memory_of_graphs(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """It would keep all of that memory when the graphs are gone."""
+    scratch = Scratch(monkeypatch)
+    scratch.kept["capture"] = "graphs of another engine"
+    with suppress(RuntimeError), device_memory.scratch_of_graphs(torch.device("cpu")):
+        assert scratch.kept == {}  # another engine's is not captured
+        scratch.capture(fails=fails)
+    assert scratch.kept == {"steps": "allocator"}
+
+
+def test_every_capture_is_made_with_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+    begun = RecordedGraph.capture_begin
+
+    @contextmanager
+    def scratch(device: torch.device) -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    def begin(self: RecordedGraph, *arguments: Any, **named: Any) -> None:
+        assert inside[-1]
+        begun(self, *arguments, **named)
+
+    monkeypatch.setattr(graphs, "scratch_of_graphs", scratch)
+    monkeypatch.setattr(RecordedGraph, "capture_begin", begin)
+    with recorded_executor(graphed=True):
+        assert inside == [True, False]

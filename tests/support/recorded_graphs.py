@@ -119,6 +119,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pageable = SimpleNamespace(zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), int32=torch.int32, cuda=torch.cuda)
     monkeypatch.setattr(pinned, "torch", pageable)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
+    monkeypatch.setattr(graphs, "scratch_of_graphs", lambda device: nullcontext())
 
 
 def _copied(step: Sampled) -> Sampled:

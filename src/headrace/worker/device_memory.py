@@ -76,9 +76,7 @@ class DeviceMeter:
         self.context = max(0, self._first.used - self.others - (self._first.held - held))
         self.graphs = 0  # their pool, and what the driver keeps of them
         self._graphs_outside = 0
-        # cuBLAS keeps its scratch for good. Taken now, it is a segment of its own, and not a piece of one that could else be given back.
-        one = torch.zeros(16, 16, device=device)
-        torch.mm(one, one)
+        take_scratch(device)
 
     def code(self) -> int:
         """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after the context."""
@@ -96,6 +94,27 @@ class DeviceMeter:
         after = device_use(self._device)
         self.graphs += after.used - before.used
         self._graphs_outside += after.outside - before.outside
+
+
+def take_scratch(device: torch.device) -> None:
+    """cuBLAS keeps its scratch, 32 MiB a stream, for good. Taken now, it is a segment of its own, and not a piece of one that could else be
+    given back."""
+    one = torch.zeros(16, 16, device=device)
+    torch.mm(one, one)
+
+
+@contextmanager
+def scratch_of_graphs(device: torch.device) -> Iterator[None]:
+    """Products that are captured within take scratch from the graphs' own pool, and it goes with the graphs.
+
+    Kept by cuBLAS it would hold on to a pool that has no graphs any more; found from before, it would be another engine's.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        take_scratch(device)  # of the stream that steps are queued on, where it was
 
 
 @dataclass(frozen=True, slots=True)

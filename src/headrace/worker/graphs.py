@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
+from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.inputs import Gather
 from headrace.worker.pinned import PinnedRing
 from headrace.worker.rows import Ints, Rows
@@ -105,7 +106,7 @@ class DecodeGraphs:
         Where a kernel gives way all the same, and to a twin that looks at the device, there are no graphs in the end.
         """
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), scratch_of_graphs(self._rows.device):
                 self._capture_each(buckets)
         except RuntimeError:
             if self._kernels.graphable:
