@@ -14,6 +14,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from headrace.cost.online_fit import OnlineFit
+from headrace.cost.speed import Line, StepSpeed, Tail
 from headrace.request import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the web process counts without pricing: it need not load numpy
@@ -30,7 +31,9 @@ STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2,
 FRACTION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
 ERROR_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)  # measured / predicted
 
-COUNTS = ("steps", "failed_steps", "tokens", "generated_tokens")
+COUNTS = ("steps", "failed_steps", "tokens", "generated_tokens", "promised_steps", "kept_steps", "overfull_steps")
+CAUTION = 2.0  # kernels reach half of the limits, as long as nothing is known of them
+GAP_PACE = 0.05  # of one step, in the mean time between steps
 AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_seconds", "idle_seconds", "host_seconds")
 
 
@@ -151,16 +154,41 @@ class DeviceTimeline:
 class StepRecorder:
     """Hears of every step, keeps the last ``capacity`` records and running sums. Without a cost model only times are kept."""
 
-    def __init__(self, cost_model: CostModel | None = None, *, capacity: int = 1024) -> None:
+    def __init__(self, cost_model: CostModel | None = None, *, capacity: int = 1024, promise: float | None = None) -> None:
+        """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted."""
         self._cost_model = cost_model
+        self.promise = promise
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._timeline = DeviceTimeline()
         self._fits = {kind: OnlineFit() for kind in ("decode", "mixed", "prefill")}
+        self._tail, self._gap = Tail(), 0.0
+        self._speed: StepSpeed | None = None  # as it was last told, until another step teaches something
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
         self.host_seconds = Histogram(HOST_BUCKETS)
         self.fraction = Histogram(FRACTION_BUCKETS)
         self.prediction_error = Histogram(ERROR_BUCKETS)
+
+    @property
+    def floors(self) -> CostModel | None:
+        """What the scheduler prices steps with; None without a device profile."""
+        return self._cost_model
+
+    def speed(self) -> StepSpeed:
+        """How fast steps have been going. What was never seen is taken to be as slow as the slowest kind that was."""
+        if self._speed is None:
+            lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
+            slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
+            decode, mixed, prefill = (lines.get(kind, slowest) for kind in ("decode", "mixed", "prefill"))
+            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap)
+        return self._speed
+
+    def _guess(self) -> Line:
+        """Before any step: by the profile, if somebody has fitted that."""
+        profile = self._cost_model.profile if self._cost_model is not None else None
+        if profile is None or profile.efficiency == 1.0:
+            return Line(CAUTION)
+        return Line(1.0 / profile.efficiency, profile.step_overhead)
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
@@ -203,11 +231,25 @@ class StepRecorder:
         kind = kind_of(rows, decodes)
         predicted = self._predicted(kind, cost)  # before this step teaches anything: its error is that of a true prediction
         if not failed:
-            self._fits[kind].observe(cost.floor_seconds, measured)
+            self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
         return StepRecord(
             plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
             cost.floor_seconds, predicted, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
         )
+
+    def _learn(self, kind: str, floor: float, predicted: float, measured: float, idle: float) -> None:
+        if kind == "mixed" and self._fits[kind].ready and predicted > 0.0:
+            self._tail.observe(measured / predicted)
+        self._fits[kind].observe(floor, measured)
+        self._gap += GAP_PACE * (idle - self._gap)
+        self._speed = None
+
+    def _count_promise(self, record: StepRecord, promise: float) -> None:
+        """Kept, the time before the step included, or not; and then, whether its single tokens alone were too many."""
+        kept = record.measured_seconds + record.idle_seconds <= promise
+        self._sums["promised_steps"] += 1
+        self._sums["kept_steps"] += kept
+        self._sums["overfull_steps"] += not kept and record.kind == "decode"
 
     def _add(self, record: StepRecord, generated: int) -> None:
         sums = self._sums
@@ -222,6 +264,8 @@ class StepRecorder:
         sums["measured_seconds"] += record.measured_seconds
         sums["idle_seconds"] += record.idle_seconds
         sums["host_seconds"] += record.host_seconds
+        if self.promise is not None and record.decodes:
+            self._count_promise(record, self.promise)
         self.host_seconds.observe(record.host_seconds)
         self.step_seconds.observe(record.measured_seconds)
         if record.fraction is not None:
@@ -236,6 +280,8 @@ class StepRecorder:
             **{name: int(sums[name]) for name in COUNTS},
             **{name: sums[name] for name in AMOUNTS},
             "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
+            "promise_seconds": self.promise,
+            "promise_tail": self._tail.ratio,
             "idle_share": sums["idle_seconds"] / (sums["idle_seconds"] + measured) if measured > 0 else 0.0,
             "histograms": {
                 "step_seconds": self.step_seconds.as_dict(),
@@ -278,6 +324,7 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
     lines: list[str] = []
     for name, key, help in counters:
         lines += render_value(prefix + name, summary[key], "counter", help)
+    lines += _render_promise(summary, prefix)
     lines += _render_last(summary["last_step"], prefix)
     lines += render_value(prefix + "device_idle_share", summary["idle_share"], "gauge", "idle / (idle + measured) seconds since the start")
     histograms = summary["histograms"]
@@ -286,6 +333,18 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
     lines += render_histogram(prefix + "step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
     lines += render_histogram(prefix + "step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
     return "\n".join(lines) + "\n"
+
+
+def _render_promise(summary: Mapping[str, Any], prefix: str) -> Iterable[str]:
+    if summary["promise_seconds"] is None:
+        return []
+    return [
+        *render_value(prefix + "step_promise_seconds", summary["promise_seconds"], "gauge", "seconds a step may take while answers wait for it"),
+        *render_value(prefix + "step_promises_total", summary["promised_steps"], "counter", "steps that somebody's answer waited for"),
+        *render_value(prefix + "step_promises_kept_total", summary["kept_steps"], "counter", "... that took no longer than promised"),
+        *render_value(prefix + "step_overfull_total", summary["overfull_steps"], "counter", "... that took longer by their single tokens alone"),
+        *render_value(prefix + "step_promise_tail", summary["promise_tail"], "gauge", "measured / predicted that 99 of 100 mixed steps stay below"),
+    ]
 
 
 def _render_last(last: Mapping[str, Any] | None, prefix: str) -> Iterable[str]:

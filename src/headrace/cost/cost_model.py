@@ -126,7 +126,7 @@ class CostModel:
         self.profile = profile
         self._bandwidth = profile.read_bandwidth
         self._rate = profile.gemm_rate(dtype)
-        self._windows = tuple(group.window for group in groups)
+        self.windows = tuple(group.window for group in groups)
         self._kv_token_bytes = tuple(float(2 * g.num_kv_heads * g.head_dim * g.dtype_bytes * len(g.layers)) for g in groups)
         self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
         self._dense = _dense_operators(spec, weight_bytes)
@@ -137,7 +137,7 @@ class CostModel:
         self._activation_bytes = _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
 
     def estimate(self, plan: StepPlan) -> StepCost:
-        return self.estimate_load(load_of(plan, self._windows))
+        return self.estimate_load(load_of(plan, self.windows))
 
     def estimate_load(self, load: StepLoad) -> StepCost:
         """An empty load costs nothing but the step's overhead."""
@@ -150,6 +150,10 @@ class CostModel:
         seconds = floor / self.profile.efficiency + self.profile.step_overhead
         return StepCost(total_bytes, total_flops, seconds, floor, max(total_bytes / bandwidth, total_flops / rate))
 
+    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+        """As the scheduler asks it: the floor of a step that is not planned yet."""
+        return self.estimate_load(StepLoad(tokens, sampled, tuple(pairs), tuple(keys))).floor_seconds
+
     def operators(self, load: StepLoad) -> tuple[OperatorCost, ...]:
         """The same sums, operator by operator, and the activations that are no part of the floor."""
         bandwidth, rate = self._bandwidth, self._rate
@@ -158,7 +162,7 @@ class CostModel:
         return (*counted, OperatorCost("activations", traffic, 0.0, traffic / bandwidth, in_floor=False))
 
     def load_of(self, plan: StepPlan) -> StepLoad:
-        return load_of(plan, self._windows)
+        return load_of(plan, self.windows)
 
     def _costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
         """(name, bytes, FLOPs) of every operator in the floor."""

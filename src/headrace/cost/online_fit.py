@@ -7,6 +7,8 @@ Least squares on relative errors, so that a step that was disturbed (and took lo
 
 from __future__ import annotations
 
+from headrace.cost.speed import Line
+
 KEEP = 0.98  # of what was known: some fifty steps count
 STEPS_BEFORE_USE = 8
 _SPREAD = 1e-3  # how different floors must be, relatively, to tell a slope from an overhead
@@ -25,6 +27,10 @@ class OnlineFit:
     @property
     def ready(self) -> bool:
         return self._count >= STEPS_BEFORE_USE
+
+    @property
+    def line(self) -> Line:
+        return Line(self._slope, self._overhead)
 
     def predict(self, floor: float) -> float:
         return floor * self._slope + self._overhead

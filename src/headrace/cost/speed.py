@@ -1,0 +1,61 @@
+"""How fast steps have been going on this device, as plain numbers: what the scheduler is told beside the time.
+
+    predicted seconds = floor · slope + overhead, by kind of step
+
+The scheduler reads no clock and learns nothing by itself, so that a journal of its inputs replays exactly; this is one of those inputs.
+
+What lives here: the numbers, and the watch over how far steps exceed their prediction. What may not: floors (cost_model.py), fitting
+(online_fit.py), numpy: both are on every step's path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EXCEED = 0.01  # the share of steps that may take longer than the tail says
+PACE = 0.1  # by which one exceeding step moves the tail, relatively
+MOST = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a step from its floor in seconds."""
+
+    slope: float = 1.0
+    overhead: float = 0.0
+
+    def seconds(self, floor: float) -> float:
+        return floor * self.slope + self.overhead
+
+    def floor(self, seconds: float) -> float:
+        """The floor of a step that takes so long; below 0 where not even an empty one does."""
+        return (seconds - self.overhead) / self.slope
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeed:
+    """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at most so many times
+    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it)."""
+
+    decode: Line = Line()
+    mixed: Line = Line()
+    prefill: Line = Line()
+    tail: float = 1.0
+    gap: float = 0.0
+
+    def promised(self, seconds: float) -> float:
+        """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the times."""
+        return self.mixed.floor((seconds - self.gap) / self.tail)
+
+
+class Tail:
+    """The ratio measured / predicted that all but EXCEED of the steps stay below: each that exceeds it raises it, each other lowers it a little."""
+
+    __slots__ = ("ratio",)
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+
+    def observe(self, ratio: float) -> None:
+        moved = self.ratio * (1.0 + PACE * ((ratio > self.ratio) - EXCEED))
+        self.ratio = min(max(moved, 1.0), MOST)

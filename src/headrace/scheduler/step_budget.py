@@ -1,0 +1,130 @@
+"""How much of a prompt fits beside the tokens of a step that is to take no longer than so many seconds.
+
+Tokens of a step are cheap where it waits for memory anyway, and dear where it computes; a long context makes them dearer. So a bound in
+tokens is a poor bound on time (Sarathi-Serve, Agrawal et al. 2024, §4.3, profiles one for each model and device). Here the cost model prices
+the step that would be, and the largest chunk that keeps it within its seconds is searched: a few sums, tens of microseconds.
+
+    what a step computes                     its prompts get
+    no single tokens (nobody's answer waits) all that the token budget allows
+    single tokens, below the budget          what fits beside them
+    single tokens, over the budget alone     what LEAST_SHARE of the budget allows, one token at least: prompts never stand still
+
+What lives here: the meter of one step in the making. What may not: whose prompt it is (planner.py), how fast steps go (an input), numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.cost.speed import StepSpeed
+
+LEAST_SHARE = 0.05  # of the budget: what a prompt gets beside tokens that fill it by themselves
+NEAR = 0.03  # of the room may stay empty: the search ends
+SLICE = 16  # tokens: of a second prompt, no less is worth a row of its own
+ROUNDS = 12
+
+
+class StepFloors(Protocol):
+    """What the cost model is to the scheduler. ``windows``: how far attention sees, by KV group (None: all)."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+        """The least a step takes on this device. ``pairs`` of query and key, and ``keys`` read, of one layer by KV group."""
+        ...
+
+
+class StepMeter:
+    """One step. ``starts``: positions of the single tokens that it computes already. ``overfull``: they alone exceed ``seconds``."""
+
+    __slots__ = ("_answer", "_asked", "_chunks", "_floor", "_floors", "_keys", "_least", "_pairs", "_target", "_tokens", "bound", "overfull")
+
+    def __init__(self, floors: StepFloors, speed: StepSpeed, seconds: float, starts: Sequence[int]) -> None:
+        self.bound = bool(starts)
+        self._floors = floors
+        self._tokens = len(starts)
+        self._chunks = 0
+        self._keys = [_keys_of_singles(starts, window) for window in floors.windows]
+        self._pairs = self._keys[:]
+        self._asked, self._answer = (0, 0), 0
+        self._target = speed.promised(seconds)
+        self._least = LEAST_SHARE * seconds / speed.mixed.slope
+        self._floor = self._with(0, 0) if self.bound else 0.0
+        self.overfull = self.bound and self._floor > self._target
+
+    def fits(self, start: int, most: int) -> int:
+        """Tokens of a prompt from ``start``, at most ``most``, that the step has time for; of its first prompt one at least."""
+        if not self.bound or most <= 0:
+            return most
+        if self._asked != (start, most):
+            self._asked, self._answer = (start, most), self._count(start, most)
+        return self._answer
+
+    def add(self, start: int, count: int) -> None:
+        """Planned. Its last token may be sampled."""
+        self._chunks += 1
+        self._tokens += count
+        for group, window in enumerate(self._floors.windows):
+            self._pairs[group] += pairs_of(start, count, window)
+            self._keys[group] += keys_of(start, count, window)
+        self._asked = (0, 0)
+        if self.bound:
+            self._floor = self._with(0, 0)
+
+    def _count(self, start: int, most: int) -> int:
+        if self._chunks:
+            count = self._largest(start, most, self._target)
+            return count if count >= min(most, SLICE) else 0
+        return max(1, self._largest(start, most, max(self._target, self._floor + self._least)))
+
+    def _largest(self, start: int, most: int, target: float) -> int:
+        """The most tokens whose step has a floor of at most ``target``, or a few less: chord and middle in turn, from below."""
+        low, high, at_low, at_high = 0, most, self._floor, self._with(start, most)
+        if at_high <= target or at_low > target:
+            return most if at_high <= target else 0
+        near = target - NEAR * (target - at_low)
+        for turn in range(ROUNDS):
+            if high - low <= 1 or at_low >= near:
+                break
+            share = 0.5 if turn % 2 else (target - at_low) / (at_high - at_low)
+            middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+            floor = self._with(start, middle)
+            if floor <= target:
+                low, at_low = middle, floor
+            else:
+                high, at_high = middle, floor
+        return low
+
+    def _with(self, start: int, count: int) -> float:
+        """The step's floor with one more chunk."""
+        if not count:
+            return self._floors.floor_seconds(self._tokens, self._tokens, self._pairs, self._keys)
+        windows = self._floors.windows
+        pairs = [known + pairs_of(start, count, window) for known, window in zip(self._pairs, windows, strict=True)]
+        keys = [known + keys_of(start, count, window) for known, window in zip(self._keys, windows, strict=True)]
+        return self._floors.floor_seconds(self._tokens + count, self._tokens + 1, pairs, keys)
+
+
+def _keys_of_singles(starts: Sequence[int], window: int | None) -> float:
+    """Keys that single tokens at these positions see, themselves included."""
+    seen = float(sum(starts) + len(starts))
+    return seen if window is None else float(sum(min(start + 1, window) for start in starts))
+
+
+def pairs_of(start: int, count: int, window: int | None) -> float:
+    """Σ min(p + 1, window) over positions p = start … start + count - 1."""
+    if window is None:
+        return count * (start + (count + 1) / 2)
+    return _triangle(start + count, window) - _triangle(start, window)
+
+
+def keys_of(start: int, count: int, window: int | None) -> float:
+    """Keys that a chunk reads, each once."""
+    return float(start + count if window is None else min(start + count, window + count - 1))
+
+
+def _triangle(length: int, window: int) -> float:
+    inside = min(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * window
