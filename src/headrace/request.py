@@ -310,6 +310,26 @@ def check_token_ids(name: str, ids: Seq[int], vocab_size: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expectations:
+    """What a reader expects of an answer's timing, for policies that heed it; None: what the engine is configured for.
+
+    Raises InvalidRequest naming the field.
+    """
+
+    ttft: float | None = None  # seconds from arrival to the first token
+    tpot: float | None = None  # seconds from one token to the next
+    reading_speed: float | None = None  # tokens a second
+
+    def __post_init__(self) -> None:
+        for name, high in (("ttft", 86_400.0), ("tpot", 3_600.0), ("reading_speed", 1e6)):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, high, open_low=True)
+
+
+NO_EXPECTATIONS = Expectations()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One validated, tokenised request. ``request_id`` is the engine's own number, never the client's string.
 
@@ -327,6 +347,8 @@ class Request:
     adapter: str | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     explain: bool = False  # its steps are counted
+    tenant: str = ""  # who asks, for policies that share out
+    expects: Expectations = NO_EXPECTATIONS
 
 
 class FinishReason(str, Enum):
@@ -457,6 +479,7 @@ class Finished:
     num_preemptions: int = 0
     times: RequestTimes | None = None
     account: StepAccount | None = None  # where the request asked for it
+    retry_after: float | None = None  # seconds; with ERROR, where a policy turned it away before its first token
 
 
 class SequenceOutput(NamedTuple):

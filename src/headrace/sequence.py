@@ -31,7 +31,7 @@ class Sequence:
     index: int
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's own
     max_num_tokens: int
-    order: tuple[int, ...]  # the policy's: smaller goes first
+    order: tuple[float, ...]  # the policy's: smaller goes first
     kv: SequenceKV
     token_ids: array[int]
     request_id: int = 0

@@ -29,6 +29,7 @@ from headrace.request import Request, SequenceOutput, SequenceStatus, StepPlan, 
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, RefuseRequest
 from headrace.scheduler.explain import RequestState, explain, explain_arriving
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
+from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
 
 DEFAULT_TOKEN_BUDGET = 2048
@@ -84,11 +85,12 @@ class EngineCore:
         namespace: bytes = b"",
         journal: Journal | None = None,
         masks: Masks | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.executor = executor
         self.clock = clock
         self.depth = depth
-        self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace)
+        self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace, forecast)
         self._observer = observer
         self._journal = journal
         self._masks = masks
@@ -242,7 +244,12 @@ class EngineCore:
 
 
 def create_scheduler(
-    executor: Executor, config: SchedulerConfig, cache: CacheConfig, eos_token_ids: frozenset[int], namespace: bytes = b""
+    executor: Executor,
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    eos_token_ids: frozenset[int],
+    namespace: bytes = b"",
+    forecast: Forecast | None = None,
 ) -> Scheduler:
     """The control plane that fits an executor: its rows, its blocks, its context length."""
     info = executor.info
@@ -261,4 +268,4 @@ def create_scheduler(
         kv_caching=cache.kv_caching,
         padded=info.padded,
     )
-    return Scheduler(config, limits, manager, eos_token_ids)
+    return Scheduler(config, limits, manager, eos_token_ids, forecast)

@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.info import EngineInfo
-from headrace.request import Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs
+from headrace.request import NO_EXPECTATIONS, Expectations, Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs
 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
 MAX_ASKED = 64  # requests that one question may be about
@@ -119,6 +119,8 @@ class Add(Frame):
     adapter: str | None
     bad_word_ids: tuple[tuple[int, ...], ...]
     explain: bool = False
+    tenant: str = ""
+    expects: Expectations = NO_EXPECTATIONS
 
 
 class Abort(Frame):
@@ -229,6 +231,8 @@ def pack_request(request: Request) -> bytes:
             request.adapter,
             request.bad_word_ids,
             request.explain,
+            request.tenant,
+            request.expects,
         )
     )
 
@@ -245,6 +249,8 @@ def unpack_request(frame: Add) -> Request:
         adapter=frame.adapter,
         bad_word_ids=frame.bad_word_ids,
         explain=frame.explain,
+        tenant=frame.tenant,
+        expects=frame.expects,
     )
 
 

@@ -86,7 +86,7 @@ def _running(scheduler: Scheduler, siblings: list[Sequence]) -> RequestState:
 
 def _waiting(scheduler: Scheduler, siblings: list[Sequence], own: Sequence) -> RequestState:
     roster = scheduler.roster
-    ahead = [sequence for sequence in roster.waiting if sequence.order < own.order]
+    ahead = roster.waiting.ahead_of(own)
     later = sum(1 for sequence in ahead if sequence.request.arrival_time > own.request.arrival_time)
     head = roster.waiting.peek()
     wait = _wait_of(scheduler, head) if head is not None else Wait("next_step")

@@ -51,7 +51,7 @@ class Planner:
         head = self.roster.waiting.peek()
         if head is None:
             return True
-        if head.last_step > self.roster.retired or self.policy.preempts(head.order, self.roster.running[-1].order):
+        if head.last_step > self.roster.retired or self.policy.preempts(head, self.roster.running[-1]):
             return False
         return len(self.roster.free_rows) < rows_wanted(head) and num_running < self.limits.max_num_batched_tokens
 
@@ -243,6 +243,7 @@ class Planner:
             self.roster.log.add("admitted", sequence.request_id, sequence.num_prompt_tokens, match.num_tokens, waited)
         else:
             self.roster.log.add("resumed", sequence.request_id, sequence.num_tokens, match.num_tokens)
+        self.roster.tell_admitted(sequence)
         self._send_row(sequence, plan)
         if not self.limits.paged_allocation:
             self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)
@@ -254,7 +255,7 @@ class Planner:
         head = roster.waiting.peek()
         if head is None or head.last_step > roster.retired:
             return
-        while roster.running and self.policy.preempts(head.order, roster.running[-1].order):
+        while roster.running and self.policy.preempts(head, roster.running[-1]):
             if self.cache.num_leaving or roster.rows_are_leaving:
                 return  # room is on its way
             if len(roster.free_rows) >= rows_wanted(head) and self._fits(head, self._lookup(head)):

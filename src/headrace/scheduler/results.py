@@ -80,11 +80,11 @@ def single_tokens(result: StepResult) -> list[int] | None:
 def take_failure(roster: Roster, step: InFlight, message: str, now: float) -> list[SequenceOutput]:
     """Ends every sequence of a failed step that no earlier failure has rolled back already."""
     failed = [s for s in dict.fromkeys([*step.work, *step.sampled]) if s.ignore_through < step.plan.step_id]
-    ends = [(_fail(roster, sequence, message, now), _siblings_to_come(sequence)) for sequence in failed]
+    ends = [(_fail(roster, sequence, message, now), siblings_to_come(sequence)) for sequence in failed]
     return [end._replace(index=index) for end, siblings in ends for index in (end.index, *siblings)]
 
 
-def _siblings_to_come(sequence: Sequence) -> range:
+def siblings_to_come(sequence: Sequence) -> range:
     """The answers that would have begun with this prompt: they end with it."""
     return range(0) if sequence.forked else range(1, sequence.request.params.n)
 

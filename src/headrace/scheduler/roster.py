@@ -19,12 +19,13 @@ from headrace.cache.manager import CacheManager
 from headrace.request import Request, SamplingParams, SequenceStatus
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.log import DecisionLog
+from headrace.scheduler.policies.protocol import DynamicPolicy
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.repetition import RepetitionDetector
 from headrace.sequence import ALWAYS, NEVER, Sequence
 
 
-def _order(sequence: Sequence) -> tuple[int, ...]:
+def _order(sequence: Sequence) -> tuple[float, ...]:
     return (*sequence.order, sequence.index)
 
 
@@ -34,22 +35,24 @@ def _outlives_eos(params: SamplingParams) -> bool:
 
 
 class Roster:
-    """See the module. ``running`` is in ascending order: its last is the first to be preempted."""
+    """See the module. ``running`` is in ascending order: its last is the first to be preempted. ``policy``: who is told, if anybody."""
 
-    def __init__(self, cache: CacheManager, limits: SchedulerLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, cache: CacheManager, limits: SchedulerLimits, eos_token_ids: frozenset[int], policy: DynamicPolicy | None = None) -> None:
         self.cache = cache
         self.limits = limits
         self.eos_token_ids = eos_token_ids
         self.max_sequence_tokens = min(limits.max_model_len, cache.capacity_tokens(limits.max_num_batched_tokens))
         self.requests: dict[int, list[Sequence]] = {}
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue() if policy is None else policy.create_queue()
         self.running: list[Sequence] = []
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.dropped_rows: list[int] = []  # to be told to the workers with the next plan
         self.retired = NEVER  # the last step collected
         self.stale = False  # ``running`` holds sequences that have ended or are fully planned
         self.num_preemptions = 0
+        self.now = 0.0  # of the call that is under way
         self.log = DecisionLog()
+        self._policy = policy
         self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -61,7 +64,7 @@ class Roster:
 
     # --- coming
 
-    def create(self, request: Request, index: int, order: tuple[int, ...]) -> Sequence:
+    def create(self, request: Request, index: int, order: tuple[float, ...]) -> Sequence:
         """A waiting sequence, not yet entered."""
         params = request.params
         loops = params.repetition_detection
@@ -103,9 +106,19 @@ class Roster:
             self.requests[sequence.request_id].append(twin)
             insort(self.running, twin, key=_order)
             siblings.append(twin)
+            self.tell_admitted(twin)
         sequence.sibling_rows = []
         sequence.forked = True
         return siblings
+
+    def tell_admitted(self, sequence: Sequence) -> None:
+        """What is computed of it stands in its record."""
+        if self._policy is not None:
+            self._policy.admitted(sequence, self.now)
+
+    def sort(self) -> None:
+        """Orders of those who run have changed."""
+        self.running.sort(key=_order)
 
     def refresh(self, sequence: Sequence) -> None:
         """Recomputes how long planning and accepting this sequence's tokens need no thought."""
@@ -136,6 +149,8 @@ class Roster:
         self._give_back(sequence)
         sequence.num_computed_tokens = 0
         self.refresh(sequence)
+        if self._policy is not None:
+            self._policy.left(sequence, self.now)
         self.waiting.push(sequence)
 
     def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
@@ -150,6 +165,8 @@ class Roster:
         sequence.status = SequenceStatus.FINISHED
         sequence.ignore_through = ALWAYS
         self.stale = True
+        if self._policy is not None:
+            self._policy.left(sequence, self.now)
         self._give_back(sequence)
         siblings = self.requests[sequence.request_id]
         siblings.remove(sequence)

@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
-from headrace.request import FinishReason, Request, SequenceOutput, StepPlan, StepResult
+from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
 from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
-from headrace.scheduler.policies import create_policy
-from headrace.scheduler.results import InFlight, single_tokens, take_alike, take_failure, take_result
+from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
+from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
 from headrace.scheduler.roster import Roster
 from headrace.sequence import NEVER, Sequence
 
@@ -37,11 +38,19 @@ STEPS_ALIKE = 4  # before a cohort is made: that costs about what one step costs
 class Scheduler:
     """See the module. ``eos_token_ids`` end a sequence unless its request ignores them."""
 
-    def __init__(self, config: SchedulerConfig, limits: SchedulerLimits, cache: CacheManager, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: SchedulerLimits,
+        cache: CacheManager,
+        eos_token_ids: frozenset[int],
+        forecast: Forecast | None = None,
+    ) -> None:
         self.limits = limits
         self.cache = cache
-        self.policy = create_policy(config.scheduling_policy)
-        self._roster = Roster(cache, limits, eos_token_ids)
+        self.policy = create_policy(config, forecast)
+        self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
+        self._roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
         self._planner = Planner(config, limits, self._roster, cache, self.policy)
         self._next_step = 0
@@ -97,7 +106,7 @@ class Scheduler:
 
     def schedule(self, now: float, events: Iterable[Event] = ()) -> StepPlan | None:
         """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result)."""
-        self._roster.log.now = now
+        self._roster.now = self._roster.log.now = now
         again = self._repeat(self._cohort, now) if self._cohort is not None and not events else None
         if again is not None:
             return again
@@ -105,6 +114,8 @@ class Scheduler:
         for event in events:
             self._apply(event, now)
         self._roster.drop_ended()
+        if self._dynamic is not None:
+            self._consult(self._dynamic, now)
         plan = self._begin_plan()
         if self._rows_lost:
             self._planner.restore_rows(plan)
@@ -133,6 +144,8 @@ class Scheduler:
     def _repeat(self, cohort: Cohort, now: float) -> StepPlan | None:
         """The step before once more, each sequence a token further; None where it takes more thought."""
         if self._roster.stale or self._rows_lost or not self._planner.can_repeat(len(cohort.members)):
+            return None
+        if self._dynamic is not None and now >= self._dynamic.wake:
             return None
         plan = self._begin_plan()
         due = self._planner.repeat(cohort, plan, now)
@@ -177,7 +190,7 @@ class Scheduler:
             self._add(event.request, now)
             return
         if isinstance(event, RefuseRequest):
-            self._add(event.request, now, refusal=event.message)
+            self._add(event.request, now, event.message)
             return
         if isinstance(event, AbortRequest) and event.request_id in self._roster.requests:
             self._roster.log.add("aborted", event.request_id)
@@ -188,16 +201,34 @@ class Scheduler:
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
                 self._roster.end(sequence)
 
-    def _add(self, request: Request, now: float, refusal: str | None = None) -> None:
+    def _add(self, request: Request, now: float, refused: str | None = None) -> None:
         self._num_requests += 1
         sequence = self._roster.create(request, 0, self.policy.order(request, self._num_requests))
-        refusal = refusal or self._refusal(request)
+        message = refused or self._refusal(request)
+        refusal = Refusal(message) if message is not None else None
+        if refusal is None and self._dynamic is not None:
+            refusal = self._dynamic.arrived(sequence, self._roster)
         if refusal is None:
             self._roster.enter(sequence)
-            return
+        else:
+            self._reject(sequence, refusal, now)
+
+    def _consult(self, policy: DynamicPolicy, now: float) -> None:
+        """Its say before a step: it may order anew those who run or wait, and turn away those who wait."""
+        for sequence, refusal in policy.consider(self._roster):
+            assert sequence.status is SequenceStatus.WAITING, "only who waits is turned away"
+            self._reject(sequence, refusal, now)
+            self._roster.end(sequence)
+        self._roster.sort()
+
+    def _reject(self, sequence: Sequence, refusal: Refusal, now: float) -> None:
+        """Its client is told; so are the clients of siblings that would have begun with its prompt."""
+        request = sequence.request
         self._roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
-        finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal)
-        self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n))
+        finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
+        finished = replace(finished, retry_after=refusal.retry_after)
+        indices = (sequence.index, *siblings_to_come(sequence))
+        self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in indices)
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request can never run here; front ends check the same before they submit."""
@@ -219,6 +250,7 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> Seq[SequenceOutput]:
         """Takes the oldest step's result: appends tokens, ends what has ended, returns what is new."""
+        self._roster.now = now
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
         self._roster.retire(result.step_id)
@@ -236,6 +268,7 @@ class Scheduler:
     def fail(self, message: str, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed edits)."""
         self._dissolve()
+        self._roster.now = now
         step = self.in_flight.popleft()
         self._roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)

@@ -1,36 +1,36 @@
 """Orders of service, one file each.
 
-To add one: a file with a class that satisfies Policy, and a line in ``POLICIES``.
+To add one: a file with a class that satisfies Policy or DynamicPolicy (protocol.py), and a line in ``POLICIES``.
 
-What lives here: the protocol and the register. What may not: budgets, blocks, rows (planner.py).
+What lives here: the register. What may not: what a policy is (protocol.py), budgets, blocks, rows (planner.py).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
+from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
-from headrace.request import Request
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.policies.priority import Priority
+from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal, Standing
+
+Create = Callable[[SchedulerConfig, Forecast | None], Policy]
+
+POLICIES: Mapping[str, Create] = MappingProxyType(
+    {
+        "fcfs": lambda config, forecast: FirstComeFirstServed(),
+        "priority": lambda config, forecast: Priority(),
+    }
+)
 
 
-class Policy(Protocol):
-    """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted."""
-
-    name: str
-
-    def order(self, request: Request, arrival_number: int) -> tuple[int, ...]: ...
-
-    def preempts(self, candidate: tuple[int, ...], running: tuple[int, ...]) -> bool:
-        """Whether a waiting sequence of order ``candidate`` may push out a running one when there is no room."""
-        ...
-
-
-POLICIES: dict[str, type[Policy]] = {"fcfs": FirstComeFirstServed, "priority": Priority}
-
-
-def create_policy(name: str) -> Policy:
+def create_policy(config: SchedulerConfig, forecast: Forecast | None = None) -> Policy:
+    name = config.scheduling_policy
     if name not in POLICIES:
         raise ConfigError(f"--scheduling-policy is {name!r}; choose one of {', '.join(POLICIES)}.")
-    return POLICIES[name]()
+    return POLICIES[name](config, forecast)
+
+
+__all__ = ["POLICIES", "DynamicPolicy", "Forecast", "Order", "Policy", "Refusal", "Standing", "create_policy"]

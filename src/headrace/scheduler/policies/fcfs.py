@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from headrace.request import Request
+from headrace.sequence import Sequence
 
 
 class FirstComeFirstServed:
     name = "fcfs"
 
-    def order(self, request: Request, arrival_number: int) -> tuple[int, ...]:
+    def order(self, request: Request, arrival_number: int) -> tuple[float, ...]:
         return (arrival_number,)
 
-    def preempts(self, candidate: tuple[int, ...], running: tuple[int, ...]) -> bool:
+    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
         return False

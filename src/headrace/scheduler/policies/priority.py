@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from headrace.request import Request
+from headrace.sequence import Sequence
 
 
 class Priority:
     name = "priority"
 
-    def order(self, request: Request, arrival_number: int) -> tuple[int, ...]:
+    def order(self, request: Request, arrival_number: int) -> tuple[float, ...]:
         return (request.priority, arrival_number)
 
-    def preempts(self, candidate: tuple[int, ...], running: tuple[int, ...]) -> bool:
-        return candidate[0] < running[0]
+    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
+        return candidate.order[0] < running.order[0]

@@ -1,0 +1,95 @@
+"""What a policy is: orders of service that never change (Policy), and those that follow what happens (DynamicPolicy).
+
+    a sequence         a dynamic policy is
+    arrives            asked: it may order it, or turn it away                      arrived
+    waits              asked, once before a step that is planned anew               consider
+    begins (again)     told; how much of it a cached prefix saves stands in it     admitted
+    stops running      told: ended, pushed out, or its step failed                  left
+
+It hears of no single token: a sequence's record says at each of these moments how far it has come (known tokens only grow). So it costs
+nothing while steps are alike, and steps that fail or are computed again need no undoing.
+
+A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the scheduler's calls replays.
+
+What lives here: the protocols. What may not: any policy (a file each), the register (__init__.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from headrace.cache.manager import CacheManager
+from headrace.request import Request
+from headrace.scheduler.limits import SchedulerLimits
+from headrace.scheduler.queue import WaitingQueue
+from headrace.sequence import Sequence
+
+Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
+
+
+class Policy(Protocol):
+    """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted."""
+
+    name: str
+
+    def order(self, request: Request, arrival_number: int) -> Order: ...
+
+    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
+        """Whether a waiting sequence may push out a running one when there is no room."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Turned away before its first token. ``retry_after``: seconds after which it is worth asking again, None where nothing can be said."""
+
+    message: str
+    retry_after: float | None = None
+
+
+class Standing(Protocol):
+    """What a dynamic policy may look at (the roster): all records are right while it is asked. It changes ``order`` of sequences, nothing else."""
+
+    now: float  # seconds, the engine's clock
+    limits: SchedulerLimits
+    cache: CacheManager
+    waiting: WaitingQueue
+    running: list[Sequence]
+    free_rows: list[int]
+
+
+class Forecast(Protocol):
+    """What the cost model knows. Frozen: what is learnt later is another forecast."""
+
+    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
+        """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
+        ...
+
+
+@runtime_checkable
+class DynamicPolicy(Policy, Protocol):
+    """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this."""
+
+    wake: float = math.inf
+
+    def create_queue(self) -> WaitingQueue:
+        return WaitingQueue()
+
+    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+        """Before it enters the queue. It may set ``sequence.order``."""
+        return None
+
+    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+        """Before a step is planned. It may set the orders of those who run (they are sorted afterwards) and of those who wait (and then
+        calls ``standing.waiting.reorder()``). What it returns must wait and have no token yet, and ends with the refusal."""
+        return ()
+
+    def admitted(self, sequence: Sequence, now: float) -> None:
+        """It runs from now on, perhaps not for the first time. Siblings (n > 1) come when their prompt is computed; ``index`` says which."""
+
+    def left(self, sequence: Sequence, now: float) -> None:
+        """It was running or waiting and has ended (status FINISHED), or was running and waits again (its order may be set: it is pushed next).
+        No record but this one is sure to be right."""
