@@ -46,12 +46,17 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes, without saying for whom: enough for its cost."""
+    """What a step computes, without saying for whom: enough for its cost.
+
+    ``lone`` and ``saved`` tell apart what kernels do at different speeds; empty where nobody looked. They are no part of the floor.
+    """
 
     tokens: int
     sampled: int  # logits rows
     pairs: tuple[float, ...]  # per KV group: (query, key) pairs of one layer
     keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
+    lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
+    saved: tuple[float, ...] = ()  # per KV group: of those, what need not be read because another sequence's reading serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +91,20 @@ def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
     rows = len(plan.counts)
     if plan.counts.count(1) == rows:
         seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
-        return StepLoad(rows, len(plan.sample_work), seen, seen)
+        return StepLoad(rows, len(plan.sample_work), seen, seen, seen)
     count = np.array(plan.counts, dtype=np.float64)
     end = np.array(plan.starts, dtype=np.float64) + count
-    pairs, keys = [], []
+    single = end[count == 1.0]
+    pairs, keys, lone = [], [], []
     for window in windows:
+        lone.append(float(single.sum() if window is None else np.minimum(single, window).sum()))
         if window is None:
             pairs.append(float(count @ end) - float(count @ (count - 1.0)) / 2)
             keys.append(float(end.sum()))
         else:
             pairs.append(float((_triangle(end, window) - _triangle(end - count, window)).sum()))
             keys.append(float(np.minimum(end, count + (window - 1)).sum()))
-    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys))
+    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone))
 
 
 def _keys_of_tokens(starts: array[int], window: int | None) -> float:
