@@ -9,7 +9,8 @@ from array import array
 import numpy as np
 import pytest
 
-from headrace.cost.cost_model import CostModel, StepLoad, expected_experts, load_of
+from headrace.cost.cost_model import CostModel, StepLoad, load_of
+from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.models.families import spec_from_config
 from headrace.request import StepPlan
@@ -114,8 +115,8 @@ def test_experts_count_the_distinct_ones() -> None:
     assert one["experts"] == pytest.approx((3 * 2 * 3 * 4 * 3 * 2, 3 * 2 * 2 * 3 * 4 * 3))  # exactly top_k experts
     assert one["router"] == (3 * 8 * 4 * 2, 2 * 3 * 8 * 4)
     assert "gate_up" not in one
-    assert expected_experts(8, 2, 2) == pytest.approx(3.5)  # 2 + 2 * 6 / 8
-    assert expected_experts(8, 2, 10_000) == pytest.approx(8)
+    assert touched_experts(8, 2, 2) == pytest.approx(3.5)  # 2 + 2 * 6 / 8
+    assert touched_experts(8, 2, 10_000) == pytest.approx(8)
 
 
 def test_biases_and_learned_positions_are_bytes_too() -> None:
@@ -154,7 +155,7 @@ def test_distinct_experts_are_those_that_random_routing_touches(tokens: int) -> 
     """128 experts, 8 a token, as Qwen3-30B-A3B has them; 300 draws."""
     random = np.random.default_rng(tokens)
     touched = [len(np.unique(random.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, :8])) for _ in range(300)]
-    assert expected_experts(128, 8, tokens) == pytest.approx(np.mean(touched), rel=0.01)
+    assert touched_experts(128, 8, tokens) == pytest.approx(np.mean(touched), rel=0.01)
 
 
 def test_floors_of_a_sparse_model_by_hand() -> None:

@@ -17,9 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVSpec, MoESpec, NormKind
+
+
+Amount = float | np.ndarray  # of one step, or one entry a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,20 @@ class StepLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """A step's (bytes, FLOPs) by what does them. ``decode``: attention of single tokens, without what sharing saves; ``prompts``: of all other
+    tokens. The rest is bytes alone: ``others`` (norms, embedding, new keys), ``activations`` (what fusing could avoid)."""
+
+    products: tuple[float, float]
+    head: tuple[float, float]
+    experts: tuple[float, float]
+    decode: tuple[Amount, Amount]
+    prompts: tuple[Amount, Amount]
+    others: float
+    activations: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Dense:
     """A matrix product over all layers: ``fixed`` bytes whatever the batch, FLOPs by the token (or by the sampled row)."""
 
@@ -76,11 +94,6 @@ class _Experts:
     num_layers: int
     expert_bytes: float
     flops_per_token: float  # of all its layers
-
-
-def expected_experts(num_experts: int, top_k: int, tokens: int) -> float:
-    """Distinct experts that ``tokens`` tokens touch when each picks ``top_k`` of ``num_experts`` evenly at random."""
-    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
 
 
 def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
@@ -125,12 +138,24 @@ class CostModel:
     """Prices steps of one model on one device.
 
     ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is bytes a weight element (2 for bf16; below 1 for
-    4-bit formats); ``dtype`` names the GEMM rate. ``estimate`` is on the step's path: a few microseconds at any batch.
+    4-bit formats); ``dtype`` names the GEMM rate. ``popularity``: how often tokens pick each expert (popularity.py); empty: evenly.
+    ``estimate`` is on the step's path: a few microseconds at any batch.
     """
 
-    def __init__(self, spec: DecoderSpec, groups: Sequence[KVSpec], profile: DeviceProfile, *, weight_bytes: float, dtype: str) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        groups: Sequence[KVSpec],
+        profile: DeviceProfile,
+        *,
+        weight_bytes: float,
+        dtype: str,
+        popularity: Sequence[float] = (),
+    ) -> None:
         self.spec = spec
         self.profile = profile
+        self.dtype = dtype
+        self._popularity = tuple(popularity)
         self._bandwidth = profile.read_bandwidth
         self._rate = profile.gemm_rate(dtype)
         self.windows = tuple(group.window for group in groups)
@@ -161,6 +186,11 @@ class CostModel:
         """As the scheduler asks it: the floor of a step that is not planned yet."""
         return self.estimate_load(StepLoad(tokens, sampled, tuple(pairs), tuple(keys))).floor_seconds
 
+    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
+        """As a policy asks it: a step of ``rows`` sequences that computes ``tokens``, which see ``attended`` keys in all."""
+        seen = (float(attended),) * len(self.windows)
+        return self.estimate_load(StepLoad(tokens, rows, seen, seen)).seconds
+
     def operators(self, load: StepLoad) -> tuple[OperatorCost, ...]:
         """The same sums, operator by operator, and the activations that are no part of the floor."""
         bandwidth, rate = self._bandwidth, self._rate
@@ -171,6 +201,29 @@ class CostModel:
     def load_of(self, plan: StepPlan) -> StepLoad:
         return load_of(plan, self.windows)
 
+    def work(self, load: StepLoad) -> Work:
+        """The same bytes and FLOPs by what does them; ``pairs``, ``keys``, ``lone`` and ``saved`` of the load may be arrays, one entry a step."""
+        tokens = load.tokens
+        dense = sum(op.weight_bytes for op in self._dense), tokens * sum(op.flops_per_token for op in self._dense)
+        sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
+        head = (self._head.weight_bytes, self._head.flops_per_token * load.sampled) if load.sampled else (0.0, 0.0)
+        decode, prompts = self._attention(load)
+        others = tokens * (sum(self._kv_token_bytes) + self._token_bytes) + self._norm_bytes
+        experts = sum(moved for moved, _ in sparse), sum(flops for _, flops in sparse)
+        return Work(dense, head, experts, decode, prompts, others, tokens * self._activation_bytes)
+
+    def _attention(self, load: StepLoad) -> tuple[tuple[Amount, Amount], tuple[Amount, Amount]]:
+        """Of single tokens and of the others; a load that does not tell them apart counts as that of whole prompts, or of single tokens."""
+        lone = load.lone or (load.keys if load.pairs == load.keys else (0.0,) * len(load.keys))
+        saved = load.saved or (0.0,) * len(lone)
+        groups = list(zip(self._kv_token_bytes, self._pair_flops, load.keys, load.pairs, lone, saved, strict=True))
+        decode = sum((own - shared) * each for each, _, _, _, own, shared in groups), sum(own * each for _, each, _, _, own, _ in groups)
+        prompts = sum((keys - own) * each for each, _, keys, _, own, _ in groups), sum((pairs - own) * each for _, each, _, pairs, own, _ in groups)
+        return decode, prompts
+
+    def _expert_bytes(self, op: _Experts, tokens: int) -> float:
+        return op.num_layers * op.expert_bytes * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
+
     def _costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
         """(name, bytes, FLOPs) of every operator in the floor."""
         tokens = load.tokens
@@ -178,8 +231,7 @@ class CostModel:
             return []
         costs = [(op.name, op.weight_bytes, op.flops_per_token * tokens) for op in self._dense]
         for op in self._experts:
-            touched = expected_experts(op.spec.num_experts, op.spec.top_k, tokens)
-            costs.append(("experts", op.num_layers * op.expert_bytes * touched, op.flops_per_token * tokens))
+            costs.append(("experts", self._expert_bytes(op, tokens), op.flops_per_token * tokens))
         for index, per_token in enumerate(self._kv_token_bytes):
             costs.append(("attention", load.keys[index] * per_token, load.pairs[index] * self._pair_flops[index]))
             costs.append(("kv_write", tokens * per_token, 0.0))
