@@ -87,12 +87,23 @@ class SchedulerConfig:
     max_num_seqs: int | None = option(None, "sequences running at once; automatic by device", minimum=1)
     max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True, minimum=1)
     max_logits_rows: int = option(2048, "positions a step whose logits may be materialised (prompt_logprobs spend it)", minimum=1)
+    max_step_ms: float | None = option(
+        None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
+        technique="step_budget", on=50.0, off=None,
+    )  # fmt: skip
     scheduling_policy: str = option("fcfs", "order of the waiting queue", choices=("fcfs", "priority"))
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
+            why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
+            raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")
+
+    @property
+    def max_step_seconds(self) -> float | None:
+        return None if self.max_step_ms is None else self.max_step_ms / 1e3
 
     @property
     def rows(self) -> int:

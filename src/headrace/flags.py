@@ -59,7 +59,6 @@ ELSEWHERE: dict[str, str] = {
     "--enable-expert-parallel": "one device only, so far",
     "--cpu-offload-gb": "offloading is not supported yet",
     "--swap-space": "a preempted request is recomputed, not swapped; leave it out",
-    "--max-step-ms": "budgets in milliseconds are not supported yet",
     "--ssl-keyfile": "put a TLS proxy in front",
     "--ssl-certfile": "put a TLS proxy in front",
     "--ssl-ca-certs": "put a TLS proxy in front",

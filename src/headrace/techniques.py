@@ -28,6 +28,7 @@ class Technique:
     improves: str
     off_means: str
     needs_gpu: bool = False
+    on_value: Any = None  # where neither True nor 1 is meant
 
     @property
     def ablate(self) -> str:
@@ -42,13 +43,17 @@ class Technique:
     @property
     def on(self) -> Any:
         """The field's value when the technique is on."""
+        if self.on_value is not None:
+            return self.on_value
         return not self.off if isinstance(self.off, bool) else 1
 
     @property
     def default_state(self) -> str:
         """``on``, ``off``, ``automatic`` (chosen by device) or another value."""
         words = {self.on: "on", self.off: "off"} if isinstance(self.off, bool) else {}
-        return "automatic" if self.default is None else words.get(self.default, str(self.default))
+        if self.default is None:
+            return "automatic" if self.off is not None else "off"
+        return words.get(self.default, str(self.default))
 
     def __str__(self) -> str:
         return self.name
@@ -86,6 +91,15 @@ TECHNIQUES = (
         off=False,
         improves="the tail of the time between tokens while long prompts arrive",
         off_means="a prompt is computed whole, before any decoding",
+    ),
+    Technique(
+        name="step_budget",
+        source="Sarathi-Serve (Agrawal et al., OSDI 24), section 4.3: steps sized by the bound on the time between tokens; here each is priced",
+        switch="scheduler.max_step_ms",
+        off=None,
+        on_value=50.0,
+        improves="requests/s at a bound on the 99th percentile of the time between tokens",
+        off_means="a step is bounded by a number of tokens (max_num_batched_tokens), whatever they cost",
     ),
     Technique(
         name="paged_allocation",

@@ -159,6 +159,8 @@ def test_quantile_by_hand() -> None:
     ("waits_blocks", (500, 9, 10), "Request 7 waits for blocks: its 500 tokens do not fit beside the 9 of 10 blocks in use."),
     ("waits_rows", (1, 0), "Request 7 waits for a place in the batch: it needs 1, 0 are free."),
     ("waits_budget", (512,), "Request 7 waits for the next step: this one's 512 tokens are given out."),
+    ("waits_time", (50_000,), "Request 7 waits for the next step: this one's 50.0 ms are given out."),
+    ("overfull", (300, 50_000), "300 answers together take longer than the 50.0 ms that a step may take: prompts get little beside them."),
     ("waits_batch", (), "Request 7 waits for the running batch to end: continuous batching is off."),
     ("refused", (5000,), "Request 7 refused: a prompt of 5,000 tokens cannot run here."),
     ("aborted", (), "Request 7 aborted: its client left."),

@@ -12,13 +12,14 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
+from headrace.cost.speed import StepSpeed
 from headrace.engine.accounts import StepAccounts
 from headrace.engine.executor import Executor, Ticket
 from headrace.engine.journal import Journal
@@ -86,11 +87,14 @@ class EngineCore:
         journal: Journal | None = None,
         masks: Masks | None = None,
         forecast: Forecast | None = None,
+        speed: Callable[[], StepSpeed] | None = None,
     ) -> None:
+        """``speed``: how fast steps have been going, asked before each step where the scheduler heeds it."""
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace, forecast)
+        self._speed = speed if self.scheduler.wants_speed else None
         self._observer = observer
         self._journal = journal
         self._masks = masks
@@ -168,9 +172,10 @@ class EngineCore:
         if not self._had_work:  # what happened while there was nothing to do is no step's
             self._host_mark = self.clock.thread_seconds()
         events, self._events = self._events, []
+        speed = self._speed() if self._speed is not None else None
         if self._journal is not None:
-            self._journal.scheduled(begin, events)
-        plan = self.scheduler.schedule(begin, events)
+            self._journal.scheduled(begin, events, speed)
+        plan = self.scheduler.schedule(begin, events, speed)
         if self._masks is not None:
             self._masks.keep(self.scheduler.requests)
         if plan is None:
@@ -267,5 +272,6 @@ def create_scheduler(
         paged_allocation=cache.paged_allocation,
         kv_caching=cache.kv_caching,
         padded=info.padded,
+        max_step_seconds=config.max_step_seconds,
     )
     return Scheduler(config, limits, manager, eos_token_ids, forecast)

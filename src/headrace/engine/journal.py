@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from headrace.cost.speed import StepSpeed
 from headrace.request import StepPlan, StepResult
 from headrace.scheduler.events import Event
 from headrace.scheduler.scheduler import Scheduler
@@ -17,6 +18,7 @@ from headrace.scheduler.scheduler import Scheduler
 class Scheduled:
     now: float
     events: tuple[Event, ...]
+    speed: StepSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Collected:
 class Journal:
     entries: list[Scheduled | Collected] = field(default_factory=list)
 
-    def scheduled(self, now: float, events: Seq[Event]) -> None:
-        self.entries.append(Scheduled(now, tuple(events)))
+    def scheduled(self, now: float, events: Seq[Event], speed: StepSpeed | None = None) -> None:
+        self.entries.append(Scheduled(now, tuple(events), speed))
 
     def collected(self, now: float, result: StepResult | None, error: str) -> None:
         self.entries.append(Collected(now, result, error))
@@ -44,7 +46,7 @@ def replay(journal: Journal, scheduler: Scheduler) -> list[StepPlan | None]:
     plans: list[StepPlan | None] = []
     for entry in journal.entries:
         if isinstance(entry, Scheduled):
-            plans.append(scheduler.schedule(entry.now, entry.events))
+            plans.append(scheduler.schedule(entry.now, entry.events, entry.speed))
         elif entry.result is None:
             scheduler.fail(entry.error, entry.now)
         else:

@@ -91,6 +91,8 @@ def create_engine(
         depth=config.device.overlap or 0,
         observer=recorder,
         masks=masks,
+        forecast=recorder.floors,
+        speed=recorder.speed,
     )
     info = describe(config, source, core, eos, decisions)
     trace = StepTrace(file, recorder, core.stats, name=f"headrace: {info.model}, {info.device}") if file is not None else None
@@ -126,7 +128,7 @@ def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -
     limits = DeviceLimits(device)
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
-    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype)
+    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype, promise=config.scheduler.max_step_seconds)
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder
 
 

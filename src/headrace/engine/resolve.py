@@ -17,6 +17,7 @@ from headrace.models.source import ModelSource, find_model
 from headrace.techniques import TECHNIQUES, Technique
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
+CPU_TOKENS_A_TIMED_STEP = 2048
 CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a fifth of a second of an 8B model's prefill
 OFFLINE_TOKENS_A_STEP = 16384  # two fifths of a second of an 8B model, which nobody watches
 DEFAULT_ROWS = 256
@@ -44,7 +45,7 @@ def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -
         decisions.append(Decision("max_num_seqs", rows, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=rows))
     if config.scheduler.max_num_batched_tokens is None:
-        tokens, reason = _tokens_a_step(device, watched=watched)
+        tokens, reason = _tokens_a_step(device, watched=watched, timed=config.scheduler.max_step_ms is not None)
         tokens = max(tokens, config.scheduler.rows)
         decisions.append(Decision("max_num_batched_tokens", tokens, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
@@ -67,7 +68,9 @@ def _sequences_at_once(device: str) -> tuple[int, str]:
     return DEFAULT_ROWS, "the keyed-hash executor's default"
 
 
-def _tokens_a_step(device: str, *, watched: bool) -> tuple[int, str]:
+def _tokens_a_step(device: str, *, watched: bool, timed: bool) -> tuple[int, str]:
+    if device == "cpu" and timed:
+        return CPU_TOKENS_A_TIMED_STEP, "--max-step-ms bounds steps that answers wait for; the others may compute more at once"
     if device == "cuda" and not watched:
         return OFFLINE_TOKENS_A_STEP, "offline only the whole counts: fewer, larger steps read the weights less often"
     if device == "cuda":

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.bench.statistics import summarise
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
+from headrace.metrics import StepRecorder
 from headrace.planner.devices import Device
 from headrace.planner.drive import Outcome
 from headrace.planner.executor import DeviceCounts
@@ -39,6 +40,21 @@ def figures_of(
         "preemptions": counters.preemptions,
         "prefix_hit_share": counters.prefix_hits / counters.prefix_queries if counters.prefix_queries else 0.0,
         "most_kv_used": outcome.most_used_blocks / core.scheduler.cache.num_blocks,
+    }
+
+
+def promise_figures(recorder: StepRecorder) -> dict[str, Any]:
+    """Of --max-step-ms: steps that somebody's answer waited for, and how many of them kept to it; {} without."""
+    if recorder.promise is None:
+        return {}
+    summary = recorder.summary()
+    promised = summary["promised_steps"]
+    return {
+        "step_promise_ms": recorder.promise * 1e3,
+        "promised_steps": promised,
+        "promise_kept_share": summary["kept_steps"] / promised if promised else 1.0,
+        "overfull_steps": summary["overfull_steps"],
+        "promise_tail": summary["promise_tail"],
     }
 
 

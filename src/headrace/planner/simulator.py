@@ -21,10 +21,11 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
+from headrace.metrics import StepRecorder
 from headrace.planner.devices import Device
 from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
-from headrace.planner.figures import check_limits, figures_of
+from headrace.planner.figures import check_limits, figures_of, promise_figures
 from headrace.planner.placement import ELEMENT_BYTES, place
 from headrace.planner.step_time import StepTime
 from headrace.planner.workload import Asked, check_lengths, prompt_ids
@@ -67,16 +68,21 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=ELEMENT_BYTES[placement.dtype], dtype=placement.dtype)
     step_time = StepTime(cost_model, device, placement.dtype)
     check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
-    core, executor = create_core(placement.info, config, step_time, device.host_seconds)
+    recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
+    core, executor = create_core(placement.info, config, step_time, device.host_seconds, recorder)
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = partial(_ids, load, spec.vocab_size)
     outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue).run()
     figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
+    figures |= promise_figures(recorder)
     return Report(figures, outcome.samples, placement.info, (*decisions, Decision("dtype", placement.dtype, "as the engine would choose")))
 
 
-def create_core(info: ExecutorInfo, config: EngineConfig, step_time: StepTime, host_seconds: float) -> tuple[EngineCore, ModelledExecutor]:
-    """The engine's own core, over a device that only takes time."""
+def create_core(
+    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, host_seconds: float, recorder: StepRecorder
+) -> tuple[EngineCore, ModelledExecutor]:
+    """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
+    it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
     executor = ModelledExecutor(info, step_time.of_plan, clock, host_seconds=host_seconds)
     core = EngineCore(
@@ -86,7 +92,11 @@ def create_core(info: ExecutorInfo, config: EngineConfig, step_time: StepTime, h
         eos_token_ids=frozenset(),
         clock=clock,
         depth=config.device.overlap or 0,
+        forecast=recorder.floors,
+        speed=recorder.speed,
     )
+    if core.scheduler.wants_speed:
+        core.observe(recorder)
     return core, executor
 
 

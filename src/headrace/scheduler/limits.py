@@ -19,6 +19,7 @@ class SchedulerLimits:
     paged_allocation: bool = True
     kv_caching: bool = True
     padded: bool = False  # every chunk of a step counts as the longest one
+    max_step_seconds: float | None = None  # of steps that compute single tokens too: prompts get the chunk that fits beside them
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ from typing import Literal, NamedTuple
 
 CAPACITY = 256  # entries; older ones are forgotten
 
-Kind = Literal["admitted", "resumed", "preempted", "refused", "aborted", "failed", "waits_batch", "waits_rows", "waits_budget", "waits_blocks"]
+Kind = Literal[
+    "admitted", "resumed", "preempted", "refused", "aborted", "failed", "overfull",
+    "waits_batch", "waits_rows", "waits_budget", "waits_blocks", "waits_time",
+]  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -20,7 +23,8 @@ class Entry(NamedTuple):
 
     admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used blocks, blocks;
     waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks, blocks; refused: prompt;
-    failed: sequences of the step. The request is -1 where it is about none.
+    failed: sequences of the step; waits_time: microseconds a step may take; overfull: single tokens that alone take longer, and that.
+    The request is -1 where it is about none.
     """
 
     number: int

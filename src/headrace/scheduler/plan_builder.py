@@ -9,13 +9,14 @@ from array import array
 
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, StepPlan
+from headrace.scheduler.step_budget import StepMeter
 from headrace.sequence import Sequence
 
 
 class PlanBuilder:
     """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``logits_budget`` is what is left, in rows.
 
-    ``padded``: every piece of work takes as much of the token budget as the longest one.
+    ``padded``: every piece of work takes as much of the token budget as the longest one. ``meter``: where the step is bounded in time.
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class PlanBuilder:
         "edits",
         "logits_budget",
         "masked",
+        "meter",
         "prompt_logprobs",
         "rows_added",
         "sample_work",
@@ -52,6 +54,7 @@ class PlanBuilder:
         self.edits = TableEdits()
         self.prompt_logprobs: list[int] = []
         self.masked: list[int] = []
+        self.meter: StepMeter | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -73,6 +76,8 @@ class PlanBuilder:
         self.counts.append(count)
         self._num_tokens += count
         self._longest = max(self._longest, count)
+        if self.meter is not None:
+            self.meter.add(start, count)
         return len(self.work) - 1
 
     def complete_plain_work(self) -> None:

@@ -17,18 +17,28 @@ from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
+from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
 
 
 class Planner:
     """Fills PlanBuilders from the roster. ``prefix_queries`` and ``prefix_hits`` count tokens at first admission."""
 
-    def __init__(self, config: SchedulerConfig, limits: SchedulerLimits, roster: Roster, cache: CacheManager, policy: Policy) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: SchedulerLimits,
+        roster: Roster,
+        cache: CacheManager,
+        policy: Policy,
+        floors: StepFloors | None = None,
+    ) -> None:
         self.config = config
         self.limits = limits
         self.roster = roster
         self.cache = cache
         self.policy = policy
+        self._floors = floors
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._batch_quota = 0  # static batching: how many the current batch may still admit
@@ -134,9 +144,20 @@ class Planner:
         count = min(whole, plan.room)
         if sequence.wants_scores:
             count = min(count, plan.logits_budget)
+        if self.limits.max_step_seconds is not None and count:
+            count = self._meter(plan, self.limits.max_step_seconds).fits(start, count)
         if count < whole and not (self.config.chunked_prefill and self.limits.kv_caching):
             return 0 if plan.work else whole  # alone, it may exceed the budget
         return count
+
+    def _meter(self, plan: PlanBuilder, seconds: float) -> StepMeter:
+        """What times this step; made when its first prompt asks, for then all single tokens are planned."""
+        if plan.meter is None:
+            assert self._floors is not None, "checked at the start"
+            plan.meter = meter = StepMeter(self._floors, self.roster.speed, seconds, plan.starts)
+            if meter.overfull:
+                self.roster.log.add_wait("overfull", -1, len(plan.starts), int(seconds * 1e6))
+        return plan.meter
 
     def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
         """Plans ``count`` tokens if blocks suffice; samples when they are the last known ones."""
@@ -195,11 +216,18 @@ class Planner:
                 return log.add_wait("waits_rows", request_id, rows_wanted(sequence), rows)
             match = self._lookup(sequence)
             if self._chunk(sequence, match.num_tokens, plan) == 0:
-                return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
+                return self._say_out_of_budget(request_id, plan)
             if not self._fits(sequence, match):
                 return log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
             self._admit(match, plan, now)
             self._try_chunk(sequence, plan)
+
+    def _say_out_of_budget(self, request_id: int, plan: PlanBuilder) -> None:
+        """Of tokens, or of time."""
+        seconds = self.limits.max_step_seconds
+        if seconds is not None and plan.meter is not None and plan.meter.bound:
+            return self.roster.log.add_wait("waits_time", request_id, int(seconds * 1e6))
+        return self.roster.log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
 
     @property
     def admits(self) -> bool:

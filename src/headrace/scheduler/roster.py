@@ -16,6 +16,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from headrace.cache.manager import CacheManager
+from headrace.cost.speed import StepSpeed
 from headrace.request import Request, SamplingParams, SequenceStatus
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.log import DecisionLog
@@ -51,6 +52,7 @@ class Roster:
         self.stale = False  # ``running`` holds sequences that have ended or are fully planned
         self.num_preemptions = 0
         self.now = 0.0  # of the call that is under way
+        self.speed = StepSpeed()  # likewise
         self.log = DecisionLog()
         self._policy = policy
         self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)

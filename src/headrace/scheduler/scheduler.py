@@ -6,7 +6,7 @@ A sequence has tokens, some of them computed; each step gives it some more to co
     update(result, now)   → outputs       the result is collected, up to D steps later
     fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over
 
-It reads no clock: ``now`` is an input, so a journal of the calls replays exactly.
+It reads no clock: ``now`` is an input, and so is how fast steps have been going, so a journal of the calls replays exactly.
 
 What lives here: the face of the control plane. What may not: its parts (planner.py, roster.py, results.py), blocks, torch, text.
 """
@@ -20,6 +20,8 @@ from dataclasses import replace
 
 from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
+from headrace.cost.speed import StepSpeed
+from headrace.errors import ConfigError
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
 from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
@@ -48,11 +50,18 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.cache = cache
+        if limits.max_step_seconds is not None and forecast is None:
+            raise ConfigError(
+                f"--max-step-ms is {limits.max_step_seconds * 1e3:g}, but this engine cannot tell what a step costs: it computes no model, or its "
+                f"device was never measured. Measure it with headrace doctor --profile, or bound steps with --max-num-batched-tokens."
+            )
+        if limits.max_step_seconds is not None and not limits.kv_caching:
+            raise ConfigError("--max-step-ms needs prompts that may be split, and without kv_caching they are computed whole; leave one of them out.")
         self.policy = create_policy(config, forecast)
         self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
         self._roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
-        self._planner = Planner(config, limits, self._roster, cache, self.policy)
+        self._planner = Planner(config, limits, self._roster, cache, self.policy, forecast)
         self._next_step = 0
         self._num_requests = 0
         self._rows_lost = False
@@ -95,6 +104,11 @@ class Scheduler:
         return sum(map(len, self._roster.requests.values())) - self.num_waiting
 
     @property
+    def wants_speed(self) -> bool:
+        """Whether ``schedule`` is to be told how fast steps go."""
+        return self.limits.max_step_seconds is not None or (self._dynamic is not None and self._dynamic.heeds_speed)
+
+    @property
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(self._num_requests, self._roster.num_preemptions, self._planner.prefix_queries, self._planner.prefix_hits)
 
@@ -104,9 +118,11 @@ class Scheduler:
 
     # --- planning
 
-    def schedule(self, now: float, events: Iterable[Event] = ()) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result)."""
+    def schedule(self, now: float, events: Iterable[Event] = (), speed: StepSpeed | None = None) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result). ``speed`` None: as before."""
         self._roster.now = self._roster.log.now = now
+        if speed is not None:
+            self._roster.speed = speed
         again = self._repeat(self._cohort, now) if self._cohort is not None and not events else None
         if again is not None:
             return again

@@ -191,6 +191,10 @@ def sentence(kind: str, request: int, values: Sequence[int]) -> str:
             return f"{who} waits for a place in the batch: it needs {wanted}, {free} are free."
         case "waits_budget", (budget,):
             return f"{who} waits for the next step: this one's {budget:,} tokens are given out."
+        case "waits_time", (budget,):
+            return f"{who} waits for the next step: this one's {_duration(budget)} are given out."
+        case "overfull", (rows, budget):
+            return f"{rows:,} answers together take longer than the {_duration(budget)} that a step may take: prompts get little beside them."
         case "waits_batch", ():
             return f"{who} waits for the running batch to end: continuous batching is off."
         case "refused", (prompt,):

@@ -33,11 +33,13 @@ class DeviceLimits:
         return resolve_profile(self._device)
 
 
-def create_recorder(model_config: Mapping[str, Any], info: ExecutorInfo, limits: DeviceLimits, *, dtype: str) -> tuple[StepRecorder, Decision]:
-    """``dtype`` is the one weights are held in."""
+def create_recorder(
+    model_config: Mapping[str, Any], info: ExecutorInfo, limits: DeviceLimits, *, dtype: str, promise: float | None = None
+) -> tuple[StepRecorder, Decision]:
+    """``dtype`` is the one weights are held in; ``promise``: seconds a step may take (--max-step-ms)."""
     profile, decision = limits.found
     if profile is None:
-        return StepRecorder(), decision
+        return StepRecorder(promise=promise), decision
     groups = [group.spec for group in info.kv_groups]
     cost_model = CostModel(families.spec_from_config(model_config), groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
-    return StepRecorder(cost_model), decision
+    return StepRecorder(cost_model, promise=promise), decision

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from headrace.cache.manager import CacheManager
+from headrace.cost.speed import StepSpeed
 from headrace.request import Request
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.step_budget import StepFloors
 from headrace.sequence import Sequence
 
 Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
@@ -54,6 +56,7 @@ class Standing(Protocol):
     """What a dynamic policy may look at (the roster): all records are right while it is asked. It changes ``order`` of sequences, nothing else."""
 
     now: float  # seconds, the engine's clock
+    speed: StepSpeed  # how fast steps have been going
     limits: SchedulerLimits
     cache: CacheManager
     waiting: WaitingQueue
@@ -61,8 +64,8 @@ class Standing(Protocol):
     free_rows: list[int]
 
 
-class Forecast(Protocol):
-    """What the cost model knows. Frozen: what is learnt later is another forecast."""
+class Forecast(StepFloors, Protocol):
+    """What the cost model knows. Frozen: what is learnt later is the standing's ``speed``."""
 
     def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
         """A step of ``rows`` sequences that computes ``tokens`` in all, which see ``attended`` keys in all, themselves included."""
@@ -71,9 +74,11 @@ class Forecast(Protocol):
 
 @runtime_checkable
 class DynamicPolicy(Policy, Protocol):
-    """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this."""
+    """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this.
+    ``heeds_speed``: the standing's ``speed`` is kept up to date."""
 
     wake: float = math.inf
+    heeds_speed: bool = False
 
     def create_queue(self) -> WaitingQueue:
         return WaitingQueue()

@@ -1,0 +1,158 @@
+"""A step budget in seconds: what fits beside single tokens, against the plain search; progress, promises, and what is said when they break."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.cost.cost_model import load_of
+from headrace.cost.speed import EXCEED, Line, StepSpeed, Tail
+from headrace.request import StepPlan
+from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter, keys_of, pairs_of
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Bytes or FLOPs, whichever takes longer, and experts' bytes, which are concave in tokens."""
+
+    windows: tuple[int | None, ...] = (None,)
+    weights: float = 1e-3
+    a_token: float = 1e-5
+    a_key: float = 1e-8
+    a_pair: float = 1e-9
+    experts: float = 0.0
+
+    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+        attention = sum(max(p * self.a_pair, k * self.a_key) for p, k in zip(pairs, keys, strict=True))
+        return max(self.weights, tokens * self.a_token) + attention + self.experts * (1.0 - 0.98**tokens) + sampled * 1e-7
+
+
+def meter(seconds: float, starts: Sequence[int] = (100,), speed: StepSpeed | None = None, floors: Floors | None = None) -> StepMeter:
+    return StepMeter(floors or Floors(), speed or StepSpeed(), seconds, starts)
+
+
+positions = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
+shapes = st.builds(
+    Floors,
+    windows=st.sampled_from([(None,), (None, 64), (256,)]),
+    weights=st.floats(1e-4, 5e-3),
+    a_token=st.floats(1e-6, 1e-4),
+    a_pair=st.floats(1e-10, 1e-8),
+    experts=st.sampled_from([0.0, 1e-3]),
+)
+
+
+@given(shapes, positions, st.floats(1e-3, 2e-2), st.integers(0, 4000), st.integers(1, 3000), st.floats(0.5, 3.0), st.floats(0.0, 1e-3))
+@settings(max_examples=150, deadline=None)
+def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
+    floors: Floors, starts: list[int], seconds: float, start: int, most: int, slope: float, gap: float
+) -> None:
+    speed = StepSpeed(mixed=Line(slope, 1e-4), tail=1.1, gap=gap)
+    step = StepMeter(floors, speed, seconds, starts)
+    found = step.fits(start, most)
+    assert 1 <= found <= most
+
+    def floor(count: int) -> float:
+        pairs = [sum(pairs_of(each, 1, w) for each in starts) + pairs_of(start, count, w) for w in floors.windows]
+        keys = [sum(keys_of(each, 1, w) for each in starts) + keys_of(start, count, w) for w in floors.windows]
+        return floors.floor_seconds(len(starts) + count, len(starts) + 1, pairs, keys)
+
+    pairs = [sum(pairs_of(each, 1, w) for each in starts) for w in floors.windows]
+    alone = floors.floor_seconds(len(starts), len(starts), pairs, pairs)
+    room = max(speed.promised(seconds), alone + LEAST_SHARE * seconds / slope)
+    assert found == 1 or floor(found) <= room * (1 + 1e-9)
+    if found < most:  # what the plain search would have found beyond is little: in time, or it is the next token
+        assert floor(found + 1) > room or floor(found) >= room - NEAR * (room - alone) - 1e-12 or most_waste(floor, found, most, room) <= 0.02 * most + 1
+
+
+def most_waste(floor: object, found: int, most: int, room: float) -> int:
+    assert callable(floor)
+    return sum(1 for count in range(found + 1, most + 1) if floor(count) <= room)
+
+
+@given(positions, positions, st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 1, 7, 64, 1000]))
+def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(starts: list[int], more: list[int], start: int, count: int, window: int | None) -> None:
+    empty = array("i")
+    rows = array("i", range(len(starts) + 1))
+    plan = StepPlan(
+        0, empty, (), empty, empty, empty, empty, empty, empty, empty,
+        rows, array("i", [*starts, start]), array("i", [1] * len(starts) + [count]), rows, rows,
+    )  # fmt: skip
+    load = load_of(plan, (window,))
+    assert load.pairs[0] == pytest.approx(sum(pairs_of(each, 1, window) for each in starts) + pairs_of(start, count, window))
+    assert load.keys[0] == pytest.approx(sum(keys_of(each, 1, window) for each in starts) + keys_of(start, count, window))
+
+
+def test_a_step_that_nobody_s_answer_waits_for_has_no_bound() -> None:
+    assert meter(1e-6, starts=()).fits(0, 100_000) == 100_000
+
+
+def test_single_tokens_over_the_budget_alone_are_said_and_prompts_go_on() -> None:
+    step = meter(0.5e-3, starts=[100] * 300)
+    assert step.overfull
+    assert step.fits(0, 5000) >= 1
+    step.add(0, step.fits(0, 5000))
+    assert step.fits(0, 5000) == 0  # a second prompt has to wait
+
+
+def test_a_prompt_goes_on_by_one_token_where_not_even_that_fits() -> None:
+    assert meter(1e-9, floors=Floors(a_token=1.0)).fits(0, 50) == 1
+
+
+def test_a_second_prompt_gets_what_is_left_or_nothing() -> None:
+    floors = Floors(weights=0.0, a_token=1e-5, a_key=0.0, a_pair=0.0)
+    step = meter(100.5e-5, floors=floors)
+    step.add(0, 60)
+    assert 35 <= step.fits(0, 500) <= 39
+    step.add(0, 30)
+    assert step.fits(0, 500) == 0  # room for a few: less than a slice
+    assert step.fits(0, 3) == 3 < SLICE  # but the whole of a short one
+
+
+def test_the_same_question_is_answered_once() -> None:
+    asked = 0
+
+    @dataclass(frozen=True)
+    class Counted(Floors):
+        def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+            nonlocal asked
+            asked += 1
+            return super().floor_seconds(tokens, sampled, pairs, keys)
+
+    step = meter(3e-3, floors=Counted())
+    first = step.fits(0, 1000)
+    spent = asked
+    assert step.fits(0, 1000) == first and asked == spent <= 16
+
+
+def test_longer_context_gives_shorter_chunks_and_more_time_longer_ones() -> None:
+    by_start = [meter(6e-3).fits(start, 10_000) for start in (0, 2000, 20_000, 100_000)]
+    assert by_start == sorted(by_start, reverse=True) and by_start[0] > 1.5 * by_start[-1]
+    by_seconds = [meter(seconds).fits(0, 10_000) for seconds in (2e-3, 4e-3, 8e-3)]
+    assert by_seconds == sorted(by_seconds) and len(set(by_seconds)) == 3
+
+
+def test_the_tail_settles_where_one_step_in_a_hundred_exceeds_it() -> None:
+    import random
+
+    draw, tail, above = random.Random(3), Tail(), 0
+    for step in range(40_000):
+        ratio = draw.lognormvariate(0.0, 0.1)
+        above += step >= 10_000 and ratio > tail.ratio
+        tail.observe(ratio)
+    assert above / 30_000 == pytest.approx(EXCEED, rel=0.3)
+
+
+def test_the_tail_of_steps_that_keep_to_their_prediction_is_1_and_has_a_top() -> None:
+    tail = Tail()
+    for _ in range(1000):
+        tail.observe(0.9)
+    assert tail.ratio == 1.0
+    for _ in range(1000):
+        tail.observe(1e9)
+    assert tail.ratio <= 4.0
