@@ -249,14 +249,14 @@ def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float
             planner.add(Planned(row, [row, 2, 3], kinds[row % len(kinds)], seed=17 * row))
         rows.apply(planner.plan([]))
         at, places = np.array([5, 3, 0, 2], dtype=np.int32), np.array([3, 3, 3, 3], dtype=np.int32)
-        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1)).bfloat16()  # a draw takes them as the head gives them
         logits[3, 7] = float("nan")
         sampler, how = Sampler(rows, Kernels(torch.device("cpu"))), draw_of(rows.traits[at])
         assert how is list(Draw)[len(company)]
         if whole:
             picked = sampler.draw(logits, torch.from_numpy(at), torch.from_numpy(places), how)
         else:
-            picked = sampler.sample(logits, SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked
+            picked = sampler.sample(logits.float(), SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked
         results.append((picked[:3].tolist(), int(picked[3, 1]), rows.token_ids[:, :3].tolist(), rows.token_ids[[5, 3, 0], 3].tolist()))
     assert results[0] == results[1]
     assert results[0][1] == 0  # the row of the NaN is not usable

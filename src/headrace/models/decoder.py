@@ -219,11 +219,11 @@ class Decoder(nn.Module):
             stream = block.forward_fused(stream, following.scale, inputs.positions, inputs.attention[group], k_cache, v_cache)
         return stream.residual
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] → [n, vocab], float32
-        """The LM head, for the rows whose logits are wanted."""
-        logits = self.head.forward(hidden).float()
+    def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
+        """The LM head, for the rows whose logits are wanted. Who only wants the largest needs no copy in float32."""
+        logits = self.head.forward(hidden)
         cap = self.spec.logits_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
 
 def _can_fuse(spec: DecoderSpec) -> bool:

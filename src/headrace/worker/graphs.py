@@ -36,7 +36,7 @@ _ALIGNED = 4  # int32 values in 16 bytes
 class Computes(Protocol):
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
 
 
 def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Computes(Protocol):
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...  # [tokens, hidden]
 
-    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32
+    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class ModelRunner:
             source=source.astype(np.int32),
             masks=_masks_of(masks, piece) if masks.samples else None,
         )
-        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.last[chunks], self._rows.device)]), batch)
+        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.last[chunks], self._rows.device)]).float(), batch)
 
     def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""
@@ -258,7 +258,7 @@ class ModelRunner:
         num_best = self._rows.host[row].params.prompt_logprobs or 0
         first_packed = int(packing.last[index]) + 1 - plan.counts[index]
         for piece in self._pieces(num_scored):
-            logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop])
+            logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop]).float()
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
 

@@ -114,10 +114,11 @@ class Sampler:
         return Samples(picked, scores)
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw) -> Tensor:
-        """One token for each row of ``logits`` [n, vocab], float32, written into ``rows`` [n] int32 at ``positions`` [n] int32.
+        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at ``positions`` [n] int32.
 
         Decides nothing on the host, so that a graph can hold it; (token, usable) of each, [n, 2] int32.
         """
+        logits = logits if how is Draw.GREEDY else logits.float()  # the largest is the same one
         peak, tokens = self._greedy(logits)
         if how is not Draw.GREEDY:
             temperature = self._rows.float_params(rows.long())[:, _FLOAT["temperature"]]

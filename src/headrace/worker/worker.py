@@ -185,6 +185,7 @@ class _Start:
             return
         for op, dtype in STEP_SITES:
             self._kernels.choose(op, dtype=dtype)
+        self._kernels.choose("greedy_tokens", dtype=self._setting.dtype)  # of logits as the head gives them
         setting, seqs = self._setting, self._config.scheduler.rows
         sizes = Sizes(self._spec, setting.dtype, setting.block_size, max_model_len, seqs, setting.tokens_a_step)
         self._ahead.start(self._kernels, sizes, partial(triton.prepare_kernels, setting.device))
