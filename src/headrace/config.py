@@ -6,6 +6,7 @@ What may not: torch, reading checkpoints, command-line parsing (flags.py), and a
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -91,12 +92,16 @@ class SchedulerConfig:
         None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
-    scheduling_policy: str = option("fcfs", "order of the waiting queue", choices=("fcfs", "priority"))
+    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair"))
+    tenant_weight: tuple[str, ...] = option((), "fair: shares of tenants; others have 1", metavar="NAME=WEIGHT")
+    fair_input_price: float = option(1.0, "fair: what a prompt token counts that is computed", minimum=0.0)
+    fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_fair()
         if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
             why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
             raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")
@@ -105,12 +110,35 @@ class SchedulerConfig:
     def max_step_seconds(self) -> float | None:
         return None if self.max_step_ms is None else self.max_step_ms / 1e3
 
+    def _check_fair(self) -> None:
+        prices = (self.fair_input_price, self.fair_output_price)
+        if not 0.0 < sum(prices) < math.inf:
+            raise ConfigError(f"fair_input_price and fair_output_price are {prices[0]:g} and {prices[1]:g}; give finite numbers, one above 0.")
+        if len(self.tenant_weights) < len(self.tenant_weight):
+            raise ConfigError(f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight.")
+
+    @property
+    def tenant_weights(self) -> dict[str, float]:
+        """``tenant_weight`` read. Raises ConfigError."""
+        return dict(map(_read_weight, self.tenant_weight))
+
     @property
     def rows(self) -> int:
         """``max_num_seqs``, once it is resolved. Raises ConfigError before."""
         if self.max_num_seqs is None:
             raise ConfigError("max_num_seqs must be resolved before an engine is made; resolve the config first.")
         return self.max_num_seqs
+
+
+def _read_weight(entry: str) -> tuple[str, float]:
+    name, _, text = entry.rpartition("=")
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not name or not 1e-6 <= weight <= 1e6:
+        raise ConfigError(f"tenant_weight has {entry[:80]!r}; give NAME=WEIGHT with a weight from 0.000001 to 1000000, like team-a=2.")
+    return name, weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

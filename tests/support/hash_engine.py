@@ -27,7 +27,7 @@ def ids(values: Iterable[int]) -> array[int]:
 
 def request(request_id: int, prompt: Iterable[int], **fields: object) -> Request:
     """A request with greedy defaults; ``fields`` are split between Request and SamplingParams."""
-    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter", "seed") if name in fields}
+    own = {name: fields.pop(name) for name in ("priority", "cache_salt", "adapter", "seed", "tenant", "expects", "arrival_time") if name in fields}
     params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt_token_ids=ids(prompt), params=params, **own)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from tests.support.hash_engine import Answers, assert_at_rest, check_books, engi
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.request import FinishReason, Request, StepPlan, StructuredOutputs
+from headrace.scheduler.policies import POLICIES
 
 PREFIX = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 LENGTH = 60
@@ -33,7 +34,7 @@ class ControlPlane(RuleBasedStateMachine):
         rows=st.sampled_from([2, 4, 8]),
         budget=st.sampled_from([3, 8, 64]),
         window=st.sampled_from([None, None, 9]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
         chunked=st.booleans(),
         padded=st.booleans(),
         continuous=st.booleans(),
@@ -120,6 +121,7 @@ class ControlPlane(RuleBasedStateMachine):
             max_tokens=max_tokens,
             n=min(n, self.rows),
             priority=priority,
+            tenant=str(priority),
             seed=seed,
             ignore_eos=ignore_eos,
             prompt_logprobs=scored,

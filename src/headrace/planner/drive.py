@@ -75,7 +75,9 @@ class Drive:
             return
         self._live[index] = sample
         self._outcome.most_running = max(self._outcome.most_running, len(self._live))
-        self._core.add(Request(request_id=index, prompt_token_ids=self._ids(index), params=self._greedy(asked.output), arrival_time=sent))
+        params = self._greedy(asked.output)
+        ids = self._ids(index)
+        self._core.add(Request(request_id=index, prompt_token_ids=ids, params=params, arrival_time=sent, tenant=asked.tenant, expects=asked.expects))
 
     def _greedy(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:

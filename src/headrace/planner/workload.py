@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.bench.workload import TRACE_BLOCK, Lengths, read_trace
 from headrace.errors import ConfigError
+from headrace.request import NO_EXPECTATIONS, Expectations
 
 BENCH_VOCAB = 1000  # of bench serve's ids, unless it is told otherwise
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # constants of splitmix64 (Steele et al. 2014)
@@ -33,6 +34,8 @@ class Asked:
     at: float | None = None
     pieces: tuple[int, ...] = ()
     piece: int = 0
+    tenant: str = ""
+    expects: Expectations = NO_EXPECTATIONS
 
 
 def drawn(count: int, lengths: Lengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[Asked]:

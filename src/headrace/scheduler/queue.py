@@ -1,7 +1,7 @@
 """The waiting queue: a heap in the policy's order; what left it meanwhile (aborts) is skipped, not searched for.
 
     WaitingQueue   one heap
-    LaneQueue      a heap a lane (a tenant …); which lane goes first is asked anew whenever the head is looked for
+    LaneQueue      a heap a lane (a tenant …), and one of lanes
 
 What lives here: the heaps. What may not: admission, what an order means (policies/).
 """
@@ -9,13 +9,14 @@ What lives here: the heaps. What may not: admission, what an order means (polici
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from headrace.request import SequenceStatus
 from headrace.sequence import Sequence
 
 _COMPACT_ABOVE = 64
 _Heap = list[tuple[tuple[float, ...], int, Sequence]]
+_Place = tuple[float, tuple[float, ...], int, str]  # rank, the head's order and number, lane
 
 
 class WaitingQueue:
@@ -66,14 +67,15 @@ class WaitingQueue:
 
 
 class LaneQueue(WaitingQueue):
-    """``lane_of`` never changes for a sequence; ``rank`` of a lane may at any time: the head is the first of the lane of the least rank."""
+    """``lane_of`` never changes for a sequence. ``rank`` of a lane may rise at any time, and the lane of the least rank goes first; so its place
+    is looked up anew only when it comes up."""
 
     def __init__(self, lane_of: Callable[[Sequence], str], rank: Callable[[str], float]) -> None:
         super().__init__()
         self._lane_of, self._rank = lane_of, rank
         self._lanes: dict[str, _Heap] = {}
+        self._places: list[_Place] = []  # each lane's is here, perhaps beside ones that it has no more
         self._size = 0
-        self._first: str | None = None  # the head's lane, until something changes
 
     def __len__(self) -> int:
         return self._size - self._gone
@@ -83,37 +85,43 @@ class LaneQueue(WaitingQueue):
 
     def push(self, sequence: Sequence) -> None:
         self._pushed += 1
-        heapq.heappush(self._lanes.setdefault(self._lane_of(sequence), []), (sequence.order, self._pushed, sequence))
         self._size += 1
-        self._first = None
+        lane = self._lane_of(sequence)
+        heap = self._lanes.setdefault(lane, [])
+        heapq.heappush(heap, (sequence.order, self._pushed, sequence))
+        if heap[0][2] is sequence:
+            heapq.heappush(self._places, self._place(lane))
 
     def peek(self) -> Sequence | None:
-        if self._first is None or self._lanes[self._first][0][2].status is not SequenceStatus.WAITING:
-            self._first = self._find_first()
-        return None if self._first is None else self._lanes[self._first][0][2]
-
-    def _find_first(self) -> str | None:
-        for lane in list(self._lanes):
+        while self._places:
+            lane = self._places[0][-1]
             self._drop_ended(lane)
-        return min(self._lanes, key=lambda lane: (self._rank(lane), self._lanes[lane][0][:2]), default=None)
+            if lane in self._lanes and self._place(lane) == self._places[0]:
+                return self._lanes[lane][0][2]
+            heapq.heappop(self._places)
+            if lane in self._lanes:
+                heapq.heappush(self._places, self._place(lane))
+        return None
+
+    def _place(self, lane: str) -> _Place:
+        return (self._rank(lane), *self._lanes[lane][0][:2], lane)
 
     def _drop_ended(self, lane: str) -> None:
-        heap = self._lanes[lane]
+        heap = self._lanes.get(lane, [])
         while heap and heap[0][2].status is not SequenceStatus.WAITING:
             heapq.heappop(heap)
             self._gone -= 1
             self._size -= 1
         if not heap:
-            del self._lanes[lane]
+            self._lanes.pop(lane, None)
 
     def pop(self) -> Sequence:
-        assert self._first is not None, "peek comes before pop"
-        heap = self._lanes[self._first]
-        sequence = heapq.heappop(heap)[2]
-        if not heap:
-            del self._lanes[self._first]
+        lane = heapq.heappop(self._places)[-1]
+        sequence = heapq.heappop(self._lanes[lane])[2]
         self._size -= 1
-        self._first = None
+        self._drop_ended(lane)
+        if lane in self._lanes:
+            heapq.heappush(self._places, self._place(lane))
         return sequence
 
     def discard(self) -> None:
@@ -126,17 +134,14 @@ class LaneQueue(WaitingQueue):
         self._lanes = {lane: heap for lane, heap in lanes.items() if heap}
         for heap in self._lanes.values():
             heapq.heapify(heap)
-        self._size, self._gone, self._first = sum(map(len, self._lanes.values())), 0, None
+        self._places = sorted(map(self._place, self._lanes))
+        self._size, self._gone = sum(map(len, self._lanes.values())), 0
 
     def ahead_of(self, sequence: Sequence) -> list[Sequence]:
-        lane = self._lane_of(sequence)
-        own = self._rank(lane)
-        before = {each for each in self._lanes if each != lane and (self._rank(each), each) < (own, lane)}
-        return [each for each in self if (each.order < sequence.order if self._lane_of(each) == lane else self._lane_of(each) in before)]
-
-    def lanes(self) -> Iterable[str]:
-        """Those in which somebody may wait."""
-        return self._lanes
+        """Whole lanes that go first, and those before it in its own."""
+        own = self._lane_of(sequence)
+        first = {lane for lane in self._lanes if lane != own and self._rank(lane) < self._rank(own)}
+        return [each for each in self if (each.order < sequence.order if self._lane_of(each) == own else self._lane_of(each) in first)]
 
 
 def _waiting(heap: _Heap) -> _Heap:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
+from headrace.scheduler.policies.fair import Fair
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.policies.priority import Priority
 from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal, Standing
@@ -22,6 +23,7 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
     {
         "fcfs": lambda config, forecast: FirstComeFirstServed(),
         "priority": lambda config, forecast: Priority(),
+        "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
     }
 )
 
