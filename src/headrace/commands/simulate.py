@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--request-rate", type=float, help="open loop: arrivals a second (inf: all at once); without it a closed loop")
     what.add_argument("--burstiness", type=float, default=1.0, help="shape of the gamma distributed gaps; 1 is Poisson, inf all equal (default: 1)")
     what.add_argument("--max-concurrency", type=int, help=f"at most so many requests at once (closed loop: default {CLOSED_LOOP})")
+    what.add_argument("--stepwise", action="store_true", help="never take steps that are alike many at once: the same figures, slower")
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
@@ -131,7 +132,7 @@ def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) 
     open_loop = args.request_rate is not None or args.workload == "trace"
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
     asked = _asked(args, config.model.seed)
-    return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles)
+    return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles, args.stepwise)
 
 
 def _asked(args: argparse.Namespace, seed: int) -> list[Asked]:

@@ -175,7 +175,7 @@ class CostModel:
         """An empty load costs nothing but the step's overhead."""
         bandwidth, rate = self._bandwidth, self._rate
         total_bytes = total_flops = floor = 0.0
-        for _, moved, flops in self._costs(load):
+        for _, moved, flops in self.costs(load):
             total_bytes += moved
             total_flops += flops
             floor += max(moved / bandwidth, flops / rate)
@@ -194,7 +194,7 @@ class CostModel:
     def operators(self, load: StepLoad) -> tuple[OperatorCost, ...]:
         """The same sums, operator by operator, and the activations that are no part of the floor."""
         bandwidth, rate = self._bandwidth, self._rate
-        counted = [OperatorCost(name, moved, flops, max(moved / bandwidth, flops / rate)) for name, moved, flops in self._costs(load)]
+        counted = [OperatorCost(name, moved, flops, max(moved / bandwidth, flops / rate)) for name, moved, flops in self.costs(load)]
         traffic = load.tokens * self._activation_bytes
         return (*counted, OperatorCost("activations", traffic, 0.0, traffic / bandwidth, in_floor=False))
 
@@ -224,8 +224,8 @@ class CostModel:
     def _expert_bytes(self, op: _Experts, tokens: int) -> float:
         return op.num_layers * op.expert_bytes * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
 
-    def _costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
-        """(name, bytes, FLOPs) of every operator in the floor."""
+    def costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
+        """(name, bytes, FLOPs) of every operator in the floor. Keys and pairs that are columns of numbers give columns."""
         tokens = load.tokens
         if not tokens:
             return []

@@ -12,7 +12,7 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -227,6 +227,22 @@ class EngineCore:
         if self._failed and not self._fifo:
             self.executor.recover()
             self._failed = False
+
+    # --- many turns at once, where results are known beforehand (planner/leap.py)
+
+    def turns_alike(self) -> int:
+        """How many turns from now on would be alike, as far as can be said without knowing their tokens, and nobody listens to each."""
+        listened = self._observer is not None or self._journal is not None or self._masks is not None or bool(self.accounts)
+        if self._events or self._failed or listened or len(self._fifo) != self.depth:
+            return 0
+        return self.scheduler.turns_alike()
+
+    def leap(self, columns: Iterable[list[int]], in_flight: Callable[[int], Sequence[Ticket]]) -> int:
+        """So many of the ``turns_alike``, with a column of tokens for each; returns how many. ``in_flight`` tells what is, after so many."""
+        turns = self.scheduler.leap(columns)
+        for submitted, step, ticket in zip(self._fifo, self.scheduler.in_flight, in_flight(turns), strict=True):
+            submitted.plan, submitted.ticket = step.plan, ticket
+        return turns
 
     def explain(self, request_id: int) -> RequestState | None:
         """Where a request stands and what it waits for; None when it is not here (any more)."""

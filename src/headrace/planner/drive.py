@@ -7,12 +7,15 @@ What lives here: the loop that adds what is due and steps. What may not: figures
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.bench.statistics import Sample
 from headrace.engine.core import EngineCore
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.leap import try_leap
 from headrace.planner.workload import Asked
 from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenOutputs
 
@@ -28,14 +31,25 @@ class Outcome:
 
 
 class Drive:
-    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429."""
+    """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429.
+    ``leaps``: the executor whose steps are taken many at once where they are alike."""
 
-    def __init__(self, core: EngineCore, asked: Sequence[Asked], ids: Callable[[int], array[int]], *, room: int | None, max_queue: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        asked: Sequence[Asked],
+        ids: Callable[[int], array[int]],
+        *,
+        room: int | None,
+        max_queue: int,
+        leaps: ModelledExecutor | None = None,
+    ) -> None:
         self._core = core
         self._asked = asked
         self._ids = ids
         self._room = len(asked) if room is None else room
         self._max_queue = max_queue
+        self._leaps = leaps
         self._next = 0
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}
@@ -48,13 +62,25 @@ class Drive:
         while self._next < len(asked) or self._live:
             self._send_due(clock.now())
             if core.has_work:
-                self._take(core.step(), clock.now())
+                if self._leaps is None or not self._leap(self._leaps):
+                    self._take(core.step(), clock.now())
                 outcome.most_used_blocks = max(outcome.most_used_blocks, blocks.num_used_blocks)
             elif self._next < len(asked):
                 clock.sleep_until(asked[self._next].at or 0.0)
         while core.has_work:  # steps still in flight
             core.step()
         return outcome
+
+    def _leap(self, executor: ModelledExecutor) -> bool:
+        """Takes all turns at once that nothing comes between, if there are some."""
+        due = self._asked[self._next].at if self._next < len(self._asked) and len(self._live) < self._room else None
+        leapt = try_leap(self._core, executor, math.inf if due is None else due)
+        if leapt is None:
+            return False
+        for request_id in leapt.request_ids:
+            self._live[request_id].arrivals.extend(leapt.times)
+        self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, leapt.most_used_blocks)
+        return True
 
     def _send_due(self, now: float) -> None:
         while self._next < len(self._asked) and len(self._live) < self._room:

@@ -10,8 +10,12 @@ What lives here: the modelled executor and its counts. What may not: prices (ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from headrace.clock import Clock
 from headrace.engine.executor import ExecutorInfo, Ticket
@@ -34,11 +38,10 @@ class DeviceCounts:
     bytes: float = 0.0
     flops: float = 0.0
 
-    def add(self, plan: StepPlan, price: StepPrice) -> None:
-        rows = len(plan.rows)
+    def add(self, rows: int, tokens: int, price: StepPrice) -> None:
         self.steps += 1
         self.rows += rows
-        self.tokens += plan.num_tokens
+        self.tokens += tokens
         self.most_rows = max(self.most_rows, rows)
         self.busy_seconds += price.seconds
         self.floor_seconds += price.floor_seconds
@@ -52,13 +55,37 @@ class _Timed(Ticket):
     ready_at: float
 
 
-class ModelledExecutor:
-    """Takes the virtual time that ``price`` says. One device: steps follow one another."""
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """Turns that are alike, as they will be. ``columns``: the tokens of the steps in flight, then of those submitted; by turn: the price of
+    the step submitted, when it is ready, and when the turn ends."""
 
-    def __init__(self, info: ExecutorInfo, price: Callable[[StepPlan], StepPrice], clock: Clock, *, host_seconds: float = 0.0) -> None:
+    columns: list[list[int]]
+    prices: list[StepPrice]
+    ready: list[float]
+    ends: list[float]
+    rows: int
+
+
+class ModelledExecutor:
+    """Takes the virtual time that ``price`` says; ``price_alike`` says it for steps of one token a row that follow one another. One device."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        price: Callable[[StepPlan], StepPrice],
+        clock: Clock,
+        *,
+        host_seconds: float = 0.0,
+        price_alike: Callable[[array[int], int], list[StepPrice]] | None = None,
+    ) -> None:
         self.info = info
         self.counts = DeviceCounts()
         self._price = price
+        self._price_alike = price_alike
+        self._in_flight: deque[_Timed] = deque()
+        self._last_rows: array[int] = array("i")
+        self._last_seconds = 0.0
         self._clock = clock
         self._host_seconds = host_seconds
         self._busy_until = 0.0
@@ -68,12 +95,15 @@ class ModelledExecutor:
         if self._host_seconds:
             self._clock.sleep_until(self._clock.now() + self._host_seconds)
         price = self._price(plan)
-        self.counts.add(plan, price)
+        self.counts.add(len(plan.rows), plan.num_tokens, price)
+        self._last_rows, self._last_seconds = plan.sample_rows, price.seconds
         self._busy_until = max(self._busy_until, self._clock.now()) + price.seconds
         for new in plan.rows_added:
             self._sequences[new.row] = new.sequence_id * _SEQUENCE
         result = StepResult(plan.step_id, self._tokens(plan), device_seconds=price.seconds)
-        return _Timed(plan.step_id, result, self._busy_until)
+        ticket = _Timed(plan.step_id, result, self._busy_until)
+        self._in_flight.append(ticket)
+        return ticket
 
     def _tokens(self, plan: StepPlan) -> list[tuple[int, ...]]:
         vocab, sequences = self.info.vocab_size, self._sequences
@@ -87,9 +117,61 @@ class ModelledExecutor:
         raise AssertionError("a simulated request follows no grammar")
 
     def collect(self, ticket: Ticket) -> StepResult:
-        assert isinstance(ticket, _Timed)
+        assert ticket is self._in_flight[0], "tickets are collected in order"
+        ticket = self._in_flight.popleft()
         self._clock.sleep_until(ticket.ready_at)
         return ticket.result
+
+    # --- many steps at once
+
+    def turns_before(self, until: float, most: int) -> int:
+        """About how many turns like the last one begin before ``until``, at most so many; 0 where they cannot be foreseen."""
+        if self._price_alike is None or not self._last_seconds:
+            return 0
+        return int(min(most, 1.0 + max(0.0, until - self._clock.now()) / self._last_seconds))
+
+    def foresee(self, starts: array[int], turns: int, until: float) -> Foreseen:
+        """Turns that submit one token a row from ``starts`` on, each a position further, and collect the oldest step; nothing is done yet.
+
+        A turn that would begin at ``until`` or later is not among them.
+        """
+        assert self._price_alike is not None, "turns_before says none"
+        prices = self._price_alike(starts, turns)
+        now, busy, ready, ends = self._clock.now(), self._busy_until, [ticket.ready_at for ticket in self._in_flight], list[float]()
+        for turn, price in enumerate(prices):
+            if now >= until:
+                break
+            now += self._host_seconds
+            busy = max(busy, now) + price.seconds
+            ready.append(busy)
+            now = max(now, ready[turn])
+            ends.append(now)
+        columns = [[token for (token,) in ticket.result.tokens] for ticket in self._in_flight]
+        columns += self._columns(starts, len(ends))
+        return Foreseen(columns, prices, ready[len(self._in_flight) :], ends, len(starts))
+
+    def _columns(self, starts: array[int], steps: int) -> list[list[int]]:
+        """What steps from ``starts`` on sample, row by row as the last one."""
+        first = np.array([self._sequences[row] for row in self._last_rows]) + (np.asarray(starts, dtype=np.int64) + 1) * _POSITION
+        found: list[list[int]] = ((first + np.arange(steps)[:, None] * _POSITION) % self.info.vocab_size).tolist()
+        return found
+
+    def leap(self, foreseen: Foreseen, turns: int) -> Sequence[Ticket]:
+        """The first ``turns`` of them have been; returns what is in flight then."""
+        depth = len(self._in_flight)
+        first = self._in_flight[-1].step_id + 1 if depth else 0
+        for price in foreseen.prices[:turns]:
+            self.counts.add(foreseen.rows, foreseen.rows, price)
+        for turn in range(max(0, turns - depth), turns):
+            tokens = [(token,) for token in foreseen.columns[depth + turn]]
+            result = StepResult(first + turn, tokens, device_seconds=foreseen.prices[turn].seconds)
+            self._in_flight.append(_Timed(first + turn, result, foreseen.ready[turn]))
+        while len(self._in_flight) > depth:
+            self._in_flight.popleft()
+        if turns:
+            self._busy_until = foreseen.ready[turns - 1]
+            self._clock.sleep_until(foreseen.ends[turns - 1])
+        return self._in_flight
 
     def recover(self) -> None:
         raise AssertionError("a simulated step does not fail")

@@ -40,7 +40,7 @@ UNPRICED = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name."""
+    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``stepwise``: no step is leapt."""
 
     asked: Sequence[Asked]
     seed: int = 0
@@ -48,6 +48,7 @@ class Load:
     max_queue: int = 1024
     limits: Mapping[str, float] | None = None
     percentiles: Sequence[float] = (99.0,)
+    stepwise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     core, executor = create_core(placement.info, config, step_time, device.host_seconds, recorder)
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = partial(_ids, load, spec.vocab_size)
-    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue).run()
+    leaps = None if load.stepwise else executor
+    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps).run()
     figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorder)
     return Report(figures, outcome.samples, placement.info, (*decisions, Decision("dtype", placement.dtype, "as the engine would choose")))
@@ -84,7 +86,7 @@ def create_core(
     """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
     it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
-    executor = ModelledExecutor(info, step_time.of_plan, clock, host_seconds=host_seconds)
+    executor = ModelledExecutor(info, step_time.of_plan, clock, host_seconds=host_seconds, price_alike=step_time.of_tokens_alike)
     core = EngineCore(
         executor,
         scheduler=config.scheduler,

@@ -67,6 +67,17 @@ def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[
     return [taken.get(place, output) for place, output in enumerate(outputs)]
 
 
+def take_unseen(roster: Roster, cohort: Cohort, tokens: list[int]) -> None:
+    """``take_alike`` where nobody can end and nobody is told."""
+    heeded = cohort.due_to_take()
+    for place in heeded:
+        sequence = cohort.settle(place)
+        sequence.token_ids.append(tokens[place])
+        roster.link(sequence)
+        roster.refresh(sequence)
+    cohort.take(tokens, heeded)
+
+
 def single_tokens(result: StepResult) -> list[int] | None:
     """The tokens of a result that holds one for each sample and nothing else."""
     if result.errors or result.logprobs or result.prompt_logprobs:

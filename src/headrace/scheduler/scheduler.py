@@ -13,6 +13,8 @@ What lives here: the face of the control plane. What may not: its parts (planner
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -30,7 +32,7 @@ from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
-from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
+from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result, take_unseen
 from headrace.scheduler.roster import Roster
 from headrace.sequence import NEVER, Sequence
 
@@ -193,6 +195,56 @@ class Scheduler:
             self._cohort.settle_all()
             self._cohort = None
             self._alike = 0
+
+    # --- many of them at once
+
+    def turns_alike(self) -> int:
+        """How many turns of ``schedule`` and ``update`` would be alike: nobody comes, starts or ends in them, whatever tokens there are."""
+        cohort, roster = self._cohort, self._roster
+        if cohort is None or roster.stale or self._rows_lost or roster.dropped_rows or not self._planner.can_repeat(len(cohort.members)):
+            return 0
+        return cohort.steps_to_last if cohort.is_foreseeable else 0
+
+    @property
+    def wake(self) -> float:
+        """Turns that begin from then on are not alike: the policy wants to be asked."""
+        return self._dynamic.wake if self._dynamic is not None else math.inf
+
+    def next_starts(self) -> array[int]:
+        """Positions that the next step computes, if it is alike."""
+        assert self._cohort is not None, "turns are alike"
+        return self._cohort.starts()
+
+    @property
+    def alike_ids(self) -> list[int]:
+        """Of the requests whose sequences decode side by side, one for each."""
+        return self._cohort.request_ids if self._cohort is not None else []
+
+    def leap(self, columns: Iterable[list[int]]) -> int:
+        """So many of the ``turns_alike``, one for each column of tokens, the oldest step's first; fewer where blocks become scarce."""
+        cohort, depth = self._cohort, len(self.in_flight)
+        assert cohort is not None, "turns are alike"
+        turns = 0
+        for tokens in columns:
+            if not self._leap_one(cohort, tokens, depth):
+                break
+            turns += 1
+        for back in range(min(turns, depth), 0, -1):
+            self.in_flight.popleft()
+            plan = PlanBuilder(self._next_step - back, self.limits.max_num_batched_tokens, 0)
+            self.in_flight.append(InFlight(cohort.plan_behind(plan, back), cohort.members, cohort.members))
+        return turns
+
+    def _leap_one(self, cohort: Cohort, tokens: list[int], depth: int) -> bool:
+        due = self._planner.repeat(cohort, self._begin_plan(), self._roster.log.now) if cohort.some_may_be_due else []
+        if due is None:
+            self._dissolve()
+            return False
+        cohort.count_planned(due, self._next_step)
+        self._next_step += 1
+        self._roster.retire(self._next_step - 1 - depth)
+        take_unseen(self._roster, cohort, tokens)
+        return True
 
     def rebuild_rows(self) -> None:
         """The workers' rows were lost: the next plan builds them all from this state. Nothing may be in flight."""
