@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels"},
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
+    "bench.simulated": {"planner", "models"},
+    "bench.capacity": {"planner"},
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence"},

@@ -1,0 +1,98 @@
+"""What benchmarks on simulated devices share: a model, a device, a load that can be offered at any rate, and a run of it.
+
+What lives here: their flags and one trial. What may not: what is compared (capacity.py, overload.py), modelling (planner/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.statistics import Sample
+from headrace.config import EngineConfig, ModelConfig
+from headrace.errors import ConfigError
+from headrace.models import families
+from headrace.models.source import find_model
+from headrace.planner.devices import Device, find_device
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.workload import Asked, arriving, traced
+from headrace.request import Expectations
+from headrace.spec import DecoderSpec
+
+P90 = 1.2815515655446004  # of a standard normal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="config.json, its folder, or a hub id; no weights are read")
+    parser.add_argument("--device", default="a100", help="a device that headrace simulate knows (default: a100)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths of a trace, faster or slower; without it lengths are drawn")
+    parser.add_argument("--requests", type=int, default=400, help="requests a run (default: 400)")
+    parser.add_argument("--input", type=int, nargs=2, default=(1730, 5696), metavar=("MEDIAN", "P90"), help="prompt tokens (default: 1730 5696)")
+    parser.add_argument("--output", type=int, nargs=2, default=(415, 834), metavar=("MEDIAN", "P90"), help="output tokens (default: 415 834)")
+    parser.add_argument("--max-len", type=int, default=8192, help="longer prompts and answers are cut to this together (default: 8192)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every point")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One model on one device under one kind of load."""
+
+    spec: DecoderSpec
+    device: Device
+    asked: Sequence[Asked]  # drawn; of a trace: at its own rate
+    traced: bool
+    seed: int
+
+    def base_rate(self) -> float:
+        """Requests a second as the trace was recorded; 1 where they are drawn."""
+        last = self.asked[-1].at if self.traced else None
+        return len(self.asked) / last if last else 1.0
+
+    def at_rate(self, rate: float, expects: Expectations | None = None) -> list[Asked]:
+        if self.traced:
+            base = self.base_rate()
+            found = [replace(each, at=(each.at or 0.0) * base / rate) for each in self.asked]
+        else:
+            found = arriving(self.asked, rate, burstiness=1.0, seed=self.seed)
+        return found if expects is None else [replace(each, expects=expects) for each in found]
+
+    def run(self, config: EngineConfig, asked: Sequence[Asked], limits: Mapping[str, float] | None = None) -> tuple[dict[str, Any], list[Sample]]:
+        """Open loop; nothing is turned away for want of a place in the queue."""
+        report = simulate(self.spec, config, self.device, Load(asked, self.seed, None, len(asked) + 1, limits))
+        return report.figures, report.samples
+
+
+def create(args: argparse.Namespace) -> Bench:
+    """Raises ConfigError."""
+    for name, low, high in (("--input", *args.input), ("--output", *args.output)):
+        if not 1 <= low <= high:
+            raise ConfigError(f"{name} is {low} {high}; give a median of at least 1, and a 90th percentile that is not below it.")
+    if args.requests < 2 or args.max_len < 2:
+        raise ConfigError(f"--requests is {args.requests} and --max-len {args.max_len}; give at least 2 of each.")
+    path = Path(args.model)
+    source = find_model(ModelConfig(model=str(path.parent if path.name == "config.json" else args.model), load_format="dummy"))
+    device = find_device(args.device, threads=1, memory=None, free_memory=0)
+    return Bench(families.spec_from_config(source.config), device, _asked(args), args.trace is not None, args.seed)
+
+
+def _asked(args: argparse.Namespace) -> list[Asked]:
+    if args.trace is not None:
+        return traced(args.trace, count=args.requests, speed=1.0, max_prompt=args.max_len // 2, max_output=args.max_len // 2)
+    draw = np.random.default_rng(args.seed)
+    prompts = _lognormal(draw, args.input, args.requests)
+    outputs = np.minimum(_lognormal(draw, args.output, args.requests), args.max_len // 2)
+    return [Asked(int(min(prompt, args.max_len - output)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def _lognormal(draw: np.random.Generator, quantiles: tuple[int, int], count: int) -> np.ndarray:
+    """Lengths with this median and 90th percentile."""
+    median, p90 = quantiles
+    drawn = np.exp(math.log(median) + draw.standard_normal(count) * (math.log(p90 / median) / P90))
+    return np.maximum(1, drawn.astype(np.int64))
