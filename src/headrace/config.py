@@ -92,10 +92,12 @@ class SchedulerConfig:
         None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
-    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair"))
+    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline"))
     tenant_weight: tuple[str, ...] = option((), "fair: shares of tenants; others have 1", metavar="NAME=WEIGHT")
     fair_input_price: float = option(1.0, "fair: what a prompt token counts that is computed", minimum=0.0)
     fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
+    ttft_target_ms: float = option(2000.0, "deadline: milliseconds to the first token, of requests that do not say", minimum=0.01)
+    tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
 
@@ -105,6 +107,9 @@ class SchedulerConfig:
         if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
             why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
             raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")
+        if math.isinf(max(self.ttft_target_ms, self.tpot_target_ms)):
+            targets = f"ttft_target_ms is {self.ttft_target_ms:g} and tpot_target_ms {self.tpot_target_ms:g}"
+            raise ConfigError(f"{targets}; give finite numbers of milliseconds, or a scheduling_policy without targets.")
 
     @property
     def max_step_seconds(self) -> float | None:

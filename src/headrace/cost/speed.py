@@ -49,13 +49,14 @@ class StepSpeed:
 
 
 class Tail:
-    """The ratio measured / predicted that all but EXCEED of the steps stay below: each that exceeds it raises it, each other lowers it a little."""
+    """The ratio measured / predicted that all but a share of them stay below: each that exceeds it raises it, each other lowers it a little."""
 
-    __slots__ = ("ratio",)
+    __slots__ = ("_exceed", "ratio")
 
-    def __init__(self) -> None:
+    def __init__(self, exceed: float = EXCEED) -> None:
         self.ratio = 1.0
+        self._exceed = exceed
 
     def observe(self, ratio: float) -> None:
-        moved = self.ratio * (1.0 + PACE * ((ratio > self.ratio) - EXCEED))
+        moved = self.ratio * (1.0 + PACE * ((ratio > self.ratio) - self._exceed))
         self.ratio = min(max(moved, 1.0), MOST)

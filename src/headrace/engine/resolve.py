@@ -35,7 +35,9 @@ def find_source(config: EngineConfig) -> ModelSource:
 
 
 def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Fills max_num_seqs, max_num_batched_tokens, block_size and overlap. ``device``: "cpu", "cuda" or "none" (keyed-hash).
+    """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms.
+
+    ``device``: "cpu", "cuda" or "none" (keyed-hash).
 
     ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
     """
@@ -44,6 +46,10 @@ def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -
         rows, reason = _sequences_at_once(device)
         decisions.append(Decision("max_num_seqs", rows, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=rows))
+    if config.scheduler.scheduling_policy == "deadline" and config.scheduler.max_step_ms is None and device != "none":
+        bound = config.scheduler.tpot_target_ms
+        decisions.append(Decision("max_step_ms", bound, "deadline: steps keep to the time between tokens (--tpot-target-ms)"))
+        config = replace(config, scheduler=replace(config.scheduler, max_step_ms=bound))
     if config.scheduler.max_num_batched_tokens is None:
         tokens, reason = _tokens_a_step(device, watched=watched, timed=config.scheduler.max_step_ms is not None)
         tokens = max(tokens, config.scheduler.rows)

@@ -39,6 +39,7 @@ class Planner:
         self.cache = cache
         self.policy = policy
         self._floors = floors
+        self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._batch_quota = 0  # static batching: how many the current batch may still admit
@@ -144,8 +145,8 @@ class Planner:
         count = min(whole, plan.room)
         if sequence.wants_scores:
             count = min(count, plan.logits_budget)
-        if self.limits.max_step_seconds is not None and count:
-            count = self._meter(plan, self.limits.max_step_seconds).fits(start, count)
+        if self.max_step_seconds is not None and count:
+            count = self._meter(plan, self.max_step_seconds).fits(start, count)
         if count < whole and not (self.config.chunked_prefill and self.limits.kv_caching):
             return 0 if plan.work else whole  # alone, it may exceed the budget
         return count
@@ -224,7 +225,7 @@ class Planner:
 
     def _say_out_of_budget(self, request_id: int, plan: PlanBuilder) -> None:
         """Of tokens, or of time."""
-        seconds = self.limits.max_step_seconds
+        seconds = self.max_step_seconds
         if seconds is not None and plan.meter is not None and plan.meter.bound:
             return self.roster.log.add_wait("waits_time", request_id, int(seconds * 1e6))
         return self.roster.log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)

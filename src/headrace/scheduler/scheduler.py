@@ -138,6 +138,8 @@ class Scheduler:
         if self._rows_lost:
             self._planner.restore_rows(plan)
             self._rows_lost = False
+        if self._dynamic is not None and self.limits.max_step_seconds is not None:
+            self._planner.max_step_seconds = min(self.limits.max_step_seconds, self._dynamic.max_step_seconds)
         self._planner.fill(plan, now, idle=not self.in_flight)
         return None if plan.is_empty else self._submit(plan)
 
@@ -294,7 +296,7 @@ class Scheduler:
         request = sequence.request
         self._roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
-        finished = replace(finished, retry_after=refusal.retry_after)
+        finished = replace(finished, retry_after=refusal.retry_after, param=refusal.param)
         indices = (sequence.index, *siblings_to_come(sequence))
         self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in indices)
 

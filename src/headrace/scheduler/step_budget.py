@@ -51,7 +51,7 @@ class StepMeter:
         self._asked, self._answer = (0, 0), 0
         self._target = speed.promised(seconds)
         self._least = LEAST_SHARE * seconds / speed.mixed.slope
-        self._floor = self._with(0, 0) if self.bound else 0.0
+        self._floor = self.floor_with(0, 0) if self.bound else 0.0
         self.overfull = self.bound and self._floor > self._target
 
     def fits(self, start: int, most: int) -> int:
@@ -71,7 +71,7 @@ class StepMeter:
             self._keys[group] += keys_of(start, count, window)
         self._asked = (0, 0)
         if self.bound:
-            self._floor = self._with(0, 0)
+            self._floor = self.floor_with(0, 0)
 
     def _count(self, start: int, most: int) -> int:
         if self._chunks:
@@ -81,7 +81,7 @@ class StepMeter:
 
     def _largest(self, start: int, most: int, target: float) -> int:
         """The most tokens whose step has a floor of at most ``target``, or a few less: chord and middle in turn, from below."""
-        low, high, at_low, at_high = 0, most, self._floor, self._with(start, most)
+        low, high, at_low, at_high = 0, most, self._floor, self.floor_with(start, most)
         if at_high <= target or at_low > target:
             return most if at_high <= target else 0
         near = target - NEAR * (target - at_low)
@@ -90,14 +90,14 @@ class StepMeter:
                 break
             share = 0.5 if turn % 2 else (target - at_low) / (at_high - at_low)
             middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-            floor = self._with(start, middle)
+            floor = self.floor_with(start, middle)
             if floor <= target:
                 low, at_low = middle, floor
             else:
                 high, at_high = middle, floor
         return low
 
-    def _with(self, start: int, count: int) -> float:
+    def floor_with(self, start: int, count: int) -> float:
         """The step's floor with one more chunk."""
         if not count:
             return self._floors.floor_seconds(self._tokens, self._tokens, self._pairs, self._keys)

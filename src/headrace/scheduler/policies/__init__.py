@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
+from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.policies.priority import Priority
@@ -23,6 +24,7 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
     {
         "fcfs": lambda config, forecast: FirstComeFirstServed(),
         "priority": lambda config, forecast: Priority(),
+        "deadline": lambda config, forecast: Deadline(config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast),
         "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
     }
 )

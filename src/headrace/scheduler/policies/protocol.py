@@ -46,10 +46,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Turned away before its first token. ``retry_after``: seconds after which it is worth asking again, None where nothing can be said."""
+    """Turned away before its first token. ``retry_after``: seconds after which it is worth asking again, None where nothing can be said.
+    ``param``: the field of the request that asks for what can never be."""
 
     message: str
     retry_after: float | None = None
+    param: str | None = None
 
 
 class Standing(Protocol):
@@ -75,10 +77,11 @@ class Forecast(StepFloors, Protocol):
 @runtime_checkable
 class DynamicPolicy(Policy, Protocol):
     """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this.
-    ``heeds_speed``: the standing's ``speed`` is kept up to date."""
+    ``heeds_speed``: the standing's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is set; read before each step."""
 
     wake: float = math.inf
     heeds_speed: bool = False
+    max_step_seconds: float = math.inf
 
     def create_queue(self) -> WaitingQueue:
         return WaitingQueue()
@@ -94,7 +97,9 @@ class DynamicPolicy(Policy, Protocol):
 
     def admitted(self, sequence: Sequence, now: float) -> None:
         """It runs from now on, perhaps not for the first time. Siblings (n > 1) come when their prompt is computed; ``index`` says which."""
+        return None
 
     def left(self, sequence: Sequence, now: float) -> None:
         """It was running or waiting and has ended (status FINISHED), or was running and waits again (its order may be set: it is pushed next).
         No record but this one is sure to be right."""
+        return None

@@ -1,0 +1,197 @@
+"""Deadlines: the request whose first token is due first goes first, and what cannot be met is turned away before it costs anything.
+
+Each request has a target for its first token and one for the time between tokens: its own (``expects``) or the configured ones. Order is
+earliest deadline first. When a request arrives, what it would meet is predicted (prospects.py); where that misses a target it is refused
+with the numbers and with when to ask again: early rejection on a predicted load (Mooncake, Qin et al., FAST 25, §7). One that was taken and
+turns out to be late is turned away as long as none of it is computed. Without that, at twice the load a device can serve, everybody is
+late and nothing that it computes counts.
+
+Steps take no longer than the shortest time between tokens that anybody under way was promised.
+
+What lives here: targets, order, refusals. What may not: prediction (prospects.py), HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.cost.speed import Tail
+from headrace.errors import ConfigError
+from headrace.request import Request, SequenceStatus
+from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal, Standing
+from headrace.scheduler.prospects import Past, Prospect, alone, prospect
+from headrace.sequence import Sequence
+
+LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A request that was let in. ``work``: tokens of its prompt, without those found then; ``predicted``: seconds to its first token."""
+
+    work: int
+    predicted: float
+
+
+class Deadline(DynamicPolicy):
+    """``ttft``, ``tpot``: targets in seconds of requests that bring none. Without a ``forecast`` nobody is refused."""
+
+    name = "deadline"
+    heeds_speed = True
+
+    def __init__(self, ttft: float, tpot: float, forecast: Forecast | None) -> None:
+        self._ttft, self._tpot = ttft, tpot
+        self._forecast = forecast
+        self._taken: dict[Sequence, _Taken] = {}
+        self._past = Past()
+        self._tail = Tail(LATE)
+        if forecast is not None:
+            _check_possible(forecast, ttft, tpot)
+
+    # --- order
+
+    def order(self, request: Request, arrival_number: int) -> Order:
+        return (request.arrival_time + self._ttft_of(request), arrival_number)
+
+    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
+        return False
+
+    def _ttft_of(self, request: Request) -> float:
+        return self._ttft if request.expects.ttft is None else request.expects.ttft
+
+    def _tpot_of(self, request: Request) -> float:
+        return self._tpot if request.expects.tpot is None else request.expects.tpot
+
+    # --- who comes
+
+    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+        work = self._work(sequence, standing)
+        if self._forecast is None:
+            self._taken[sequence] = _Taken(work, 0.0)
+            return None
+        refusal = self._impossible(sequence, work, self._forecast, standing)
+        if refusal is not None:
+            return refusal
+        ahead = [(each, self._taken[each].work) for each in standing.waiting.ahead_of(sequence)]
+        found = prospect(sequence, work, ahead, self._forecast, standing, self._past, self._bound(sequence, standing))
+        refusal = self._too_late(sequence, found, standing.now) or self._too_slow(sequence, found)
+        if refusal is None:
+            self._taken[sequence] = _Taken(work, found.first_token)
+        return refusal
+
+    def _work(self, sequence: Sequence, standing: Standing) -> int:
+        usable = standing.limits.kv_caching and not sequence.wants_scores
+        found = standing.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
+        return sequence.num_prompt_tokens - found
+
+    def _bound(self, sequence: Sequence | None, standing: Standing) -> float | None:
+        """Seconds a step may take with it."""
+        targets = [self._tpot_of(each.request) for each in standing.running]
+        if sequence is not None:
+            targets.append(self._tpot_of(sequence.request))
+        limit = standing.limits.max_step_seconds
+        return min([*targets, *(() if limit is None else (limit,))], default=None)
+
+    # --- refusals
+
+    def _impossible(self, sequence: Sequence, work: int, forecast: Forecast, standing: Standing) -> Refusal | None:
+        """Waiting would not help: an idle engine would miss it, too."""
+        request = sequence.request
+        ttft, least = self._ttft_of(request), alone(work, sequence.num_prompt_tokens - work, forecast, standing.speed)
+        if least > ttft:
+            return Refusal(
+                f"The first token is expected within {_said(ttft)}, but this prompt of {sequence.num_prompt_tokens:,} tokens takes {_said(least)} "
+                f"alone on an idle engine. Give a longer expected_ttft, or a shorter prompt.",
+                param="expected_ttft",
+            )
+        seen = [float(sequence.num_prompt_tokens)] * len(forecast.windows)
+        tpot, gap = self._tpot_of(request), standing.speed.decode.seconds(forecast.floor_seconds(1, 1, seen, seen)) + standing.speed.gap
+        if gap > tpot:
+            return Refusal(
+                f"A token is expected every {_said(tpot)}, but after {sequence.num_prompt_tokens:,} tokens one takes {_said(gap)} alone on an idle "
+                f"engine. Give a longer expected_tpot, or a shorter prompt.",
+                param="expected_tpot",
+            )
+        return None
+
+    def _too_late(self, sequence: Sequence, found: Prospect, now: float) -> Refusal | None:
+        target = self._ttft_of(sequence.request)
+        waited = max(0.0, now - sequence.request.arrival_time)
+        wait = max(found.place, found.others)
+        first = waited + found.first_token * self._tail.ratio
+        if first <= target:
+            return None
+        after = max(1.0, first - target)
+        return Refusal(
+            f"The first token would come after about {_said(first)} ({_said(wait)} for the {found.num_running} requests under way and those before "
+            f"this one, {_said(found.own)} for its prompt), and it is expected within {_said(target)}. Try again in {after:.0f} s, or give a longer "
+            f"expected_ttft.",
+            retry_after=after,
+        )
+
+    def _too_slow(self, sequence: Sequence, found: Prospect) -> Refusal | None:
+        target = self._tpot_of(sequence.request)
+        if found.gap <= target:
+            return None
+        after = max(1.0, self._past.answer * found.gap * (1.0 - target / found.gap))
+        return Refusal(
+            f"With the {found.num_running} requests under way a token would take about {_said(found.gap)}, and one is expected every "
+            f"{_said(target)}. Try again in {after:.0f} s, or give a longer expected_tpot.",
+            retry_after=after,
+        )
+
+    # --- before a step
+
+    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+        """Those who wait and have become late are turned away: nothing of them is computed that would count."""
+        bound = self._bound(None, standing)
+        self.max_step_seconds = bound if bound is not None else self._tpot
+        if self._forecast is None or not len(standing.waiting):
+            return ()
+        late = []
+        for each in standing.waiting:
+            target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
+            if each.first_token is None and each.first_scheduled is None and waited > 0 and waited + self._least(each, standing) > target:
+                late.append((each, _became_late(waited, target)))
+        return late
+
+    def _least(self, sequence: Sequence, standing: Standing) -> float:
+        assert self._forecast is not None
+        work = self._taken[sequence].work
+        return alone(work, sequence.num_prompt_tokens - work, self._forecast, standing.speed)
+
+    # --- what became of it
+
+    def left(self, sequence: Sequence, now: float) -> None:
+        if sequence.status is not SequenceStatus.FINISHED:
+            return
+        taken = self._taken.pop(sequence, None)
+        if sequence.num_output_tokens:
+            self._past.take(sequence.num_output_tokens)
+        if taken is not None and taken.predicted > 0 and sequence.first_token is not None:
+            self._tail.observe((sequence.first_token - sequence.request.arrival_time) / taken.predicted)
+
+
+def _became_late(waited: float, target: float) -> Refusal:
+    return Refusal(
+        f"It waited for {_said(waited)} and its first token can no longer come within the {_said(target)} in which it is expected: requests that "
+        f"were due earlier took longer than predicted. Try again, or give a longer expected_ttft.",
+        retry_after=max(1.0, target),
+    )
+
+
+def _said(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.1f} ms"
+
+
+def _check_possible(forecast: Forecast, ttft: float, tpot: float) -> None:
+    """Targets below the least step there is are refused at the start. Raises ConfigError."""
+    ones = [1.0] * len(forecast.windows)
+    least = forecast.floor_seconds(1, 1, ones, ones)
+    for flag, target in (("--ttft-target-ms", ttft), ("--tpot-target-ms", tpot)):
+        if target < least:
+            raise ConfigError(
+                f"{flag} is {target * 1e3:g}, but the least step of this model takes {least * 1e3:.3g} ms on this device, even at its limits. "
+                f"Give more than that, or take a smaller model."
+            )
