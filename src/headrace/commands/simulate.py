@@ -1,6 +1,6 @@
 """``headrace simulate``: the engine's figures on a device that is not there, on virtual time.
 
-What lives here: flags to a device, a workload and a load, and printing. What may not: any modelling (planner/).
+What lives here: flags to a device, and printing. What may not: the load (simulate_load.py), curves (simulate_curve.py), modelling (planner/).
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.commands import simulate_curve, simulate_load
 from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
 
 if TYPE_CHECKING:
     from headrace.models.source import ModelSource
     from headrace.planner.against import Compared
+    from headrace.planner.curve import Trial
     from headrace.planner.devices import Device
-    from headrace.planner.simulator import Load, Report
-    from headrace.planner.workload import Asked
+    from headrace.planner.simulator import Report
 
-CLOSED_LOOP = 8  # clients, as bench serve has them
 DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this one, measured) or a profile's file (*.json)"
 
 
@@ -34,28 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("device")
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=DEVICES)
     where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="bytes of memory the device has, instead of what is known of it")
-    what = parser.add_argument_group("workload (names and meanings are those of headrace bench serve)")
-    what.add_argument("--workload", choices=("random", "shared-prefix", "trace"), default="random", help="default: random")
-    what.add_argument("--num-prompts", type=int, help="requests (default: 64; of a trace, all)")
-    what.add_argument("--input-len", type=int, default=128, help="prompt tokens a request (default: 128)")
-    what.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
-    what.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    what.add_argument("--prefix-len", type=int, default=256, help="shared prefix, before the prompt tokens (default: 256)")
-    what.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes (default: 1)")
-    what.add_argument("--trace", dest="trace_file", type=Path, metavar="FILE", help=".csv (Azure) or .jsonl (Mooncake)")
-    what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
-    what.add_argument("--max-input-len", type=int, help="longer prompts of a trace are cut to this; without it they are an error")
-    what.add_argument("--max-output-len", type=int, help="longer answers of a trace are cut to this; without it they are an error")
-    what.add_argument("--request-rate", type=float, help="open loop: arrivals a second (inf: all at once); without it a closed loop")
-    what.add_argument("--burstiness", type=float, default=1.0, help="shape of the gamma distributed gaps; 1 is Poisson, inf all equal (default: 1)")
-    what.add_argument("--max-concurrency", type=int, help=f"at most so many requests at once (closed loop: default {CLOSED_LOOP})")
-    what.add_argument("--stepwise", action="store_true", help="never take steps that are alike many at once: the same figures, slower")
+    simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument("--against", type=Path, metavar="RUN.json", help="a run of bench serve with the same load: print the error of each figure")
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request, as bench serve does")
-    shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does")
+    shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
+    simulate_curve.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,12 +50,14 @@ def run(args: argparse.Namespace) -> int:
     from headrace.planner.against import compare
     from headrace.planner.simulator import simulate
 
+    simulate_load.check_numbers(args)
+    if args.sweep_rate or args.compare:
+        return simulate_curve.run_curve(args, _trials)
     if args.plot:
         load_pyplot()
     config, server = engine_config(args), server_config(args)
     source = _source(config)
-    _check_numbers(args)
-    device, load = _device(args, config), _load(args, config, server)
+    device, load = _device(args, config), simulate_load.load_of(args, config, server, args.request_rate)
     begin = time.perf_counter()
     report = simulate(families.spec_from_config(source.config), config, device, load)
     facts = _facts(args, source, device, report, time.perf_counter() - begin)
@@ -78,6 +65,18 @@ def run(args: argparse.Namespace) -> int:
     _print(facts, report, compared)
     _write(args, facts, report, compared)
     return 0 if report.figures["completed"] else 1
+
+
+def _trials(name: str, args: argparse.Namespace) -> list[Trial]:
+    """One configuration at each rate."""
+    from headrace.models import families
+    from headrace.planner.curve import Trial, check_rates
+
+    check_rates(args.sweep_rate or [])
+    config, server = engine_config(args), server_config(args)
+    spec, device = families.spec_from_config(_source(config).config), _device(args, config)
+    rates = sorted(args.sweep_rate) if args.sweep_rate else [args.request_rate]
+    return [Trial(name, rate, spec, config, device, simulate_load.load_of(args, config, server, rate)) for rate in rates]
 
 
 def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
@@ -125,56 +124,6 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     return find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
 
 
-def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig) -> Load:
-    from headrace.bench.statistics import parse_goodput
-    from headrace.planner.simulator import Load
-
-    open_loop = args.request_rate is not None or args.workload == "trace"
-    room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
-    asked = _asked(args, config.model.seed)
-    return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles, args.stepwise)
-
-
-def _asked(args: argparse.Namespace, seed: int) -> list[Asked]:
-    from headrace.planner.workload import arriving
-
-    if args.workload == "trace":
-        return _trace(args)
-    asked = _drawn(args, seed)
-    return asked if args.request_rate is None else arriving(asked, args.request_rate, burstiness=args.burstiness, seed=seed)
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "max_input_len", "max_output_len", "max_concurrency", "device_memory"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
-    if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
-        raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
-    wrong = [each for each in args.metric_percentiles if not 0 <= each <= 100]
-    if wrong:
-        raise ConfigError(f"--metric-percentiles has {wrong[0]:g}; give numbers from 0 to 100.")
-
-
-def _trace(args: argparse.Namespace) -> list[Asked]:
-    from headrace.planner.workload import traced
-
-    if args.trace_file is None:
-        raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
-    if args.request_rate is not None:
-        raise ConfigError("A trace brings its own arrivals; use --trace-speed instead of --request-rate.")
-    return traced(args.trace_file, count=args.num_prompts, speed=args.trace_speed, max_prompt=args.max_input_len, max_output=args.max_output_len)
-
-
-def _drawn(args: argparse.Namespace, seed: int) -> list[Asked]:
-    from headrace.bench.workload import Lengths
-    from headrace.planner.workload import drawn
-
-    lengths = Lengths(args.input_len, args.output_len, args.random_range_ratio)
-    prefix = args.prefix_len if args.workload == "shared-prefix" else 0
-    return drawn(args.num_prompts or 64, lengths, prefix=prefix, num_prefixes=args.num_prefixes, seed=seed)
-
-
 def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float) -> dict[str, Any]:
     from headrace.bench.report import machine_facts
 
@@ -182,16 +131,8 @@ def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report
     chosen = ", ".join(f"{each.name} {each.value}" for each in report.decisions)
     return machine_facts(
         str(device),
-        shape=_shape(args, len(report.samples)),
+        shape=simulate_load.shape(args, len(report.samples)),
         server=f"simulated, model {source.name}",
         engine=f"{chosen}; KV {blocks}",
         took=f"{seconds:.1f} s of this machine for {report.figures['duration']:.1f} s",
     )
-
-
-def _shape(args: argparse.Namespace, count: int) -> str:
-    if args.workload == "trace":
-        return f"trace {args.trace_file.name}, {count} requests, {args.trace_speed:g} times as fast"
-    rate = args.request_rate
-    load = f"open loop, {rate:g} requests/s" if rate is not None else f"closed loop, {args.max_concurrency or CLOSED_LOOP} at once"
-    return f"{args.workload}, {count} requests, {args.input_len} in, {args.output_len} out; {load}"

@@ -67,8 +67,11 @@ def arriving(asked: Sequence[Asked], rate: float, *, burstiness: float, seed: in
     return [replace(each, at=float(when)) for each, when in zip(asked, np.cumsum(gaps), strict=True)]
 
 
-def traced(path: Path, *, count: int | None, speed: float, max_prompt: int | None, max_output: int | None) -> list[Asked]:
-    """A trace, ``speed`` times as fast; with maxima, longer prompts and answers are cut to them. Raises ConfigError."""
+def traced(path: Path, *, count: int | None, speed: float, max_prompt: int | None, max_output: int | None, rate: float | None = None) -> list[Asked]:
+    """A trace, ``speed`` times as fast, or as fast as makes ``rate`` requests a second of it: the same order, every gap scaled alike.
+
+    With maxima, longer prompts and answers are cut to them. Raises ConfigError.
+    """
     if not 0 < speed < math.inf:
         raise ConfigError(f"--trace-speed is {speed:g}; give a finite number above 0.")
     asked: list[Asked] = []
@@ -79,7 +82,19 @@ def traced(path: Path, *, count: int | None, speed: float, max_prompt: int | Non
         asked.append(Asked(prompt, max(1, output), row.at / speed, row.hash_ids, TRACE_BLOCK))
     if not asked:
         raise ConfigError(f"The trace {path} holds no requests; give one with at least one row.")
-    return asked
+    return asked if rate is None else at_rate(asked, rate)
+
+
+def at_rate(asked: Sequence[Asked], rate: float) -> list[Asked]:
+    """The same requests in the same order, all gaps scaled alike, so that ``rate`` come a second on average. Raises ConfigError."""
+    first, last = asked[0].at, asked[-1].at
+    assert first is not None and last is not None, "they have arrivals"
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"The request rate is {rate:g}; give a finite number above 0.")
+    if not last > first:
+        raise ConfigError(f"All {len(asked)} requests come at once, so there is no rate to scale; leave --request-rate and --sweep-rate out.")
+    factor = (len(asked) - 1) / (last - first) / rate
+    return [replace(each, at=((each.at or 0.0) - first) * factor) for each in asked]
 
 
 def check_lengths(asked: Sequence[Asked], longest: int) -> None:

@@ -1,0 +1,154 @@
+"""``headrace simulate --sweep-rate … --compare …``: a load curve, as a table, JSON and a picture.
+
+What lives here: which configurations are compared, and showing their points. What may not: flags of a load (simulate_load.py), running
+points (planner/curve.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import EngineConfig, ServerConfig
+from headrace.errors import ConfigError
+from headrace.flags import WORDS, CommandParser, add_config_flags
+
+if TYPE_CHECKING:
+    from headrace.planner.curve import Point, Trial
+
+AS_GIVEN = "as given"
+SHORT = {"request_throughput": "requests/s", "output_throughput": "tokens/s", "request_goodput": "good/s", "preemptions": "preempted"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    curve = parser.add_argument_group("load curve")
+    curve.add_argument("--sweep-rate", type=float, nargs="+", metavar="R", help="run at each of these request rates; a trace is sped up to them")
+    curve.add_argument(
+        "--compare", action="append", default=[], metavar="NAME=A,B",
+        help="run with each value of a flag, a technique or device; repeated: with every combination (scheduling_policy=fcfs,priority)",
+    )  # fmt: skip
+    curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="more figures of the runs to show, by their names in the JSON")
+    curve.add_argument("--processes", type=int, help="run so many points side by side (default: a process a core)")
+
+
+def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
+    """Every combination of what is compared: its name, and the arguments that say it. Raises ConfigError."""
+    compared = [_values(entry) for entry in args.compare]
+    for combination in itertools.product(*compared):
+        changed = argparse.Namespace(**{**vars(args), "compare": []})
+        for name, value in combination:
+            _set(changed, name, value)
+        yield ", ".join(f"{name}={value}" for name, value in combination) or AS_GIVEN, changed
+
+
+def _values(entry: str) -> list[tuple[str, str]]:
+    name, equals, text = entry.partition("=")
+    values = [value.strip() for value in text.split(",") if value.strip()]
+    if not equals or not name.strip() or not values:
+        raise ConfigError(f"--compare has {entry!r}; write NAME=VALUE,VALUE with a flag or a technique, like scheduling_policy=fcfs,priority.")
+    return [(name.strip(), value) for value in dict.fromkeys(values)]
+
+
+def _set(args: argparse.Namespace, name: str, value: str) -> None:
+    """As if the flag stood on the command line, after all others."""
+    if name == "device":
+        args.simulated = value
+        return
+    flag = "--" + name.replace("_", "-")
+    parser = CommandParser(prog="headrace simulate", add_help=False)
+    add_config_flags(parser, EngineConfig, ServerConfig)
+    action = parser.options().get(flag)
+    if action is None:
+        args.technique = [*getattr(args, "technique", []), f"{name}={value}"]
+        return
+    for dest, read in vars(parser.parse_args([_word(flag, value, action)])).items():
+        setattr(args, dest, read)
+
+
+def _word(flag: str, value: str, action: argparse.Action) -> str:
+    if action.nargs != 0:
+        return f"{flag}={value}"
+    if value.lower() not in WORDS:
+        raise ConfigError(f"--compare {flag.removeprefix('--')}={value}: give on or off.")
+    return flag if WORDS[value.lower()] else flag.replace("--", "--no-", 1)
+
+
+def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespace], Sequence[Trial]]) -> int:
+    """``trials``: of one configuration, at each rate. Exit status 1 when no request of any point was answered."""
+    from headrace.bench.report import load_pyplot, machine_facts, print_facts, write_json
+    from headrace.worker.host import physical_cores
+
+    if args.plot and not args.sweep_rate:
+        raise ConfigError("A picture of a comparison is one over rates; give --sweep-rate, or leave --plot out.")
+    if args.against:
+        raise ConfigError("--against compares one run with one that was measured; leave --sweep-rate and --compare out.")
+    if args.plot:
+        load_pyplot()
+    wanted = [trials(name, changed) for name, changed in variants(args)]
+    ordered = [trial for same_rate in zip(*wanted, strict=True) for trial in same_rate]  # side by side
+    processes = args.processes or physical_cores()[0]
+    facts = machine_facts("; ".join(dict.fromkeys(str(trial.device) for trial in ordered)), shape=_shape(args, ordered), server="simulated")
+    print_facts(facts)
+    begin = time.perf_counter()
+    points, columns = _run(ordered, processes, args)
+    _print(points, columns)
+    print(f"\n{len(points)} points in {time.perf_counter() - begin:.1f} s")
+    if args.output_json:
+        write_json(args.output_json, {"facts": facts, "points": [point.row() for point in points]})
+    if args.plot:
+        _plot(args.plot, facts, points, columns)
+    return 0 if any(point.figures["completed"] for point in points) else 1
+
+
+def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
+    what = f"trace {args.trace_file.name}" if args.workload == "trace" else f"{args.workload}, {args.input_len} in, {args.output_len} out"
+    limits = f"; good: {' '.join(args.goodput)}" if args.goodput else ""
+    return f"{what}, {len(trials[0].load.asked)} requests at each rate{limits}"
+
+
+def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace) -> tuple[list[Point], list[str]]:
+    """All points, and the columns to show. A column that there is not is told with the first point."""
+    from headrace.planner.curve import curve_columns, run_trials
+
+    points: list[Point] = []
+    columns: list[str] = []
+    for point in run_trials(trials, processes):
+        columns = columns or curve_columns(point.figures, max(args.metric_percentiles), args.columns)
+        points.append(point)
+    return points, columns
+
+
+def _print(points: Sequence[Point], columns: Sequence[str]) -> None:
+    from headrace.bench.report import table
+
+    swept = any(point.rate is not None for point in points)
+    rows = [[*([point.rate] if swept else []), point.name, *(point.figures.get(column) for column in columns)] for point in points]
+    print(f"\n{table((*(['offered'] if swept else []), 'configuration', *map(_short, columns)), rows)}")
+
+
+def _short(column: str) -> str:
+    return SHORT.get(column, column.removesuffix("_ms").replace("median", "p50").replace("_", " "))
+
+
+def _plot(path: Path, facts: dict[str, Any], points: Sequence[Point], columns: Sequence[str]) -> None:
+    """A panel for what is served, one for each tail, one for every column asked for."""
+    from headrace.bench.report import plot_curves
+
+    served = "request_goodput" if "request_goodput" in columns else "request_throughput"
+    tails = [column for column in columns if column.startswith("p") and column.endswith(("ttft_ms", "tpot_ms", "itl_ms"))]
+    usual = columns.index("failed")
+    panels = [_panel(points, column) for column in (served, *tails, *columns[usual + 1 :])]
+    plot_curves(path, facts["shape"], panels, note=f"simulated: {facts['limits']}; {facts['date']}")
+
+
+def _panel(points: Sequence[Point], column: str) -> dict[str, Any]:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        if (value := point.figures.get(column)) is not None and point.rate is not None:
+            curves.setdefault(point.name, []).append((point.rate, value))
+    log = "y" if column.endswith("_ms") and all(y > 0 for curve in curves.values() for _, y in curve) else ""
+    return {"x": "requests a second offered", "y": _short(column) + (" (ms)" if column.endswith("_ms") else ""), "curves": curves, "log": log}
