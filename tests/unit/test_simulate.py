@@ -383,7 +383,7 @@ WRONG = {
     "--device h200 --random-range-ratio nan": "--random-range-ratio nan",
     "--device h200 --max-model-len 100": "64 of 64 requests are longer than the 100 tokens",
     "--device h200 --goodput ttft:0.000001": "cannot be met: the least step",
-    "--device h200 --technique flat_gemm=off": "does not know what flat_gemm",
+    "--device h200 --technique flat_gemm=off": "was calibrated with flat_gemm",
     "--device h200 --workload trace": "--trace FILE",
     "--device h200 --device-memory 1GB": "does not fit on NVIDIA H200",
 }

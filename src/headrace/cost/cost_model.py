@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVSpec, MoESpec, NormKind
-
 
 Amount = float | np.ndarray  # of one step, or one entry a step
 
@@ -162,6 +161,7 @@ class CostModel:
         self._kv_token_bytes = tuple(float(2 * g.num_kv_heads * g.head_dim * g.dtype_bytes * len(g.layers)) for g in groups)
         self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
         self._dense = _dense_operators(spec, weight_bytes)
+        self._dense_bytes, self._dense_flops = sum(op.weight_bytes for op in self._dense), sum(op.flops_per_token for op in self._dense)
         self._experts = _expert_operators(spec, weight_bytes)
         self._head = _Dense("lm_head", spec.vocab_size * spec.hidden_size * weight_bytes, 2.0 * spec.vocab_size * spec.hidden_size)
         self._norm_bytes = _norm_elements(spec) * weight_bytes
@@ -198,13 +198,15 @@ class CostModel:
         traffic = load.tokens * self._activation_bytes
         return (*counted, OperatorCost("activations", traffic, 0.0, traffic / bandwidth, in_floor=False))
 
-    def load_of(self, plan: StepPlan) -> StepLoad:
-        return load_of(plan, self.windows)
+    def load_of(self, plan: StepPlan, saved: tuple[float, ...] = ()) -> StepLoad:
+        """``saved``: see StepLoad."""
+        load = load_of(plan, self.windows)
+        return replace(load, saved=saved) if saved else load
 
     def work(self, load: StepLoad) -> Work:
         """The same bytes and FLOPs by what does them; ``pairs``, ``keys``, ``lone`` and ``saved`` of the load may be arrays, one entry a step."""
         tokens = load.tokens
-        dense = sum(op.weight_bytes for op in self._dense), tokens * sum(op.flops_per_token for op in self._dense)
+        dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
         head = (self._head.weight_bytes, self._head.flops_per_token * load.sampled) if load.sampled else (0.0, 0.0)
         decode, prompts = self._attention(load)

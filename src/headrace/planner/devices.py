@@ -1,7 +1,7 @@
 """Devices that a simulation knows: limits with where each figure comes from, memory, and how much of the limits kernels reach.
 
-What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU. What may not: prices of steps
-(step_time.py), what fits (placement.py), measuring (``headrace doctor --profile``).
+What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU, with what was calibrated on it. What may
+not: prices of steps (step_time.py), what fits (placement.py), measuring (``headrace doctor --profile``), fitting (calibrate.py).
 
     known as    limits                                              memory
     h200        measured on a card of this kind (read, bf16)        published
@@ -12,9 +12,11 @@ What lives here: the catalogue, and finding a device by name, by a profile's fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.cost.calibrated import CalibratedSteps, find_calibrated
+from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
 from headrace.errors import ConfigError
 
@@ -22,6 +24,9 @@ GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
+SHIPPED = Path(__file__).parent / "calibrated"  # fitted to our own runs
+CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/cpu/native.py)
+GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/triton/flat_forms.json); steps of single tokens are graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """By kind of operator. ``layer_seconds``: of each layer, whatever the load (launches, and tails of kernels). ``origin`` says how the
-    figures came about; nothing here is fitted to a run yet."""
+    """By kind of operator, for a device that no run was fitted on. ``layer_seconds``: of each layer, whatever the load (launches, and tails of
+    kernels). ``origin`` says how the figures came about."""
 
     products: Share
     experts: Share
@@ -44,11 +49,25 @@ class Efficiency:
     layer_seconds: float
     origin: str
 
-    def share(self, operator: str) -> Share:
-        if operator in ("kv_write", "embedding", "norms"):
-            return self.others
-        named = {"attention": self.attention, "experts": self.experts}
-        return named.get(operator, self.products)
+    def prices(self, layers: int, *, step_seconds: float = 0.0, host_seconds: float = 0.0, classes: Classes | None = None) -> StepPrices:
+        """The same as prices, alike in all ``classes``; ``step_seconds`` beside the layers' own."""
+        classes = classes or Classes()
+        count = len(classes.names)
+        return StepPrices(
+            products=(_slowness(self.products),) * count,
+            experts=_slowness(self.experts),
+            decode=(_slowness(self.attention),) * count,
+            prompts=_slowness(self.attention),
+            others=1.0 / self.others.bandwidth,
+            activations=0.0,
+            classes=classes,
+            fixed=(step_seconds + layers * self.layer_seconds,) * count,
+            host=HostPrices(step=host_seconds),
+        )
+
+
+def _slowness(share: Share) -> Slowness:
+    return Slowness(1.0 / share.bandwidth, 1.0 / share.rate)
 
 
 # Chosen by eye, so that steps of three models come near their rows of docs/performance/gpu.md.
@@ -60,13 +79,15 @@ CPU_HOST_SECONDS = 2e-4
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device to simulate. ``profile.source``: "measured", "published" or "stated". ``host_seconds``: of the host, a step."""
+    """One device to simulate. ``profile.source``: "measured", "published" or "stated". ``host_seconds``: of the host, a step.
+    ``calibrated``: what was fitted to runs on it, one a model."""
 
     name: str
     profile: DeviceProfile
     memory: int  # bytes
     efficiency: Efficiency
     host_seconds: float
+    calibrated: tuple[CalibratedSteps, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -81,7 +102,8 @@ class Device:
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / TERA:.3g} TFLOP/s" for dtype, rate in self.profile.gemm_rates.items())
         limits = f"read {self.profile.read_bandwidth / TERA:.3g} TB/s, {rates}, {self.memory / GIB:.1f} GiB"
-        return f"{self.name} ({limits}; limits {self.profile.source}, efficiency {self.efficiency.origin})"
+        assumed = "" if self.calibrated else f", efficiency {self.efficiency.origin}"
+        return f"{self.name} ({limits}; limits {self.profile.source}{assumed})"
 
 
 def known_devices() -> dict[str, Device]:
@@ -110,11 +132,21 @@ def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, 
     return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS)
 
 
+def classes_of(kind: str, *, eager: bool = False) -> Classes:
+    """Steps that different kernels compute. ``eager``: nothing is a graph."""
+    return CPU_CLASSES if kind == "cpu" else replace(GPU_CLASSES, apart=not eager)
+
+
 def find_device(name: str, *, threads: int, memory: int | None, free_memory: int, folder: Path | None = None) -> Device:
-    """A device of the catalogue, ``cpu`` (this one, measured before, with ``threads``), or the file of a profile.
+    """A device of the catalogue, ``cpu`` (this one, measured before, with ``threads``), or the file of a profile; with what was calibrated on it.
 
     ``memory``: bytes, instead of what is known. ``free_memory``: of this machine. Raises ConfigError.
     """
+    found = _find(name, threads, memory, free_memory, folder)
+    return replace(found, calibrated=tuple(find_calibrated(found.profile.identity, (folder or profile_folder(), SHIPPED))))
+
+
+def _find(name: str, threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:
     known = known_devices()
     if name.endswith(".json"):
         return _of_profile(load_profile(Path(name)), memory, free_memory)
@@ -124,7 +156,7 @@ def find_device(name: str, *, threads: int, memory: int | None, free_memory: int
     if key not in known:
         raise ConfigError(f"--device is {name!r}; give {', '.join(known)}, {HERE} (this one, measured) or the file of a profile (*.json).")
     found = known[key]
-    return found if memory is None else Device(found.name, found.profile, memory, found.efficiency, found.host_seconds)
+    return found if memory is None else replace(found, memory=memory)
 
 
 def _this_cpu(threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:

@@ -7,6 +7,7 @@ What lives here: the loop that adds what is due and steps. What may not: figures
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ class Outcome:
 
 class Drive:
     """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429.
-    ``leaps``: the executor whose steps are taken many at once where they are alike."""
+    ``leaps``: the executor whose steps are taken many at once where they are alike. ``front``: seconds from sending a prompt of so many tokens
+    until it is in the core (a front end's work, there and back); None: none."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Drive:
         room: int | None,
         max_queue: int,
         leaps: ModelledExecutor | None = None,
+        front: Callable[[int], float] | None = None,
     ) -> None:
         self._core = core
         self._asked = asked
@@ -50,6 +53,8 @@ class Drive:
         self._room = len(asked) if room is None else room
         self._max_queue = max_queue
         self._leaps = leaps
+        self._front = front
+        self._coming: list[tuple[float, int]] = []  # a heap: when a request that was sent is in the core
         self._next = 0
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}
@@ -61,26 +66,39 @@ class Drive:
         blocks = core.scheduler.cache
         while self._next < len(asked) or self._live:
             self._send_due(clock.now())
+            self._deliver(clock.now())
             if core.has_work:
                 if self._leaps is None or not self._leap(self._leaps):
                     self._take(core.step(), clock.now())
                 outcome.most_used_blocks = max(outcome.most_used_blocks, blocks.num_used_blocks)
-            elif self._next < len(asked):
-                clock.sleep_until(asked[self._next].at or 0.0)
+            else:
+                clock.sleep_until(min(self._next_due(), self._next_coming()))
         while core.has_work:  # steps still in flight
             core.step()
         return outcome
 
     def _leap(self, executor: ModelledExecutor) -> bool:
         """Takes all turns at once that nothing comes between, if there are some."""
-        due = self._asked[self._next].at if self._next < len(self._asked) and len(self._live) < self._room else None
-        leapt = try_leap(self._core, executor, math.inf if due is None else due)
+        leapt = try_leap(self._core, executor, min(self._next_due(), self._next_coming()))
         if leapt is None:
             return False
         for request_id in leapt.request_ids:
             self._live[request_id].arrivals.extend(leapt.times)
         self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, leapt.most_used_blocks)
         return True
+
+    def _next_due(self) -> float:
+        """When the next request is sent; infinite where that waits for the end of another."""
+        if self._next >= len(self._asked) or len(self._live) >= self._room:
+            return math.inf
+        return self._asked[self._next].at or 0.0
+
+    def _next_coming(self) -> float:
+        return self._coming[0][0] if self._coming else math.inf
+
+    def _deliver(self, now: float) -> None:
+        while self._coming and self._coming[0][0] <= now:
+            self._add(heapq.heappop(self._coming)[1])
 
     def _send_due(self, now: float) -> None:
         while self._next < len(self._asked) and len(self._live) < self._room:
@@ -101,6 +119,13 @@ class Drive:
             return
         self._live[index] = sample
         self._outcome.most_running = max(self._outcome.most_running, len(self._live))
+        if self._front is None:
+            self._add(index)
+        else:
+            heapq.heappush(self._coming, (sent + self._front(asked.prompt), index))
+
+    def _add(self, index: int) -> None:
+        asked, sent = self._asked[index], self._live[index].sent
         params = self._greedy(asked.output)
         ids = self._ids(index)
         self._core.add(Request(request_id=index, prompt_token_ids=ids, params=params, arrival_time=sent, tenant=asked.tenant, expects=asked.expects))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -92,12 +92,12 @@ class ModelledExecutor:
         self._sequences: dict[int, int] = {}  # row → where its tokens begin
 
     def submit(self, plan: StepPlan) -> _Timed:
-        if self._host_seconds:
-            self._clock.sleep_until(self._clock.now() + self._host_seconds)
         price = self._price(plan)
+        began = self._clock.now() + self._host_seconds + price.host_seconds
+        price, self._busy_until = _placed(price, began, self._busy_until)
+        self._clock.sleep_until(began + price.launch_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price)
         self._last_rows, self._last_seconds = plan.sample_rows, price.seconds
-        self._busy_until = max(self._busy_until, self._clock.now()) + price.seconds
         for new in plan.rows_added:
             self._sequences[new.row] = new.sequence_id * _SEQUENCE
         result = StepResult(plan.step_id, self._tokens(plan), device_seconds=price.seconds)
@@ -141,10 +141,10 @@ class ModelledExecutor:
         for turn, price in enumerate(prices):
             if now >= until:
                 break
-            now += self._host_seconds
-            busy = max(busy, now) + price.seconds
+            now = now + self._host_seconds + price.host_seconds  # in this order, as submit adds them
+            prices[turn], busy = _placed(price, now, busy)
             ready.append(busy)
-            now = max(now, ready[turn])
+            now = max(now + price.launch_seconds, ready[turn])
             ends.append(now)
         columns = [[token for (token,) in ticket.result.tokens] for ticket in self._in_flight]
         columns += self._columns(starts, len(ends))
@@ -178,3 +178,11 @@ class ModelledExecutor:
 
     def close(self) -> None:
         self._sequences.clear()
+
+
+def _placed(price: StepPrice, began: float, free: float) -> tuple[StepPrice, float]:
+    """The price with the seconds that the device is really at the step, and when it has ended it: handed over from ``began`` on, after what
+    keeps the device until ``free``. A step ends no sooner than its last kernel is launched."""
+    begin = max(free, began)
+    end = max(begin + price.seconds, began + price.launch_seconds)
+    return (replace(price, seconds=end - begin) if price.launch_seconds else price), end

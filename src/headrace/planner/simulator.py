@@ -27,20 +27,16 @@ from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.figures import check_limits, figures_of, promise_figures
 from headrace.planner.placement import ELEMENT_BYTES, place
+from headrace.planner.pricing import Pricing, choose_prices
 from headrace.planner.step_time import StepTime
 from headrace.planner.workload import Asked, check_lengths, prompt_ids
 from headrace.spec import DecoderSpec
 
-# Switches of how steps are computed: what they are worth on a device is not known here.
-UNPRICED = (
-    "enforce_eager", "batch_invariant", "token_concatenation", "flat_gemm", "deep_fusion", "cascade_attention", "programmatic_launch",
-    "disabled_kernels",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``stepwise``: no step is leapt."""
+    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``stepwise``: no step is leapt. ``popularity``: how
+    often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured."""
 
     asked: Sequence[Asked]
     seed: int = 0
@@ -49,6 +45,8 @@ class Load:
     limits: Mapping[str, float] | None = None
     percentiles: Sequence[float] = (99.0,)
     stepwise: bool = False
+    popularity: Sequence[float] = ()
+    front: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +57,48 @@ class Report:
     samples: list[Sample]
     info: ExecutorInfo
     decisions: tuple[Decision, ...]
+    pricing: Pricing
+    longest: int  # tokens of one sequence
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of its prices, for the run's JSON."""
+        return self.pricing.facts(self.longest)
 
 
 def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load) -> Report:
     """Raises ConfigError where the answer would not be the one that was asked for."""
-    check_priced(config)
+    if config.device.executor != "model":
+        raise ConfigError("A simulation has an executor of its own; leave --executor out.")
     config, decisions = resolve_config(config, device.kind)
     placement = place(spec, config, device)
-    cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=ELEMENT_BYTES[placement.dtype], dtype=placement.dtype)
-    step_time = StepTime(cost_model, device, placement.dtype)
+    weight_bytes = ELEMENT_BYTES[placement.dtype]
+    cost_model = CostModel(
+        spec, placement.kv_specs, device.profile, weight_bytes=weight_bytes, dtype=placement.dtype, popularity=load.popularity
+    )
+    pricing = choose_prices(device, config.device, cost_model, placement.kv_specs)
+    step_time = pricing.step_time
     check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
     recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
-    core, executor = create_core(placement.info, config, step_time, device.host_seconds, recorder)
+    core, executor = create_core(placement.info, config, step_time, recorder)
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = partial(_ids, load, spec.vocab_size)
-    leaps = None if load.stepwise else executor
-    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps).run()
+    leaps, front = None if load.stepwise else executor, pricing.front.seconds if pricing.front is not None and load.front else None
+    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps, front=front).run()
     figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorder)
-    return Report(figures, outcome.samples, placement.info, (*decisions, Decision("dtype", placement.dtype, "as the engine would choose")))
+    decisions = (*decisions, Decision("dtype", placement.dtype, "as the engine would choose"))
+    longest = max(each.prompt + each.output for each in load.asked)
+    return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)
 
 
 def create_core(
-    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, host_seconds: float, recorder: StepRecorder
+    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder
 ) -> tuple[EngineCore, ModelledExecutor]:
     """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
     it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
-    executor = ModelledExecutor(info, step_time.of_plan, clock, host_seconds=host_seconds, price_alike=step_time.of_tokens_alike)
+    executor = ModelledExecutor(info, step_time.of_plan, clock, price_alike=step_time.of_tokens_alike)
     core = EngineCore(
         executor,
         scheduler=config.scheduler,
@@ -105,12 +117,3 @@ def create_core(
 def _ids(load: Load, vocab_size: int, index: int) -> array[int]:
     return prompt_ids(load.asked[index], index, vocab_size=vocab_size, seed=load.seed)
 
-
-def check_priced(config: EngineConfig) -> None:
-    """Raises ConfigError for a switch that would change how long steps take, in a way that the model of a device does not know."""
-    plain = type(config.device)()
-    changed = [name for name in UNPRICED if getattr(config.device, name) != getattr(plain, name)]
-    if changed:
-        raise ConfigError(f"A simulation does not know what {' and '.join(changed)} would change about a step's time; leave it out, or measure it.")
-    if config.device.executor != "model":
-        raise ConfigError("A simulation has an executor of its own; leave --executor out.")

@@ -1,83 +1,122 @@
-"""How long a device would take for a step: the cost model's bytes and FLOPs, operator by operator, at what kernels reach of the limits.
+"""How long a device would take for a step: the cost model's bytes and FLOPs at the prices of that device (cost/prices.py).
 
-    seconds of an operator = max(bytes / (bandwidth · share), FLOPs / (rate · share))
-    seconds of a step      = Σ operators + layers · a layer's overhead + the profile's step overhead
+Prices are assumed (a device's shares of its limits) or calibrated (fitted to measured steps). What lies beyond the steps that prices were
+fitted to is counted, so that nobody takes it for measured.
 
-What lives here: that sum. What may not: counting bytes (cost/), devices (devices.py), clocks.
+What lives here: a step's price. What may not: counting bytes, prices (cost/), devices (devices.py), clocks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from headrace.cost.cost_model import CostModel, StepLoad
-from headrace.planner.devices import Device
+from headrace.cost.cost_model import CostModel, StepLoad, Work
+from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.sharing import SharedBlocks
 from headrace.request import StepPlan
+
+_FLOOR = Slowness(1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """``floor_seconds``: at the limits themselves."""
+    """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, ``launch_seconds`` while it
+    does: the device is at it meanwhile, and ends no sooner."""
 
     seconds: float
     floor_seconds: float
     bytes: float
     flops: float
+    host_seconds: float = 0.0
+    launch_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Most:
+    """The largest step that was priced."""
+
+    tokens: int = 0
+    sequences: int = 0
 
 
 class StepTime:
-    """Prices steps of one model on one device; ``dtype`` names the rate of its products."""
+    """Prices steps of one model on one device. ``bandwidth`` and ``rate``: what the prices are multiples of; None: the profile's limits.
+    ``sharing``: who knows which keys a step reads once for several sequences; None: none."""
 
-    def __init__(self, cost_model: CostModel, device: Device, dtype: str) -> None:
+    def __init__(
+        self,
+        cost_model: CostModel,
+        prices: StepPrices,
+        *,
+        bandwidth: float | None = None,
+        rate: float | None = None,
+        sharing: SharedBlocks | None = None,
+    ) -> None:
+        profile = cost_model.profile
+        self.most = Most()
         self._cost_model = cost_model
-        self._bandwidth = device.profile.read_bandwidth
-        self._rate = device.profile.gemm_rate(dtype)
-        self._reached = _Reached(self._bandwidth, self._rate, device)
-        self._overhead = device.profile.step_overhead + cost_model.spec.num_layers * device.efficiency.layer_seconds
+        self._prices = prices
+        self._sharing = sharing
+        self._limits = profile.read_bandwidth, profile.gemm_rate(cost_model.dtype)
+        self._units = bandwidth or self._limits[0], rate or self._limits[1]
 
     def of_plan(self, plan: StepPlan) -> StepPrice:
-        return self.of_load(self._cost_model.load_of(plan))
+        saved = self._sharing.observe(plan) if self._sharing is not None else ()
+        load = self._cost_model.load_of(plan, saved)
+        rows = len(plan.rows)
+        return self.of_load(load, rows=rows, added=len(plan.rows_added), alone=plan.counts.count(1) == rows)
 
-    def of_load(self, load: StepLoad) -> StepPrice:
-        return StepPrice(*self._sums(load, max))
+    def of_load(self, load: StepLoad, *, rows: int = 1, added: int = 0, alone: bool = True) -> StepPrice:
+        """``rows`` sequences, ``added`` of them new; ``alone``: each computes a single token."""
+        self._note(load.tokens, rows)
+        seconds, floor, moved, flops = self._sums(load, alone)
+        host = self._prices.host
+        launch = 0.0 if alone and self._prices.classes.apart else host.launch
+        return StepPrice(seconds, floor, moved, flops, host.seconds(rows, added), launch)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
         rows = len(starts)
+        self._note(rows, rows)
         seen = tuple(_keys_seen(starts, steps, window) for window in self._cost_model.windows)
-        sums = self._sums(StepLoad(rows, rows, seen, seen), np.maximum)  # type: ignore[arg-type]  # columns: a number for each step
-        return [StepPrice(*each) for each in zip(*(np.broadcast_to(column, steps).tolist() for column in sums), strict=True)]
+        saved = self._sharing.latest if self._sharing is not None else ()
+        sums = self._sums(StepLoad(rows, rows, seen, seen, seen, saved), alone=True)  # type: ignore[arg-type]  # columns: a number for each step
+        host = self._prices.host
+        before, launch = host.seconds(rows, 0), 0.0 if self._prices.classes.apart else host.launch
+        seconds, floor, moved, flops = (np.broadcast_to(column, steps).tolist() for column in sums)
+        return [StepPrice(*each, before, launch) for each in zip(seconds, floor, moved, flops, strict=True)]
 
-    def _sums(self, load: StepLoad, larger: Callable[[float, float], float]) -> tuple[float, float, float, float]:
-        seconds, floor, moved, flops = self._overhead, 0.0, 0.0, 0.0
-        for name, operator_bytes, operator_flops in self._cost_model.costs(load):
-            bandwidth, rate = self._reached[name]
-            seconds = seconds + larger(operator_bytes / bandwidth, operator_flops / rate)
-            floor = floor + larger(operator_bytes / self._bandwidth, operator_flops / self._rate)
-            moved, flops = moved + operator_bytes, flops + operator_flops
-        return seconds, floor, moved, flops
+    def _note(self, tokens: int, rows: int) -> None:
+        if tokens > self.most.tokens:
+            self.most.tokens = tokens
+        if rows > self.most.sequences:
+            self.most.sequences = rows
+
+    def _sums(self, load: StepLoad, alone: bool) -> tuple[Any, Any, Any, Any]:
+        work = self._cost_model.work(load)
+        bandwidth, rate = self._units
+        seconds = self._prices.seconds(work, bandwidth, rate, tokens=load.tokens, sampled=load.sampled, alone=alone)
+        return (seconds, *_floor(work, *self._limits))
 
     def shortest(self, groups: int) -> float:
         """Seconds of the least step there is: one token that sees itself."""
         ones = (1.0,) * groups
-        return self.of_load(StepLoad(1, 1, ones, ones)).seconds
+        return self.of_load(StepLoad(1, 1, ones, ones, ones)).seconds
 
 
-class _Reached(dict[str, tuple[float, float]]):
-    """Bytes and FLOPs a second by operator, looked up once each."""
-
-    def __init__(self, bandwidth: float, rate: float, device: Device) -> None:
-        self._limits = bandwidth, rate, device.efficiency
-
-    def __missing__(self, operator: str) -> tuple[float, float]:
-        bandwidth, rate, efficiency = self._limits
-        share = efficiency.share(operator)
-        found = self[operator] = bandwidth * share.bandwidth, rate * share.rate
-        return found
+def _floor(work: Work, bandwidth: float, rate: float) -> tuple[Any, Any, Any]:
+    """Seconds at the limits, bytes, FLOPs."""
+    floor: Any = work.others / bandwidth
+    moved: Any = work.others
+    flops: Any = 0.0
+    for each_moved, each_flops in (work.products, work.head, work.experts, work.decode, work.prompts):
+        floor = floor + _FLOOR.seconds(each_moved / bandwidth, each_flops / rate)
+        moved, flops = moved + each_moved, flops + each_flops
+    return floor, moved, flops
 
 
 def _keys_seen(starts: array[int], steps: int, window: int | None) -> np.ndarray:

@@ -1,0 +1,134 @@
+"""How long work takes on a device: of each kind of work, how many times its ideal seconds, and what a step costs beside.
+
+    ideal seconds      = bytes / bandwidth, or FLOPs / rate, at the device's limits
+    seconds of a kind  = max(slowness · ideal seconds of its bytes, slowness · ideal seconds of its FLOPs)
+    seconds of a step  = Σ kinds + others + activations + fixed + sampled rows · a row's
+
+Products of few rows are other kernels than those of many, attention of few sequences does not fill a device, and a step that a graph replays is
+another thing than one that is launched kernel by kernel: some slownesses are by the class of the step (its tokens, and whether it computes
+parts of prompts). The head is a product of the rows that sample, in the class of as many tokens.
+
+What lives here: the numbers and that sum. What may not: counting bytes (cost_model.py), fitting (step_fit.py), files (calibrated.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headrace.cost.cost_model import Amount, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """Measured over ideal seconds, where bytes decide and where FLOPs do: 1 is the device's limit, 0 costs nothing."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, moved: Amount, worked: Amount) -> Any:
+        """Both in ideal seconds."""
+        by_bytes, by_flops = self.bytes * moved, self.flops * worked
+        if isinstance(by_bytes, np.ndarray) or isinstance(by_flops, np.ndarray):
+            return np.maximum(by_bytes, by_flops)
+        return by_bytes if by_bytes > by_flops else by_flops
+
+
+@dataclass(frozen=True, slots=True)
+class HostPrices:
+    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins. ``launch``: of a step with parts of prompts
+    whose kernels the host launches one by one, while the device is at it already; such a step ends no sooner."""
+
+    step: float = 0.0
+    row: float = 0.0
+    added: float = 0.0
+    launch: float = 0.0
+
+    def seconds(self, rows: int, added: int) -> float:
+        return self.step + self.row * rows + self.added * added
+
+
+@dataclass(frozen=True, slots=True)
+class FrontPrices:
+    """Seconds that a request spends outside the engine until its first token is with the client: each request, each prompt token."""
+
+    request: float = 0.0
+    token: float = 0.0
+
+    def seconds(self, prompt_tokens: int) -> float:
+        return self.request + self.token * prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts are a class of their own,
+    the last, and the bounds are of steps of single tokens alone."""
+
+    bounds: tuple[int, ...] = ()
+    apart: bool = False
+
+    def place(self, tokens: int, *, alone: bool) -> int:
+        """``alone``: every sequence computes a single token."""
+        return len(self.bounds) + 1 if self.apart and not alone else bisect_left(self.bounds, tokens)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is said of a class behind a parameter's name; nothing of the only one."""
+        edges = (0, *self.bounds)
+        kinds = [f" of {low + 1} to {high} tokens" for low, high in pairwise(edges)]
+        kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
+        kinds = [f"{each}, no prompts" for each in kinds] if self.apart else kinds
+        return (*(kinds or [" without prompts" if self.apart else ""]), *([" with prompts"] if self.apart else []))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples."""
+
+    products: tuple[Slowness, ...]
+    experts: Slowness
+    decode: tuple[Slowness, ...]
+    prompts: Slowness
+    others: float
+    activations: float
+    classes: Classes = field(default_factory=Classes)
+    fixed: tuple[float, ...] = (0.0,)
+    sampled: float = 0.0
+    host: HostPrices = field(default_factory=HostPrices)
+
+    def seconds(self, work: Work, bandwidth: float, rate: float, *, tokens: int, sampled: int, alone: bool) -> Any:
+        """Of a step; an array where ``work`` has arrays."""
+        place = self.classes.place(tokens, alone=alone)
+        if not tokens:
+            return self.fixed[place]
+        parts = (
+            (self.products[place], work.products),
+            (self.products[self.classes.place(sampled, alone=True)], work.head),
+            (self.experts, work.experts),
+            (self.decode[place], work.decode),
+            (self.prompts, work.prompts),
+        )
+        total: Any = sum(each.seconds(moved / bandwidth, flops / rate) for each, (moved, flops) in parts)
+        rest = (self.others * work.others + self.activations * work.activations) / bandwidth
+        return total + rest + self.fixed[place] + self.sampled * sampled
+
+
+def prices_from(stored: Mapping[str, Any]) -> StepPrices:
+    """What ``dataclasses.asdict`` made of it. Raises KeyError or TypeError."""
+    return StepPrices(
+        products=tuple(Slowness(**each) for each in stored["products"]),
+        experts=Slowness(**stored["experts"]),
+        decode=tuple(Slowness(**each) for each in stored["decode"]),
+        prompts=Slowness(**stored["prompts"]),
+        others=stored["others"],
+        activations=stored["activations"],
+        classes=Classes(tuple(stored["classes"]["bounds"]), stored["classes"]["apart"]),
+        fixed=tuple(stored["fixed"]),
+        sampled=stored["sampled"],
+        host=HostPrices(**stored["host"]),
+    )

@@ -1,0 +1,122 @@
+"""Which keys decoding sequences share and a step reads once: what cascade attention does on a GPU, seen from plans alone.
+
+Block tables are followed through the plans' edits. A block that two sequences have at the same place of their tables holds the same keys, and
+so does all before it. Each sequence chooses the depth at which most reading is saved, depth × (sequences that share it − 1); those that chose the
+same block are a group, cut into chunks that read it together.
+
+What lives here: that count. What may not: attention itself (kernels/triton/sharing.py finds the same on the device, by the same rules).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from headrace.request import StepPlan
+from headrace.spec import KVSpec
+
+QUERIES = 64  # × heads of a KV head, in one tile over shared keys
+UNIT = 128  # shared tokens are a multiple of it
+FEWEST = 16  # sequences: below, nothing is looked for
+LEAST_SAVED = 1024  # tokens that need not be read again, or a group is not worth it
+
+_Place = tuple[int, int]  # index in the table, block
+
+
+class SharedBlocks:
+    """Follows every plan of one engine. ``heads``: query heads a KV head; windows share nothing."""
+
+    def __init__(self, groups: Sequence[KVSpec], heads: int) -> None:
+        self._sharing = [index for index, group in enumerate(groups) if group.window is None]
+        self._sizes = [group.block_size for group in groups]
+        self._members = max(1, QUERIES // (1 << (heads - 1).bit_length()))
+        self._tables: dict[int, dict[tuple[int, int], int]] = {}  # row → (group, index) → block
+        self._uses: list[Counter[_Place]] = [Counter() for _ in groups]
+        self._shared = [0] * len(groups)  # places that several rows have
+        self._known: dict[bytes, tuple[float, ...]] = {}  # since the tables last changed in what is shared
+        self._none = (0.0,) * len(groups)
+        self.latest = self._none
+
+    def observe(self, plan: StepPlan) -> tuple[float, ...]:
+        """By KV group: keys of single tokens that this step need not read, because another sequence's reading serves."""
+        for row in plan.rows_dropped:
+            self._drop(row)
+        for new in plan.rows_added:
+            self._drop(new.row)
+            self._tables[new.row] = {}
+        for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
+            self._set(row, group, index, block)
+        self.latest = self._none if not any(self._shared) else self._look(plan)
+        return self.latest
+
+    def _drop(self, row: int) -> None:
+        for (group, index), block in self._tables.pop(row, {}).items():
+            self._use(group, (index, block), -1)
+
+    def _set(self, row: int, group: int, index: int, block: int) -> None:
+        if group not in self._sharing:
+            return
+        table = self._tables.setdefault(row, {})
+        before = table.get((group, index))
+        if before is not None:
+            self._use(group, (index, before), -1)
+        table[group, index] = block
+        self._use(group, (index, block), 1)
+
+    def _use(self, group: int, place: _Place, change: int) -> None:
+        uses = self._uses[group]
+        was = uses[place]
+        uses[place] = was + change
+        if was + change <= 0:
+            del uses[place]
+        if max(was, was + change) > 1:
+            self._shared[group] += (was + change > 1) - (was > 1)
+            self._known.clear()
+
+    def _look(self, plan: StepPlan) -> tuple[float, ...]:
+        lone = array("i", (row for row, count in zip(plan.rows, plan.counts, strict=True) if count == 1))
+        if len(lone) < FEWEST:
+            return self._none
+        key = lone.tobytes()
+        if key not in self._known:
+            starts = dict(zip(plan.rows, plan.starts, strict=True))
+            self._known[key] = tuple(self._saved(group, lone, starts) if self._shared[group] else 0.0 for group in range(len(self._sizes)))
+        return self._known[key]
+
+    def _saved(self, group: int, rows: Iterable[int], starts: dict[int, int]) -> float:
+        size = self._sizes[group]
+        paths = {row: self._path(group, row, starts[row] // size) for row in rows}
+        counts = Counter(place for path in paths.values() for place in path)
+        groups = Counter(best for path in paths.values() if (best := _best(path, counts, size)) is not None)
+        saved = 0.0
+        for (index, _), members in groups.items():
+            tokens = _whole(index, size)
+            if members > 1 and tokens * (members - 1) >= LEAST_SAVED:
+                saved += tokens * (members - -(-members // self._members))
+        return saved
+
+    def _path(self, group: int, row: int, whole: int) -> list[_Place]:
+        """The blocks a row begins with that others have too, of those that its token sees whole."""
+        table, uses, path = self._tables[row], self._uses[group], list[_Place]()
+        for index in range(whole):
+            place = (index, table.get((group, index), -1))
+            if uses[place] < 2:
+                break
+            path.append(place)
+        return path
+
+
+def _whole(index: int, size: int) -> int:
+    """Tokens up to and with a block, down to a multiple of UNIT."""
+    return (index + 1) * size // UNIT * UNIT
+
+
+def _best(path: Sequence[_Place], counts: Counter[_Place], size: int) -> _Place | None:
+    """The deepest place of those that save most."""
+    best, most = None, 0
+    for place in path:
+        saved = _whole(place[0], size) * (counts[place] - 1)
+        if saved and saved >= most:
+            best, most = place, saved
+    return best
