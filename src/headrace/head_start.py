@@ -1,6 +1,7 @@
 """What a start on a GPU needs that needs no torch, begun while torch is imported, which takes seconds.
 
-That is the card's context, by the driver itself (torch finds it made), and the kernels' compiler: Triton, a hash of its files, its C helper.
+That is the card's context, by the driver itself (torch finds it made); the kernels' compiler: Triton, a hash of its files, its C helper and
+ours; and processes that will compile kernels.
 
 What lives here: that head start. What may not: torch, kernels (kernels/triton/toolchain.py does the same again, and finds it done).
 """
@@ -12,8 +13,11 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from headrace.builders import begin_builders
+from headrace.kernel_launcher import kernel_launcher
 from headrace.worker.driver import ask_driver
 
 _log = logging.getLogger(__name__)
@@ -21,15 +25,17 @@ _DRIVER = Path("/dev/nvidiactl")  # there where an NVIDIA driver is
 _LIBRARY = "libcuda.so.1"
 
 
-def begin_head_start() -> HeadStart | None:
-    """Where there is a GPU and torch is still to come."""
-    return HeadStart() if _DRIVER.exists() and "torch" not in sys.modules else None
+def begin_head_start(mark: Path) -> HeadStart | None:
+    """Where there is a GPU and torch is still to come. ``mark``: of a start that has built all its kernels (builders.py)."""
+    return HeadStart(mark) if _DRIVER.exists() and "torch" not in sys.modules else None
 
 
 class HeadStart:
-    """Two threads. Nobody has to wait for them; what they have not done is done when it is needed."""
+    """Two threads, and processes that wait for work. Nobody has to wait for them; what they have not done is done when it is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+        self.builders = begin_builders(mark)
         self._free: dict[str, int] = {}  # by the driver's uuid, before there was a context
         self._context = self._thread("context", self._make_context)
         self._compiler = self._thread("compiler", _prepare_compiler)
@@ -39,6 +45,19 @@ class HeadStart:
         self._context.join()
         found = [free for name, free in self._free.items() if name.endswith(uuid)]
         return found[0] if len(found) == 1 else None
+
+    def has_built(self) -> None:
+        """Every kernel is in Triton's cache now: the next start needs no processes."""
+        with suppress(OSError):
+            self._mark.touch()
+
+    def __enter__(self) -> HeadStart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The start is over."""
+        if self.builders is not None:
+            self.builders.close()
 
     def join(self) -> None:
         self._context.join()
@@ -77,3 +96,4 @@ def _prepare_compiler() -> None:
 
     triton_key()  # remembered for the process
     CudaUtils()  # compiled into Triton's cache
+    kernel_launcher()

@@ -20,7 +20,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.triton import launch
-from headrace.kernels.triton.launch import Kernel, Known, Maps
+from headrace.kernels.triton.launch import Kernel, Known, Maps, kinds_of
 
 tl = support.triton_interpreter.tl
 DRIVER = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77))
@@ -53,9 +53,8 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """What the driver was given: every compiled kernel is known at once."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "driver", DRIVER)
-    monkeypatch.setattr(
-        launch, "known_of", lambda compiled: Known(lambda *given: seen.append(given), 5, False, True, (4, 1, 0), (Maps({}), Maps({})), compiled)
-    )
+    maps = Maps({}), Maps({})
+    monkeypatch.setattr(launch, "known_of", lambda compiled, unpassed: Known(lambda *given: seen.append(given), f"but {unpassed}", maps, compiled))
     yield seen
 
 
@@ -121,7 +120,7 @@ def test_the_driver_is_given_what_triton_would_give_it(passed: list[tuple[Any, .
         kernel[(7, 2)](x, near, loose, 16, 1, 9, factor, WIDTH=64, FLAG=True, num_warps=4)
     assert kernel.plain == 1
     pointers = (x.data_ptr(), near.data_ptr(), loose.data_ptr())
-    assert passed == [(7, 2, 1, 77, 5, False, True, None, None, (4, 1, 0), None, None, None, *pointers, 16, 1, 9, 0.25, None, None)]
+    assert passed == [("but 2", 7, 2, 1, 77, *pointers, 16, 1, 9, factor) for factor in (0.5, 0.25)]
 
 
 def test_constants_may_be_given_by_position_or_left_out() -> None:
@@ -153,8 +152,8 @@ def test_a_descriptor_is_made_once_for_each_place_in_memory(passed: list[tuple[A
         x, y = (TensorDescriptor(memory[at], [64, 64], [64, 1], [16, 64]) for at in (layer, 3))
         assert kernel[(1,)](x, y, 3) == kernel.asked((x, y, 3), {})
     assert kernel.plain == 1
-    assert made == [memory[at].data_ptr() for at in (1, 3, 2)]
-    assert passed[0][13:] == (f"map {memory[1].data_ptr()}", 64, 64, 64, 1, f"map {memory[3].data_ptr()}", 64, 64, 64, 1, 3)
+    assert made == [memory[at].data_ptr() for at in (0, 3, 1, 2)]
+    assert passed[1][5:] == (f"map {memory[1].data_ptr()}", 64, 64, 64, 1, f"map {memory[3].data_ptr()}", 64, 64, 64, 1, 3)
     for block in ([32, 64], [16, 64]):
         x, y = (TensorDescriptor(memory[at], [64, 64], [64, 1], block) for at in (0, 3))
         assert kernel[(1,)](x, y, 3) == kernel.asked((x, y, 3), {})
@@ -193,3 +192,12 @@ def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel[(1,)](x, x, x, 2, 2, 2, 1.0, WIDTH=width, FLAG=True) == kernel.asked((x, x, x, 2, 2, 2, 1.0), {"WIDTH": width, "FLAG": True})
     (layout,) = kernel._layouts.values()
     assert len(layout._table) <= 4  # type: ignore[attr-defined]
+
+
+def test_a_signature_says_what_the_launcher_reads() -> None:
+    signature = ["*bf16", "i32", "constexpr", "fp32", "i64", "u8", "fp64"]
+    assert kinds_of(signature, 0) == b"84_f81d"
+    assert kinds_of(["tensordesc<bf16[64, 128]>", "*i32", "tensordesc<bf16[1, 16, 64]>"], 2) == b"m44888m444888"
+    assert kinds_of(["tensordesc<bf16[64, 128]>"], 0) is None, "one that is no map"
+    for unknown in ("bf16", "fp16", ("i32", "i32"), "nvTmaDesc"):
+        assert kinds_of(["*bf16", unknown], 0) is None

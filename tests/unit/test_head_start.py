@@ -12,20 +12,23 @@ import pytest
 from headrace import head_start
 from headrace.worker.driver import CardFacts, DriverFacts
 
+MARK = Path("/nowhere/mark")
+
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A driver, and no torch yet."""
     monkeypatch.setattr(head_start, "_DRIVER", tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(head_start, "begin_builders", lambda mark: None)
 
 
 def test_without_a_driver_or_with_torch_there_is_no_head_start(early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    assert head_start.begin_head_start() is None
+    assert head_start.begin_head_start(MARK) is None
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(head_start, "_DRIVER", tmp_path / "nothing")
-    assert head_start.begin_head_start() is None
+    assert head_start.begin_head_start(MARK) is None
 
 
 @pytest.mark.parametrize("driver", [None, ModuleType("triton.backends.nvidia.driver")], ids=["no triton", "another triton"])
@@ -33,7 +36,7 @@ def test_what_goes_wrong_is_left_to_who_needs_it(early: None, driver: ModuleType
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
     monkeypatch.setattr(head_start, "_LIBRARY", "libnothing.so")
     monkeypatch.setattr(head_start, "ask_driver", lambda: None)
-    begun = head_start.begin_head_start()
+    begun = head_start.begin_head_start(MARK)
     assert begun is not None and begun.free_before("1") is None
     begun.join()
 
@@ -52,7 +55,31 @@ def test_memory_is_read_before_the_context_is_made(early: None, monkeypatch: pyt
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(**{name: answer(name) for name in names}))
     monkeypatch.setattr(head_start, "ask_driver", ask)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", None)
-    begun = head_start.begin_head_start()
+    begun = head_start.begin_head_start(MARK)
     assert begun is not None
     assert (begun.free_before("1-a"), begun.free_before("1-b"), begun.free_before("2"), begun.free_before("")) == (7, 8, None, None)
     assert calls == ["asked", *names]
+
+
+class Told:
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_builders_end_with_the_start_and_a_start_that_has_built_all_leaves_a_mark(
+    early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    builders = Told()
+    monkeypatch.setattr(head_start, "begin_builders", lambda mark: None if mark.exists() else builders)
+    monkeypatch.setattr(head_start.HeadStart, "_thread", lambda *_: None)
+    with pytest.raises(RuntimeError), head_start.HeadStart(tmp_path / "mark") as begun:
+        assert begun.builders is builders
+        raise RuntimeError("the start fails")
+    assert builders.closed == 1
+    begun.has_built()
+    assert (tmp_path / "mark").exists()
+    with head_start.HeadStart(tmp_path / "mark") as begun:
+        assert begun.builders is None
+    head_start.HeadStart(MARK).has_built()  # a cache that cannot be written is nobody's failure

@@ -18,7 +18,7 @@ PACKAGE = Path(headrace.errors.__file__).parent
 # The nouns: everyone may import them.
 NOUNS = {
     "config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages",
-    "waiting", "head_start", "family", "garbage", "logs", "scratch",
+    "waiting", "head_start", "family", "garbage", "logs", "scratch", "builders", "kernel_launcher",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
@@ -61,6 +61,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "": set(),
     "flags": {"yaml"},
     "head_start": {"triton"},
+    "kernel_launcher": {"triton"},
     "cost": {"numpy"},
     "commands": set(),
     "commands.doctor": {"torch"},

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
+from headrace.builders import mark_of
 from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.engine.core import EngineCore
@@ -32,7 +34,7 @@ from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDead, InvalidRequest
-from headrace.head_start import begin_head_start
+from headrace.head_start import HeadStart, begin_head_start
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
 from headrace.pages import prefer_huge_pages
@@ -114,7 +116,14 @@ def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     limit_spinning()  # these before torch is imported
     prefer_huge_pages()
-    head_start = begin_head_start() if config.device.device != "cpu" else None
+    head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
+    with head_start or nullcontext():
+        return _load(config, source, watched, head_start)
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None
+) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     from headrace.worker.stages import Stages
 
     stages = Stages(RealClock())

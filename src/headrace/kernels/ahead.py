@@ -2,9 +2,8 @@
 
 What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are (the registry).
 
-Compiling is mostly machine code (LLVM, ptxas, the C compiler for launchers), which runs outside Python's lock; weights load meanwhile.
-What is Python takes turns: the longest rehearsals go first, so that their machine code is under way while others take theirs, and there
-are fewer threads than cores, so that not all take turns at once.
+Each thread waits for a process that compiles for it, where there are such (builders.py), or compiles itself; weights load meanwhile. The
+longest rehearsals go first.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.candidate import Sizes
 
 _log = logging.getLogger(__name__)
-MAX_THREADS = 12  # one lane built a kernel in 1.1 s, alone or beside seven others: nearly all of it is other programs' work
+MAX_THREADS = 14
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
 # Operations whose kernels take longest to compile (measured on an H200's host), longest first.
 _LONGEST = ("paged_attention", "pick_tokens", "moe", "linear")
@@ -75,9 +75,19 @@ class CompileAhead(Generic[Prepared]):
     say the same. Where for ``patience`` seconds none of them gets done, the compiler hangs, and that ends the start.
     """
 
-    def __init__(self, prepare: Callable[[], Prepared], *, strict: bool, threads: int | None = None, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[], Prepared],
+        *,
+        strict: bool,
+        threads: int | None = None,
+        patience: float = PATIENCE,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Every rehearsal runs ``within`` its own of these."""
         self._strict = strict
         self._patience = patience
+        self._within = within
         self._threads = _Threads(threads or min(MAX_THREADS, os.cpu_count() or 1))
         self._first: Future[Prepared] = self._threads.submit(prepare)
         self._sites = 0  # call sites seen
@@ -135,7 +145,7 @@ class CompileAhead(Generic[Prepared]):
         prepared.result()
         begin = time.perf_counter()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._within():
                 rehearsal.run()
         except HeadraceError:
             raise

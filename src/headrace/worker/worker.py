@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headrace.builders import Builders
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.engine.executor import Executor, ExecutorInfo
@@ -118,7 +119,9 @@ class _Start:
         self._spec = families.spec_from_config(source.config)
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
-        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels)
+        self._head_start = head_start
+        builders = None if head_start is None else head_start.builders
+        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels, builders=builders)
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,
@@ -200,6 +203,8 @@ class _Start:
         self._meanwhile()
         if self._ahead is not None:
             self._ahead.finish()
+        if self._head_start is not None:
+            self._head_start.has_built()
         self._stages.done("kernels waited for")
         self._multiply(decoder, [size for size in sizes if size <= ours])
         torch.cuda.empty_cache()
@@ -278,8 +283,8 @@ class _Start:
         return LocalExecutor(runner, info, overlap=self._setting.overlap, threads=self._setting.threads)
 
 
-def create_ahead(device: torch.device, *, strict: bool) -> CompileAhead[tuple[str, str | None]] | None:
-    """Threads that build kernels; None where no kernel is built at run time."""
+def create_ahead(device: torch.device, *, strict: bool, builders: Builders | None = None) -> CompileAhead[tuple[str, str | None]] | None:
+    """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for them."""
     if device.type != "cuda" or triton.missing(device) is not None:
         return None
 
@@ -289,7 +294,7 @@ def create_ahead(device: torch.device, *, strict: bool) -> CompileAhead[tuple[st
             triton.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict)
+    return CompileAhead(prepare, strict=strict, within=partial(triton.built_by, builders))
 
 
 def _device_name(device: torch.device, threads: int) -> str:

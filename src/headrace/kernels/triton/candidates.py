@@ -5,7 +5,8 @@ What lives here: the ordered lists, and what declines a call site before a kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from headrace.builders import Builders
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 
@@ -150,6 +152,18 @@ def prepare_kernels(device: torch.device) -> None:
     from headrace.kernels.triton import toolchain
 
     toolchain.prepare_kernels(device)
+
+
+@contextmanager
+def built_by(builders: Builders | None) -> Iterator[None]:
+    """What this thread compiles within, they compile for it."""
+    from headrace.kernels.triton.launch import BUILDERS
+
+    before = BUILDERS.set(builders)
+    try:
+        yield
+    finally:
+        BUILDERS.reset(before)
 
 
 def _failure(error: Exception) -> str | None:

@@ -8,20 +8,21 @@ a step has ten launches a layer. What those 20 find out is which compiled kernel
     key       device; element types; pointers on 16 bytes or not; integers that are 1, multiples of 16 or neither; values of constants
 
 A layout knows where its pointers, integers, constants and descriptors are, and has a table from keys to compiled kernels. The key tells
-apart whatever Triton tells apart, so no kernel is launched for arguments it was not compiled for. The first launch of a key takes Triton's
-own way, and so does every launch that is unusual: integers that are negative or beyond 31 bits, grids that are functions, hooks of a
-profiler, kernels with scratch memory, another version of Triton.
+apart whatever Triton tells apart, so no kernel is launched for arguments it was not compiled for. Triton compiles at the first launch of a
+key; its own way to launch would also compile a function in C for each signature, where ours serves all (launcher.c). It is taken by every
+launch that is unusual: integers that are negative or beyond 31 bits, grids that are functions, hooks of a profiler, kernels with scratch
+memory or in clusters, another version of Triton.
 
-Arguments that are no constants are given by position. Two checks of Triton's are made at a key's first launch alone: that tensors are on
-a GPU, and that globals have not changed.
+Arguments that are no constants are given by position. One check of Triton's is made at a key's first launch alone: that globals have not
+changed. Tensors must be where the device can read them, which is not looked at.
 
 What lives here: the decorator for kernels that are launched. What may not: kernels, judging errors (toolchain.py).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,9 +31,15 @@ import triton
 from torch import Tensor, nn
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.compiler.compiler import max_shared_mem
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headrace.builders import Builders
+from headrace.kernel_launcher import kernel_launcher
+from headrace.kernels.triton.builder import Order, write
+
+BUILDERS: ContextVar[Builders | None] = ContextVar("BUILDERS", default=None)  # who compiles what is launched here for the first time
 Grid = tuple[int, ...]
 Arguments = tuple[Any, ...]
 Launch = Callable[[Grid, Arguments, Mapping[str, Any]], Any]
@@ -41,6 +48,8 @@ _KNOWN_VERSION = "3.6."  # whose driver is called directly
 _TENSORS = (Tensor, nn.Parameter)
 _KINDS = (*_TENSORS, int, float, type(None), TensorDescriptor)
 _CONSTANTS = (int, bool, str, type(None))  # equal ones of one type are the same to the compiler (0.0 and -0.0 are not)
+# A signature's types as the launcher reads them.
+_BYTES = {"constexpr": "_", "fp32": "f", "f32": "f", "fp64": "d"} | {f"{sign}{bits}": str(bits // 8) for sign in "iu" for bits in (8, 16, 32, 64)}
 _MOST_KEYS = 1024  # of one layout; then it begins anew
 _MOST_MAPS = 1024  # descriptors of one argument
 
@@ -61,13 +70,10 @@ def dependent(programmatic: bool) -> dict[str, Any]:
 
 
 class Known(NamedTuple):
-    """A compiled kernel as the driver wants it. ``maps``: how each descriptor becomes arguments."""
+    """A compiled kernel as the launcher wants it. ``maps``: how each descriptor becomes arguments."""
 
     run: Callable[..., None]
-    function: int
-    cooperative: bool
-    dependent: bool  # programmatic dependent launch
-    packed: tuple[int, ...]
+    described: Any
     maps: tuple[Maps, ...]
     compiled: CompiledKernel
 
@@ -88,6 +94,21 @@ class Kernel(JITFunction):
         if launch is None:
             launch = self._layouts[layout] = create_launch(self, arguments, named) or self.launch_plainly
         return launch(grid, arguments, named)
+
+    def _do_compile(self, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *rest: Any) -> Any:
+        """In a process that compiles for this one, where there is one; then Triton finds it in its cache."""
+        builders = BUILDERS.get()
+        if builders is not None and triton.__version__.startswith(_KNOWN_VERSION):
+            target = self.device_caches[device][2]
+            named = (knobs.cache.dir, (target.backend, target.arch, target.warp_size), self.fn.__module__, self.fn.__name__)
+            order = write(Order(*named, signature, constants, attributes, options.__dict__))
+            if order is not None:
+                builders.build(order)
+        return super()._do_compile(key, signature, device, constants, options, attributes, *rest)
+
+    def build(self, arguments: Arguments, named: Mapping[str, Any]) -> Any:
+        """Compiles, or finds, the kernel for these arguments."""
+        return self.run(*arguments, grid=None, warmup=True, **named)
 
     def launch_plainly(self, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
         """Triton's own way."""
@@ -123,7 +144,6 @@ class Layout:
         "_maps",
         "_ones",
         "_pointers",
-        "_rest",
         "_sixteenths",
         "_table",
     )
@@ -143,7 +163,6 @@ class Layout:
         self._ones = [at for at, param in integers if not param.do_not_specialize]  # being 1 counts
         self._sixteenths = [at for at, param in integers if not (param.do_not_specialize or param.do_not_specialize_on_alignment)]
         self._maps = [at for at, _ in plain if type(arguments[at]) is TensorDescriptor]
-        self._rest = (None,) * (len(kernel.params) - len(arguments))  # constants given by name: places that the driver passes over
         self._enter, self._leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
     def __call__(self, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
@@ -157,10 +176,7 @@ class Layout:
             return self._learn(key, grid, arguments, named)
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        passed = self._passed(arguments, pointers, known.maps)
-        known.run(
-            x, y, z, stream, known.function, known.cooperative, known.dependent, None, None, known.packed, None, None, None, *passed, *self._rest
-        )
+        known.run(known.described, x, y, z, stream, *self._passed(arguments, pointers, known.maps))
         return known.compiled
 
     def _is_unusual(self, arguments: Arguments) -> bool:
@@ -194,13 +210,13 @@ class Layout:
 
     def _learn(self, key: Arguments, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
         """The first launch of a key."""
-        compiled = self._kernel.launch_plainly(grid, arguments, named)
-        known = known_of(compiled)
-        if known is not None:
-            if len(self._table) >= _MOST_KEYS:
-                self._table.clear()
-            self._table[key] = known
-        return compiled
+        known = known_of(self._kernel.build(arguments, named), len(self._kernel.params) - len(arguments))
+        if known is None:
+            return self._kernel.launch_plainly(grid, arguments, named)
+        if len(self._table) >= _MOST_KEYS:
+            self._table.clear()
+        self._table[key] = known
+        return self(grid, arguments, named)
 
 
 def _getter(places: Sequence[int]) -> Callable[[Arguments], Arguments]:
@@ -210,26 +226,49 @@ def _getter(places: Sequence[int]) -> Callable[[Arguments], Arguments]:
     return lambda arguments: tuple(arguments[at] for at in places)
 
 
-def known_of(compiled: Any) -> Known | None:
-    """None for a kernel that wants more than its arguments, or was not built for this driver."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    launcher: Any = compiled.run if type(compiled) is CompiledKernel else None
-    if launcher is None or type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
+def known_of(compiled: Any, unpassed: int) -> Known | None:
+    """``unpassed``: constants at the end of its arguments that are not passed. None for a kernel that wants more than its arguments, has one
+    of a kind that the launcher does not know, or was not built for this driver."""
+    if type(compiled) is not CompiledKernel:
         return None
-    run, metas = _bare(launcher.launch)
-    if None in metas:  # a descriptor that the kernel takes apart itself
+    meta, metas = compiled.metadata, tuple(compiled.metadata.tensordesc_meta or ())
+    if meta.target.backend != "cuda" or meta.num_ctas != 1 or meta.global_scratch_size or meta.profile_scratch_size:
         return None
-    options = (bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl))
-    return Known(run, compiled.function, *options, compiled.packed_metadata, tuple(map(Maps, metas)), compiled)
+    kinds = kinds_of(list(compiled.src.signature.values())[: -unpassed or None], len(metas))
+    if kinds is None or None in metas:  # None: a descriptor that the kernel takes apart itself
+        return None
+    function = _load(compiled)
+    if function is None:
+        return None
+    launcher = kernel_launcher()
+    options = (bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
+    described = launcher.describe(function, meta.num_warps, meta.shared, *options, kinds)
+    return Known(launcher.launch, described, tuple(map(Maps, metas)), compiled)
 
 
-def _bare(launch: Callable[..., None]) -> tuple[Callable[..., None], list[dict[str, Any] | None]]:
-    """The driver's function without what expands descriptors in front of it, and what that needs to know of each."""
-    if not inspect.isfunction(launch):
-        return launch, []
-    inner = inspect.getclosurevars(launch).nonlocals
-    return inner["launcher"], list(inner["tensordesc_meta"])
+def kinds_of(signature: Sequence[object], maps: int) -> bytes | None:
+    """One byte an argument, as the launcher reads them; None where it knows no byte for one. Of ``maps`` descriptors each is its map, its
+    shape and its strides."""
+    kinds = []
+    for each in signature:
+        if not isinstance(each, str):
+            return None
+        if each.startswith("tensordesc"):
+            dimensions = each.count(",") + 1
+            kinds.append("m" + "4" * dimensions + "8" * dimensions)
+        else:
+            kinds.append("8" if each.startswith("*") else _BYTES.get(each, ""))
+    found = "".join(kinds).encode()
+    return found if "" not in kinds and found.count(b"m") == maps else None
+
+
+def _load(compiled: Any) -> int | None:
+    """The function on the current device; None where it does not fit there: Triton's own way says why."""
+    meta, device = compiled.metadata, driver.active.get_current_device()
+    if meta.shared > max_shared_mem(device):
+        return None
+    _, function, _, _, threads = driver.active.utils.load_binary(compiled.name, compiled.kernel, meta.shared, device)
+    return int(function) if 32 * meta.num_warps <= threads else None
 
 
 class Maps:

@@ -84,16 +84,23 @@ def prepare_compiler() -> str | None:
 
 
 def prepare_kernels(device: torch.device) -> None:
-    """Once this is done kernels can be compiled in several threads at the same time: each has its identity and its table of variants.
+    """Once this is done kernels can be compiled in several threads at the same time: each has its identity and its table of variants."""
+    with torch.cuda.device(device):
+        index = driver.active.get_current_device()
+        for kernel in prepare_identities():
+            kernel.device_caches[index]  # made at first use, and twice if two threads are first
+
+
+def prepare_identities() -> list[JITFunction]:
+    """Every kernel, its identity found; without a device.
 
     Triton finds a kernel's identity with the constants of the functions it calls, as far as theirs has been found before: in another
     order it is another one, and what an earlier start compiled would not be recognised. So it is always found in the same order.
     """
-    with torch.cuda.device(device):
-        index = driver.active.get_current_device()
-        for kernel in _kernels():
-            assert kernel.cache_key
-            kernel.device_caches[index]  # made at first use, and twice if two threads are first
+    kernels = _kernels()
+    for kernel in kernels:
+        assert kernel.cache_key
+    return kernels
 
 
 def _kernels() -> list[JITFunction]:

@@ -1,0 +1,104 @@
+"""Processes that compile kernels for this one, begun while torch is imported.
+
+Compiling is a third Python and the rest LLVM and ptxas. In threads of one process the third takes turns, and whoever comes back from the rest
+waits for his: a dozen threads on sixteen cores get little more done than four. Processes do not wait for each other. They are forked from one
+that has everything imported and does nothing else, so that each is there at once.
+
+What lives here: starting them, giving them work, one order at a time each; the mark of a start that has built all it needs. What may not:
+torch, what an order says (kernels/triton/builder.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_PACKAGES = str(Path(__file__).parents[1])
+_KERNELS = Path(__file__).parent / "kernels" / "triton"
+_PROGRAM = "headrace.kernels.triton.builder"
+MOST = 14  # a core each; two are left to the start itself
+FEWEST_CORES = 4  # with fewer the start's own threads serve as well
+DONE = b"done\n"
+
+
+class Builders:
+    """Nobody has to wait for them: an order that they cannot carry out is carried out by who needs it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        ours, theirs = zip(*(socket.socketpair() for _ in range(count)), strict=True)
+        self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._ours: tuple[socket.socket, ...] = ours
+        for each in ours:
+            self._free.put(each)
+        numbers = [each.fileno() for each in theirs]
+        command = [sys.executable, "-m", _PROGRAM, *map(str, numbers)]
+        paths = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+        self._process = subprocess.Popen(
+            command, pass_fds=numbers, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for each in theirs:
+            each.close()
+
+    def build(self, order: str) -> bool:
+        """Whether one of them carried it out; waits for one that is free, and until it is done."""
+        builder = self._free.get()
+        if builder is None:  # closed
+            self._free.put(None)
+            return False
+        try:
+            builder.sendall(order.encode() + b"\n")
+            done = _line(builder) == DONE
+        except OSError:
+            done = False
+        self._free.put(builder)
+        return done
+
+    def close(self) -> None:
+        """What they are at is dropped."""
+        self._free.put(None)
+        self._process.kill()
+        for each in self._ours:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._process.wait()
+
+
+def _line(builder: socket.socket) -> bytes:
+    """An answer, or what there is of it when its sender ends."""
+    said = b""
+    while not said.endswith(b"\n") and (more := builder.recv(64)):
+        said += more
+    return said
+
+
+def mark_of(*facts: object) -> Path:
+    """A file in Triton's cache that is there if a start with these facts, and kernels as they are now, has left there all it needed.
+
+    A mark that tells less than the truth costs a start that nobody helps, or help that nobody needs: what is built is judged by Triton alone.
+    """
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    sources = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_KERNELS.iterdir()) if file.is_file()]
+    return Path(folder) / f"headrace-{sha256(repr((facts, sources)).encode()).hexdigest()[:24]}"
+
+
+def begin_builders(mark: Path) -> Builders | None:
+    """None where there is nothing for them to do, or there are too few cores to share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < FEWEST_CORES or mark.exists():
+        return None
+    try:
+        return Builders(min(MOST, cores - 2))
+    except OSError as error:
+        _log.debug("kernels are compiled in this process: %r", error)
+        return None

@@ -1,0 +1,96 @@
+"""A program that compiles kernels into Triton's cache, for a start elsewhere (builders.py). It needs no device and looks at none.
+
+``python -m headrace.kernels.triton.builder SOCKET …``: the numbers of inherited sockets. One process is forked for each, once everything is
+imported; it reads one order a line, answers it with DONE or anything else, and ends when the other side has closed its socket.
+
+What lives here: orders, written and carried out. What may not: who needs a kernel, launching.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from ast import literal_eval
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from headrace.builders import DONE
+from headrace.kernels.triton.toolchain import prepare_identities
+
+_REFUSED = b"not done\n"
+
+
+class Order(NamedTuple):
+    """One kernel, as the compiler wants it."""
+
+    folder: str  # Triton's cache
+    target: tuple[str, int, int]
+    module: str
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
+def write(order: Order) -> str | None:
+    """One line; None where it would be read as something else."""
+    text = repr(tuple(order))
+    try:
+        return text if "\n" not in text and literal_eval(text) == tuple(order) else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def carry_out(text: str) -> None:
+    """Raises what the compiler raises."""
+    order = Order(*literal_eval(text))
+    knobs.cache.dir = order.folder
+    kernel = getattr(import_module(order.module), order.kernel)
+    source = ASTSource(kernel, order.signature, order.constants, order.attributes)
+    compile(source, target=GPUTarget(*order.target), options=order.options)
+
+
+def _serve(connection: socket.socket) -> None:
+    with connection, connection.makefile("rb") as lines:
+        for line in lines:
+            try:
+                carry_out(line.decode())
+                answer = DONE
+            except Exception:  # whoever needs the kernel tries again and says what is wrong with it
+                answer = _REFUSED
+            connection.sendall(answer)
+
+
+def _fork(numbers: list[int], mine: int) -> None:
+    """A process that serves one of the sockets, and has no other open: each is closed when its own process ends."""
+    if os.fork():
+        return
+    status = 1
+    try:
+        for number in numbers:
+            if number != mine:
+                os.close(number)
+        _serve(socket.socket(fileno=mine))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def main(numbers: list[int]) -> None:
+    prepare_identities()
+    for mine in numbers:
+        _fork(numbers, mine)
+    for number in numbers:
+        os.close(number)
+    for _ in numbers:
+        os.wait()
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]])

@@ -1,0 +1,113 @@
+"""Processes that compile for a start: orders and answers, and nothing that becomes of them hurts who asked."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace import builders
+from headrace.builders import Builders, begin_builders, mark_of
+
+# As kernels/triton/builder.py, without a compiler: an order is a word.
+PROGRAM = """
+import os, socket, sys, time
+numbers = [int(each) for each in sys.argv[1:]]
+for mine in numbers:
+    if os.fork() == 0:
+        for number in numbers:
+            if number != mine:
+                os.close(number)
+        for line in socket.socket(fileno=mine).makefile("rb"):
+            if line == b"die\\n":
+                os._exit(9)
+            time.sleep({b"sleep\\n": 0.05, b"hang\\n": 60}.get(line, 0))
+            os.write(mine, b"not done\\n" if line == b"refuse\\n" else b"done\\n")
+        os._exit(0)
+for number in numbers:
+    os.close(number)
+for _ in numbers:
+    os.wait()
+"""
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_builder.py").write_text(PROGRAM.replace("\\\\", "\\"))
+    monkeypatch.setattr(builders, "_PROGRAM", "fake_builder")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_orders_are_carried_out_and_what_is_not_is_said() -> None:
+    made = Builders(2)
+    assert [made.build(order) for order in ("one", "refuse", "two", "refuse", "three")] == [True, False, True, False, True]
+    made.close()
+    assert not made.build("late")
+
+
+def test_as_many_work_at_once_as_there_are() -> None:
+    made, done = Builders(3), []
+    assert made.build("is there")
+    threads = [threading.Thread(target=lambda: done.append(made.build("sleep"))) for _ in range(6)]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done == [True] * 6
+    assert time.monotonic() - begin < 6 * 0.05
+    made.close()
+
+
+def test_one_that_dies_fails_its_order_and_later_ones_go_to_the_others() -> None:
+    made = Builders(2)
+    assert not made.build("die")
+    assert {made.build("one") for _ in range(4)} == {True, False}, "a dead one answers at once, and whoever asked compiles himself"
+    made.close()
+
+
+def test_closing_lets_go_of_who_waits() -> None:
+    made, done = Builders(1), []
+    waiting = threading.Thread(target=lambda: done.append(made.build("hang")))
+    waiting.start()
+    time.sleep(0.05)
+    made.close()
+    waiting.join(5)
+    assert done == [False]
+
+
+def test_a_program_that_cannot_start_is_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builders, "_PROGRAM", "no_such_program")
+    made = Builders(1)
+    assert not made.build("one")
+    made.close()
+
+
+def test_who_has_built_before_or_has_few_cores_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(builders, "Builders", started.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    begin_builders(tmp_path / "mark")
+    assert started == [14]
+    (tmp_path / "mark").touch()
+    assert begin_builders(tmp_path / "mark") is None
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
+    assert begin_builders(tmp_path / "other") is None and started == [14]
+
+
+def test_a_mark_is_of_these_facts_and_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "norm.py").write_text("one")
+    monkeypatch.setattr(builders, "_KERNELS", kernels)
+    marks = [mark_of({"layers": 1}), mark_of({"layers": 1}), mark_of({"layers": 2})]
+    assert marks[0] == marks[1] != marks[2] and marks[0].parent == tmp_path / "cache"
+    (kernels / "norm.py").write_text("another")
+    assert mark_of({"layers": 1}) not in marks
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert mark_of().parent == tmp_path / ".triton" / "cache"
