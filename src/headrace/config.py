@@ -92,10 +92,13 @@ class SchedulerConfig:
         None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
-    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline"))
+    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe"))
     tenant_weight: tuple[str, ...] = option((), "fair: shares of tenants; others have 1", metavar="NAME=WEIGHT")
     fair_input_price: float = option(1.0, "fair: what a prompt token counts that is computed", minimum=0.0)
     fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
+    expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, where a request does not say")
+    reading_speed: float = option(4.8, "qoe: tokens a second that readers read, where a request does not say")
+    qoe_preemptions: float = option(1.0, "qoe: how often requests may be pushed out, on average", minimum=0.0)
     ttft_target_ms: float = option(2000.0, "deadline: milliseconds to the first token, of requests that do not say", minimum=0.01)
     tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
@@ -104,6 +107,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_fair()
+        self._check_reader()
         if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
             why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
             raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")
@@ -114,6 +118,13 @@ class SchedulerConfig:
     @property
     def max_step_seconds(self) -> float | None:
         return None if self.max_step_ms is None else self.max_step_ms / 1e3
+
+    def _check_reader(self) -> None:
+        if not 0.0 < self.expected_ttft <= 86_400.0 or not 0.0 < self.reading_speed <= 1e6 or not self.qoe_preemptions < math.inf:
+            raise ConfigError(
+                f"expected_ttft is {self.expected_ttft:g} s, reading_speed {self.reading_speed:g}, qoe_preemptions {self.qoe_preemptions:g}; "
+                f"give finite numbers, the first two above 0, up to 86400 s and 1000000 tokens/s."
+            )
 
     def _check_fair(self) -> None:
         prices = (self.fair_input_price, self.fair_output_price)

@@ -5,6 +5,7 @@
     TPOT     (E2E - TTFT) / (output tokens - 1)                 s, one a request with at least two tokens
     ITL      every gap between two arrivals of one request      s, pooled over requests
     goodput  requests that meet every stated limit, per second of the run
+    QoE      share of the area below the curve of expected tokens that a reader kept (Andes, Liu et al. 2024), one a request; failed: 0
 
 Several tokens that arrive together are one arrival. Percentiles interpolate linearly between order statistics.
 What lives here: samples and arithmetic. What may not: clocks, sockets, printing.
@@ -79,6 +80,40 @@ def meets(sample: Sample, limits: Mapping[str, float]) -> bool:
     return all(values[name] <= limit for name, limit in limits.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads an answer: seconds to the first token that it expects, and tokens a second from then on."""
+
+    ttft: float = 1.0
+    speed: float = 4.8
+
+
+def experience(sample: Sample, reader: Reader) -> float:
+    """QoE, 0 to 1. Token i is expected at e_i = sent + ttft + i / speed and begun at r_i, when it is here and the one before is read:
+
+        1 - Σ (r_i - e_i) / Σ (end - e_i - 1 / (2 speed))      end: when the last token is read
+
+    Reading begins at e_0 at the earliest: to be quicker than expected is no gain. Several tokens of one arrival are taken to be equally many.
+    """
+    if sample.error is not None or not sample.arrivals:
+        return 0.0
+    begin, pace = sample.sent + reader.ttft, max(1.0, sample.output_tokens / len(sample.arrivals)) / reader.speed
+    free, delays, wanted = begin, 0.0, begin
+    for arrival in sample.arrivals:
+        read = max(arrival, free)
+        delays += read - wanted
+        free, wanted = read + pace, wanted + pace
+    count = len(sample.arrivals)
+    whole = count * (free - begin) - pace * count * count / 2.0
+    return 1.0 - delays / whole
+
+
+def experiences(samples: Sequence[Sample], reader: Reader) -> dict[str, float]:
+    """``mean_qoe``, ``p10_qoe`` (nine of ten readers have it better) and the share of those at 0.9 and above."""
+    values = np.asarray([experience(sample, reader) for sample in samples] or [0.0])
+    return {"mean_qoe": float(values.mean()), "p10_qoe": float(np.percentile(values, 10)), "good_qoe_share": float((values >= 0.9).mean())}
+
+
 def spread_of(values: Sequence[float], name: str, percentiles: Sequence[float] = (99.0,)) -> dict[str, float]:
     """``mean_NAME_ms``, ``median_…``, ``std_…``, ``p99_…`` of values in seconds; zeros when there are none."""
     data = np.asarray(values if len(values) else [0.0], dtype=np.float64) * 1e3
@@ -87,9 +122,14 @@ def spread_of(values: Sequence[float], name: str, percentiles: Sequence[float] =
 
 
 def summarise(
-    samples: Sequence[Sample], duration: float, limits: Mapping[str, float] | None = None, percentiles: Sequence[float] = (99.0,)
+    samples: Sequence[Sample],
+    duration: float,
+    limits: Mapping[str, float] | None = None,
+    percentiles: Sequence[float] = (99.0,),
+    reader: Reader | None = None,
 ) -> dict[str, Any]:
-    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as failures."""
+    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as failures, but
+    for the experience of readers (where one is given), who have none of them."""
     good = [sample for sample in samples if sample.error is None and sample.arrivals]
     outputs = sum(sample.output_tokens for sample in good)
     prompts = sum(sample.prompt_tokens for sample in good)
@@ -106,6 +146,8 @@ def summarise(
     }
     if limits:
         summary["request_goodput"] = sum(meets(sample, limits) for sample in good) / duration
+    if reader is not None:
+        summary |= experiences(samples, reader)
     series = {
         "ttft": [sample.ttft for sample in good],
         "tpot": [sample.tpot for sample in good if sample.tpot is not None],

@@ -17,6 +17,7 @@ from headrace.scheduler.policies.fair import Fair
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.policies.priority import Priority
 from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal, Standing
+from headrace.scheduler.policies.qoe import QualityOfExperience
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 
@@ -26,6 +27,7 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
         "priority": lambda config, forecast: Priority(),
         "deadline": lambda config, forecast: Deadline(config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast),
         "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
+        "qoe": lambda config, forecast: QualityOfExperience(config.expected_ttft, config.reading_speed, config.qoe_preemptions),
     }
 )
 
