@@ -12,12 +12,17 @@ import heapq
 import json
 import logging
 from collections.abc import Callable, Iterator
+from operator import add
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.cost.run_facts import EVENT, RunFacts
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecord, StepRecorder, StepTimes
 from headrace.request import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from headrace.cost.sharing import SharedBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +92,23 @@ class TraceFile:
 class StepTrace:
     """An observer of the core that records steps and writes each of them down. Its memory is bounded by the steps in flight.
 
+    ``facts`` and the load of each step (where the recorder has a cost model) make it a run that steps' prices can be fitted to
+    (``headrace simulate --calibrate``); ``sharing`` knows which keys several sequences share.
+
     Tracks: *host* (schedule, submit, collect, update), *device* (one slice a step, named by its kind), one counter for requests and
     one for blocks, and a slice for each sequence from the step that gives it a row to the one that takes it back.
     """
 
-    def __init__(self, file: TraceFile, recorder: StepRecorder, gauges: Callable[[], Gauges], *, name: str) -> None:
+    def __init__(
+        self,
+        file: TraceFile,
+        recorder: StepRecorder,
+        gauges: Callable[[], Gauges],
+        *,
+        name: str,
+        facts: RunFacts | None = None,
+        sharing: SharedBlocks | None = None,
+    ) -> None:
         self._file = file
         self._recorder = recorder
         self._gauges = gauges
@@ -100,7 +117,8 @@ class StepTrace:
         self._waiting: list[tuple[float, int, dict[str, Any]]] = []  # a heap: events that may not be the next ones yet
         self._count = 0
         self._sequences: dict[int, int] = {}  # row → sequence
-        for event in _names(name):
+        self._sharing = sharing
+        for event in (*_names(name), *([{"ph": "M", "name": EVENT, "pid": _PROCESS, "args": facts.as_dict()}] if facts is not None else [])):
             file.add(event)
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
@@ -109,7 +127,7 @@ class StepTrace:
         self._origin = times.scheduled if self._origin is None else self._origin
         for seconds, event in self._of_sequences(plan, times.scheduled):
             self._add(seconds, event)
-        for seconds, event in (*_of_host(plan.step_id, times), *_of_device(record), *_of_gauges(gauges, times)):
+        for seconds, event in (*_of_host(plan.step_id, times), *_of_device(record, self._load(plan, times)), *_of_gauges(gauges, times)):
             self._add(seconds, event)
         # What the next step does begins after this one was submitted, and after now if it is not submitted yet.
         self._write(until=times.queued if times.in_flight else times.settled)
@@ -117,6 +135,16 @@ class StepTrace:
             self._flushed = times.settled
             self._file.flush()
         return record
+
+    def _load(self, plan: StepPlan, times: StepTimes) -> dict[str, Any]:
+        """What the step had to do, as a cost model counts it: numbers by KV group."""
+        floors = self._recorder.floors
+        if floors is None:
+            return {}
+        load = floors.load_of(plan, self._sharing.observe(plan) if self._sharing is not None else ())
+        longest = max(map(add, plan.starts, plan.counts), default=0)
+        numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.lone, "saved": load.saved}
+        return {"load": {**numbers, "longest": longest, "added": len(plan.rows_added), "continuous": times.continuous}}
 
     def close(self) -> None:
         """Ends the slices that are still open, and the file."""
@@ -171,10 +199,11 @@ def _of_host(step_id: int, times: StepTimes) -> Iterator[tuple[float, dict[str, 
         yield begin, _slice(name, _HOST, end - begin, args)
 
 
-def _of_device(record: StepRecord) -> Iterator[tuple[float, dict[str, Any]]]:
+def _of_device(record: StepRecord, load: dict[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
     args = {
         "step": record.step_id,
         "rows": record.rows,
+        "single tokens": record.decodes,
         "tokens": record.tokens,
         "sampled": record.sampled,
         "floor ms": _milliseconds(record.floor_seconds),
@@ -183,6 +212,7 @@ def _of_device(record: StepRecord) -> Iterator[tuple[float, dict[str, Any]]]:
         "measured ms": _milliseconds(record.measured_seconds),
         "fraction": None if record.fraction is None else round(record.fraction, 4),
         "idle before ms": _milliseconds(record.idle_seconds),
+        **load,
     }
     yield record.begin, _slice("failed" if record.failed else record.kind, _DEVICE, record.end - record.begin, args)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,46 +16,13 @@ from typing import Any
 
 from headrace.cost.prices import FrontPrices, StepPrices, prices_from
 from headrace.cost.profile import DeviceIdentity, profile_folder
+from headrace.cost.run_facts import ModelShape, shape_of
 from headrace.cost.step_fit import Parameter
 from headrace.errors import ConfigError
 from headrace.spec import DecoderSpec
 
 VERSION = 1
 SUFFIX = ".calibrated.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What of a model decides how long its steps take; two models of one shape are one model here."""
-
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    experts: int = 0
-    top_k: int = 0
-    expert_intermediate: int = 0
-
-    @property
-    def slug(self) -> str:
-        sparse = f"-{self.experts}x{self.top_k}x{self.expert_intermediate}" if self.experts else ""
-        return re.sub(r"[^a-z0-9x]+", "-", f"{self.family}-{self.layers}x{self.hidden}x{self.intermediate}{sparse}".lower())
-
-    def __str__(self) -> str:
-        sparse = f", {self.top_k} of {self.experts} experts of {self.expert_intermediate}" if self.experts else ""
-        heads = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
-        return f"{self.family}: {self.layers} layers of {self.hidden}, {self.intermediate} inside, {heads}, vocabulary {self.vocabulary}{sparse}"
-
-
-def shape_of(spec: DecoderSpec) -> ModelShape:
-    moe = next((layer.moe for layer in spec.layers if layer.moe), None)
-    sparse = (moe.num_experts, moe.top_k, moe.intermediate_size) if moe else (0, 0, 0)
-    sizes = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size)
-    return ModelShape(spec.family, *sizes, *sparse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,26 @@ def create_engine(
         speed=recorder.speed,
     )
     info = describe(config, source, core, eos, decisions)
-    trace = StepTrace(file, recorder, core.stats, name=f"headrace: {info.model}, {info.device}") if file is not None else None
+    trace = _create_trace(file, config, source, core, recorder, info) if file is not None else None
     if trace is not None:
         core.observe(trace)
     return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
+
+
+def _create_trace(
+    file: TraceFile, config: EngineConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
+) -> StepTrace:
+    name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
+    if floors is None:
+        return StepTrace(file, recorder, core.stats, name=name)
+    from headrace import __version__
+    from headrace.cost.run_facts import cascades, facts_of
+    from headrace.cost.sharing import SharedBlocks
+
+    facts = facts_of(floors, config.device, model=source.name, engine=__version__)
+    groups, heads = [group.spec for group in core.executor.info.kv_groups], floors.spec.num_heads // floors.spec.num_kv_heads
+    sharing = SharedBlocks(groups, heads) if cascades(config.device, facts.device.kind, facts.dtype) else None
+    return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
 
 
 def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:

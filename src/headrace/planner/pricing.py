@@ -13,23 +13,12 @@ from headrace.config import DeviceConfig
 from headrace.cost.calibrated import CalibratedSteps, Covered, best_calibrated
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import FrontPrices, StepPrices
+from headrace.cost.run_facts import cascades, switches_of
 from headrace.cost.sharing import SharedBlocks
 from headrace.errors import ConfigError
 from headrace.planner.devices import Device
 from headrace.planner.step_time import Most, StepTime
 from headrace.spec import KVSpec
-
-# Switches of how steps are computed: only a run with the same ones says what steps take. (What cascade_attention saves is counted.)
-MEASURED_SWITCHES = (
-    "enforce_eager", "batch_invariant", "token_concatenation", "flat_gemm", "deep_fusion", "programmatic_launch", "disabled_kernels",
-)  # fmt: skip
-
-
-def switches_of(config: DeviceConfig) -> dict[str, Any]:
-    """Those that differ from an engine's own."""
-    plain = type(config)()
-    found = {name: getattr(config, name) for name in MEASURED_SWITCHES if getattr(config, name) != getattr(plain, name)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,7 @@ def choose_prices(device: Device, config: DeviceConfig, cost_model: CostModel, g
     found, other = best_calibrated(device.calibrated, spec, cost_model.dtype, switches)
     if found is None and switches:
         raise ConfigError(_unknown(device, switches))
-    sharing = SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if _cascades(device, config, cost_model.dtype) else None
+    sharing = SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if cascades(config, device.kind, cost_model.dtype) else None
     if found is None:
         prices = device.efficiency.prices(spec.num_layers, step_seconds=profile.step_overhead, host_seconds=device.host_seconds)
         return Pricing(StepTime(cost_model, prices, sharing=sharing), None, None, (), device.efficiency.origin)
@@ -85,10 +74,6 @@ def _unknown(device: Device, switches: Mapping[str, Any]) -> str:
         f"No run on {device.name} was calibrated with {changed} as asked, so nobody knows what that changes about a step's time; "
         f"leave it out, or measure a run with it (--trace FILE) and calibrate: headrace simulate --calibrate FILE."
     )
-
-
-def _cascades(device: Device, config: DeviceConfig, dtype: str) -> bool:
-    return device.kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
 
 
 def _for_layers(prices: StepPrices, ratio: float) -> StepPrices:

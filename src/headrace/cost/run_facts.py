@@ -1,0 +1,111 @@
+"""What a run says of itself, so that its steps can be used by whoever reads them later: which model, device, precision and switches.
+
+A trace carries it (trace.py), and the load of each step: what ``headrace simulate --calibrate`` fits prices to.
+
+What lives here: those facts, written and read. What may not: steps, fitting, files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import DeviceConfig
+from headrace.cost.profile import DeviceIdentity
+from headrace.spec import DecoderSpec
+
+if TYPE_CHECKING:  # a trace need not load numpy
+    from headrace.cost.cost_model import CostModel
+
+VERSION = 1
+EVENT = "headrace_run"  # the trace's event
+
+# Switches of how steps are computed: only a run with the same ones says what steps take. (What cascade_attention saves is counted.)
+MEASURED_SWITCHES = (
+    "enforce_eager", "batch_invariant", "token_concatenation", "flat_gemm", "deep_fusion", "programmatic_launch", "disabled_kernels",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides how long its steps take; two models of one shape are one model here."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+
+    @property
+    def slug(self) -> str:
+        sparse = f"-{self.experts}x{self.top_k}x{self.expert_intermediate}" if self.experts else ""
+        return re.sub(r"[^a-z0-9x]+", "-", f"{self.family}-{self.layers}x{self.hidden}x{self.intermediate}{sparse}".lower())
+
+    def __str__(self) -> str:
+        sparse = f", {self.top_k} of {self.experts} experts of {self.expert_intermediate}" if self.experts else ""
+        heads = f"{self.heads} heads over {self.kv_heads} of {self.head_dim}"
+        return f"{self.family}: {self.layers} layers of {self.hidden}, {self.intermediate} inside, {heads}, vocabulary {self.vocabulary}{sparse}"
+
+
+def shape_of(spec: DecoderSpec) -> ModelShape:
+    moe = next((layer.moe for layer in spec.layers if layer.moe), None)
+    sparse = (moe.num_experts, moe.top_k, moe.intermediate_size) if moe else (0, 0, 0)
+    sizes = (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size)
+    return ModelShape(spec.family, *sizes, *sparse)
+
+
+def switches_of(config: DeviceConfig) -> dict[str, Any]:
+    """Those that differ from an engine's own."""
+    plain = type(config)()
+    found = {name: getattr(config, name) for name in MEASURED_SWITCHES if getattr(config, name) != getattr(plain, name)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
+    """Whether blocks that decoding sequences share are read once (kernels/triton/candidates.py takes such a site)."""
+    return kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that submits them."""
+
+    model: str
+    shape: ModelShape
+    device: DeviceIdentity
+    dtype: str
+    overlap: int
+    engine: str  # its version
+    switches: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def inline(self) -> bool:
+        return self.device.kind == "cpu" and self.overlap == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+
+def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine: str) -> RunFacts:
+    """``config`` is resolved."""
+    return RunFacts(
+        model, shape_of(cost_model.spec), cost_model.profile.identity, cost_model.dtype, config.overlap or 0, engine, switches_of(config)
+    )
+
+
+def read_facts(stored: Mapping[str, Any]) -> RunFacts:
+    """What ``as_dict`` made. Raises KeyError, TypeError or ValueError."""
+    plain = dict(stored)
+    if plain.pop("version") != VERSION:
+        raise ValueError(f"version {stored['version']!r}, this program reads {VERSION}")
+    device = plain.pop("device")
+    identity = DeviceIdentity(**{**device, "features": tuple(device["features"])})
+    return RunFacts(shape=ModelShape(**plain.pop("shape")), device=identity, **plain)
