@@ -62,13 +62,13 @@ class PayloadTooLarge(HeadraceError):
 
 
 class Overloaded(HeadraceError):
-    """The queue is full. ``retry_after`` is in seconds, 1 to 30."""
+    """The queue is full, or a request would come too late. ``retry_after`` is in seconds, 1 to 30."""
 
     status = 429
     type = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after: int = 1) -> None:
-        super().__init__(message, code="queue_full")
+    def __init__(self, message: str, *, retry_after: int = 1, code: str = "queue_full") -> None:
+        super().__init__(message, code=code)
         self.retry_after = retry_after
 
 

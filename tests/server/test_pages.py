@@ -163,6 +163,7 @@ def test_quantile_by_hand() -> None:
     ("overfull", (300, 50_000), "300 answers together take longer than the 50.0 ms that a step may take: prompts get little beside them."),
     ("waits_batch", (), "Request 7 waits for the running batch to end: continuous batching is off."),
     ("refused", (5000,), "Request 7 refused: a prompt of 5,000 tokens cannot run here."),
+    ("turned_away", (500,), "Request 7 turned away: with its prompt of 500 tokens it could not be served in time."),
     ("aborted", (), "Request 7 aborted: its client left."),
     ("failed", (3,), "A step failed: its 3 sequences end with an error, all others start over."),
     ("waits_mask", (1, 2, 3), "Request 7: waits mask."),

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "bench.simulated": {"planner", "models"},
     "bench.capacity": {"planner"},
+    "bench.overload": {"planner"},
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence"},

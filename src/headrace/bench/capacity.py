@@ -50,17 +50,12 @@ def run(args: argparse.Namespace) -> int:
         if any(not 0 < value < float("inf") for value in values):
             raise ConfigError(f"{name} is {' '.join(f'{value:g}' for value in values)}; give finite numbers above 0.")
     bench = simulated.create(args)
-    facts = machine_facts(str(bench.device), shape=_shape(args), model=args.model)
+    facts = machine_facts(str(bench.device), shape=simulated.shape(args), model=args.model)
     print_facts(facts)
     found = [_at_bound(bench, args, gap) for gap in args.gap]
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "bounds": found})
     return 0
-
-
-def _shape(args: argparse.Namespace) -> str:
-    drawn = f"prompts {args.input[0]} (p90 {args.input[1]}), answers {args.output[0]} ({args.output[1]}), Poisson arrivals"
-    return f"{args.requests} requests, {f'trace {args.trace.name}' if args.trace else drawn}"
 
 
 def ways(chunks: Sequence[int], gap: float) -> list[Way]:

@@ -57,8 +57,8 @@ class Bench:
 
     def at_rate(self, rate: float, expects: Expectations | None = None) -> list[Asked]:
         if self.traced:
-            base = self.base_rate()
-            found = [replace(each, at=(each.at or 0.0) * base / rate) for each in self.asked]
+            scale = self.base_rate() / rate  # 0 at an infinite rate
+            found = [replace(each, at=(each.at or 0.0) * scale) for each in self.asked]
         else:
             found = arriving(self.asked, rate, burstiness=1.0, seed=self.seed)
         return found if expects is None else [replace(each, expects=expects) for each in found]
@@ -67,6 +67,11 @@ class Bench:
         """Open loop; nothing is turned away for want of a place in the queue."""
         report = simulate(self.spec, config, self.device, Load(asked, self.seed, None, len(asked) + 1, limits))
         return report.figures, report.samples
+
+
+def shape(args: argparse.Namespace) -> str:
+    drawn = f"prompts {args.input[0]} (p90 {args.input[1]}), answers {args.output[0]} ({args.output[1]}), Poisson arrivals"
+    return f"{args.requests} requests, {f'trace {args.trace.name}' if args.trace else drawn}"
 
 
 def create(args: argparse.Namespace) -> Bench:

@@ -52,6 +52,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
     "arena": Benchmark("headrace.bench.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True),
     "capacity": Benchmark("headrace.bench.capacity", "requests a second within a bound on the time between tokens, simulated"),
+    "overload": Benchmark("headrace.bench.overload", "requests served in time when more are asked than a device can do, simulated"),
     "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("headrace.bench.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("headrace.bench.stream_rate", "tokens a second one server streams, nothing computed"),

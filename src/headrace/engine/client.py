@@ -245,7 +245,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """The answer so far, again and again, until it is finished. Leaving the iterator aborts the request.
 
-        Raises InvalidRequest, StepFailed (this request's step), EngineDead. After ``abort(request_id)`` the last output is
+        Raises InvalidRequest, Overloaded (turned away), StepFailed (this request's step), EngineDead. After ``abort(request_id)`` the last output is
         finished with finish_reason "abort".
         """
         parsed = await self.tokenized(parse_prompt(prompt), truncate_prompt_tokens)
@@ -259,7 +259,7 @@ class AsyncLLM:
                 for delta in deltas:
                     collector.add(delta)
                     if delta.error is not None:
-                        raise StepFailed(delta.error)
+                        raise delta.refusal or StepFailed(delta.error)
                 yield collector.output()
             if not collector.finished:
                 yield collector.aborted()

@@ -9,6 +9,7 @@ and makes one object.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from itertools import chain
 from typing import Protocol
 
 from headrace.engine.stops import StopMatcher
+from headrace.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.request import (
     REPETITION,
     CompletionOutput,
@@ -71,6 +73,7 @@ class RequestDelta:
     num_cached_tokens: int | None = None
     times: RequestTimes | None = None
     error: str | None = None
+    refusal: HeadraceError | None = None  # beside ``error``, where nothing failed: the request was turned away
     last: bool = False
     account: StepAccount | None = None  # with finish_reason, where it was asked for
 
@@ -82,6 +85,7 @@ class RequestDelta:
         self.prompt_logprobs += later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.times, self.error, self.last, self.account = later.times, later.error, later.last, later.account
+        self.refusal = later.refusal
         if self.num_cached_tokens is None:
             self.num_cached_tokens = later.num_cached_tokens
 
@@ -279,6 +283,7 @@ class OutputProcessor:
         if stop is not None and finished.reason is not FinishReason.ERROR:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
         delta.times, delta.error, delta.account = finished.times, finished.message, finished.account
+        delta.refusal = _refusal_of(finished)
         self._close(request_id, live, delta)
 
     def _close(self, request_id: int, live: _LiveRequest, delta: RequestDelta) -> None:
@@ -287,6 +292,16 @@ class OutputProcessor:
         delta.last = live.num_live == 0
         if delta.last:
             self.drop(request_id)
+
+
+def _refusal_of(finished: Finished) -> HeadraceError | None:
+    """What a policy turned away, as the error that its client is told."""
+    message = finished.message or ""
+    if finished.param is not None:
+        return InvalidRequest(message, param=finished.param, code="cannot_be_met")
+    if finished.retry_after is not None:
+        return Overloaded(message, retry_after=math.ceil(min(max(finished.retry_after, 1.0), 30.0)), code="too_late")
+    return None
 
 
 def public_logprobs(entry: TokenLogprobs, token_text: Callable[[int], str] | None) -> dict[int, Logprob]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 CAPACITY = 256  # entries; older ones are forgotten
 
 Kind = Literal[
-    "admitted", "resumed", "preempted", "refused", "aborted", "failed", "overfull",
+    "admitted", "resumed", "preempted", "refused", "turned_away", "aborted", "failed", "overfull",
     "waits_batch", "waits_rows", "waits_budget", "waits_blocks", "waits_time",
 ]  # fmt: skip
 
@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     """``values`` by kind, in tokens unless said.
 
     admitted: prompt, cached, microseconds waited; resumed: to compute, cached; preempted: to compute again, used blocks, blocks;
-    waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks, blocks; refused: prompt;
+    waits_rows: rows wanted, free; waits_budget: tokens a step; waits_blocks: tokens, used blocks, blocks; refused, turned_away: prompt;
     failed: sequences of the step; waits_time: microseconds a step may take; overfull: single tokens that alone take longer, and that.
     The request is -1 where it is about none.
     """

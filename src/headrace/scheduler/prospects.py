@@ -76,6 +76,11 @@ def prompt_pace(floors: StepFloors, standing: Standing, bound: float | None, con
     return PromptPace(tokens, _seconds(standing.speed, meter.floor_with(context, tokens), alone=not starts))
 
 
+def left_of_prompts(standing: Standing) -> int:
+    """Tokens of prompts under way that are not computed yet."""
+    return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in standing.running)
+
+
 def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
     return (speed.prefill if alone else speed.mixed).seconds(floor) + speed.gap
 
@@ -85,9 +90,8 @@ def prospect(
 ) -> Prospect:
     """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step may take."""
     before = list(ahead)
-    under_way = sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in standing.running)
     pace = prompt_pace(floors, standing, bound, max(0, sequence.num_prompt_tokens - work // 2))
-    others, own = pace.time(under_way + sum(tokens for _, tokens in before)), _own_seconds(work, pace, floors, standing, sequence)
+    others, own = pace.time(left_of_prompts(standing) + sum(tokens for _, tokens in before)), _own_seconds(work, pace, floors, standing, sequence)
     gap = _gap(sequence, before, floors, standing)
     return Prospect(_place(sequence, work, before, standing, past, gap), others, own, gap, len(standing.running))
 

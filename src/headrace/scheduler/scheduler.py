@@ -28,7 +28,7 @@ from headrace.request import FinishReason, Request, SequenceOutput, SequenceStat
 from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
-from headrace.scheduler.log import DecisionLog
+from headrace.scheduler.log import DecisionLog, Kind
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
@@ -294,7 +294,8 @@ class Scheduler:
     def _reject(self, sequence: Sequence, refusal: Refusal, now: float) -> None:
         """Its client is told; so are the clients of siblings that would have begun with its prompt."""
         request = sequence.request
-        self._roster.log.add("refused", request.request_id, len(request.prompt_token_ids))
+        kind: Kind = "refused" if refusal.retry_after is None and refusal.param is None else "turned_away"
+        self._roster.log.add(kind, request.request_id, len(request.prompt_token_ids))
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
         finished = replace(finished, retry_after=refusal.retry_after, param=refusal.param)
         indices = (sequence.index, *siblings_to_come(sequence))

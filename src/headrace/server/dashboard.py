@@ -199,6 +199,8 @@ def sentence(kind: str, request: int, values: Sequence[int]) -> str:
             return f"{who} waits for the running batch to end: continuous batching is off."
         case "refused", (prompt,):
             return f"{who} refused: a prompt of {prompt:,} tokens cannot run here."
+        case "turned_away", (prompt,):
+            return f"{who} turned away: with its prompt of {prompt:,} tokens it could not be served in time."
         case "aborted", ():
             return f"{who} aborted: its client left."
         case "failed", (rows,):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from headrace.metrics import E2E_BUCKETS, FINE_BUCKETS, ITL_BUCKETS, QUEUE_BUCKETS, TTFT_BUCKETS, Histogram, render_steps
 from headrace.server.ledger import Page
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "refused")
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _GRAMMARS = (
     ("compiled_total", "compiled", "counter", "grammars compiled"),

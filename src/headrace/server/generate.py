@@ -275,14 +275,14 @@ class _Run:
 
     def _finished(self, delta: RequestDelta) -> None:
         reason = delta.finish_reason or ""
-        self._metrics.count_end(reason)
+        self._metrics.count_end(reason if delta.refusal is None else "refused")
         times = delta.times
         if delta.index == 0:
             self._exchange.times = times
         if times is not None and times.first_scheduled is not None:
             self._metrics.queue_time.observe(times.first_scheduled - times.arrival)
         if reason == "error":
-            raise StepFailed(delta.error or "The step that computed this request failed; send it again.")
+            raise delta.refusal or StepFailed(delta.error or "The step that computed this request failed; send it again.")
         if reason == "abort":
             raise EngineDead("The request was ended by the engine; send it again.")
 

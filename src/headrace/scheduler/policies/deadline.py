@@ -20,7 +20,7 @@ from headrace.cost.speed import Tail
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal, Standing
-from headrace.scheduler.prospects import Past, Prospect, alone, prospect
+from headrace.scheduler.prospects import Past, Prospect, alone, left_of_prompts, prompt_pace, prospect
 from headrace.sequence import Sequence
 
 LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds
@@ -118,14 +118,13 @@ class Deadline(DynamicPolicy):
     def _too_late(self, sequence: Sequence, found: Prospect, now: float) -> Refusal | None:
         target = self._ttft_of(sequence.request)
         waited = max(0.0, now - sequence.request.arrival_time)
-        wait = max(found.place, found.others)
-        first = waited + found.first_token * self._tail.ratio
-        if first <= target:
+        wait, own = waited + max(found.place, found.others) * self._tail.ratio, found.own * self._tail.ratio
+        if wait + own <= target:
             return None
-        after = max(1.0, first - target)
+        after = max(1.0, wait + own - target)
         return Refusal(
-            f"The first token would come after about {_said(first)} ({_said(wait)} for the {found.num_running} requests under way and those before "
-            f"this one, {_said(found.own)} for its prompt), and it is expected within {_said(target)}. Try again in {after:.0f} s, or give a longer "
+            f"The first token would come after about {_said(wait + own)} ({_said(wait)} for the {found.num_running} requests under way and those "
+            f"before this one, {_said(own)} for its prompt), and it is expected within {_said(target)}. Try again in {after:.0f} s, or give a longer "
             f"expected_ttft.",
             retry_after=after,
         )
@@ -149,17 +148,17 @@ class Deadline(DynamicPolicy):
         self.max_step_seconds = bound if bound is not None else self._tpot
         if self._forecast is None or not len(standing.waiting):
             return ()
-        late = []
+        return self._late(self._forecast, bound, standing)
+
+    def _late(self, forecast: Forecast, bound: float | None, standing: Standing) -> list[tuple[Sequence, Refusal]]:
+        """At the pace of this moment, and were they the next."""
+        found, pace = [], prompt_pace(forecast, standing, bound, 0)
+        before = pace.time(left_of_prompts(standing))
         for each in standing.waiting:
             target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
-            if each.first_token is None and each.first_scheduled is None and waited > 0 and waited + self._least(each, standing) > target:
-                late.append((each, _became_late(waited, target)))
-        return late
-
-    def _least(self, sequence: Sequence, standing: Standing) -> float:
-        assert self._forecast is not None
-        work = self._taken[sequence].work
-        return alone(work, sequence.num_prompt_tokens - work, self._forecast, standing.speed)
+            if each.first_scheduled is None and waited > 0 and waited + before + pace.time(self._taken[each].work) > target:
+                found.append((each, _became_late(waited, target)))
+        return found
 
     # --- what became of it
 
