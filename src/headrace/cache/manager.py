@@ -205,6 +205,8 @@ class CacheManager:
         blocks = [self._node_blocks(kv.tables[group], group, depth) for group in range(len(self.specs))]
         if not any(blocks):
             return None  # all behind the window: there is nothing to name
+        if any(block in self._node_of[group] for group, held in enumerate(blocks) for block in held or ()):
+            return None  # a sibling's node has begun with the same block, where a node is longer than a block of this group
         node = self.tree.add_child(parent, key, blocks)
         for group, held in enumerate(blocks):
             for block in held or ():

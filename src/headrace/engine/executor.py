@@ -202,12 +202,13 @@ class KeyedHashExecutor:
             row = self._rows[target]
             salt = row.new.seed if row.new.params.n > 1 else 0  # siblings differ, everything else depends on the context alone
             choices = [token for token in range(vocab) if allowed[j][token >> 5] >> (token & 31) & 1] if j in allowed else range(vocab)
+            position = plan.starts[work] + plan.counts[work]
             if not choices:
                 tokens.append(())
                 errors[j] = "no token is allowed"
+                row.token_ids[position:] = array("i", (0,))  # the step behind, if it is there already, finds some token
                 continue
             token = choices[_mix(heads[work] ^ salt, 0x70C) % len(choices)]
-            position = plan.starts[work] + plan.counts[work]
             row.token_ids[position:] = array("i", (token,))
             tokens.append((token,))
             if row.new.params.logprobs is not None:

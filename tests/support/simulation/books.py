@@ -1,0 +1,186 @@
+"""The invariants that hold after every event, over blocks, rows, names of prefixes and tokens.
+
+    blocks    used + cached + free = all; references are owners: tables, and what waits for a step in flight
+    in flight what a step in flight reads or writes is nobody's to hand out
+    names     a prefix names a block only if it holds the prefix, written by a step that was submitted; and no block twice
+    rows      one owner each, or free, or waiting for a step in flight
+    tokens    known = prompt + told; placeholders = samples in flight; computed <= known; who waits holds nothing
+    requests  those that have come and not ended are there, and no others
+
+Everything is compared in whole lists and dictionaries, so that looking costs no more than what is looked at.
+
+What lives here: looking. What may not: order and starvation (order.py), answers (life.py), changing anything.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping
+from itertools import chain as joined
+
+from tests.support.simulation import oracle
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.device import Device
+from tests.support.simulation.oracle import Line
+
+from headrace.cache.prefix_tree import PrefixNode
+from headrace.request import SequenceStatus
+from headrace.scheduler.scheduler import Scheduler
+from headrace.sequence import Sequence
+
+_IDS = array("i").itemsize
+
+
+class Books:
+    """``settled``: records are looked at as they should be; else a cohort's lag is reckoned with."""
+
+    def __init__(self, scheduler: Scheduler, device: Device, *, settled: bool) -> None:
+        self._scheduler = scheduler
+        self._device = device
+        self._settled = settled
+        self._named: list[dict[int, PrefixNode]] = [{} for _ in scheduler.cache.pools]  # as found last time, contents right
+        self._links: dict[PrefixNode, array[int]] = {}  # the hash after each token of a node
+        self._doubtful = False  # names of steps that have failed may still stand
+
+    def check(self, lines: Mapping[tuple[int, int], Line], live: Collection[int] | None) -> None:
+        """``live``: the requests that must be there; None while some are on their way in or out."""
+        scheduler = self._scheduler
+        roster = scheduler.roster if self._settled else scheduler._roster
+        everybody = list(joined.from_iterable(roster.requests.values()))
+        if live is not None and roster.requests.keys() != live:
+            raise Broken("requests", f"{sorted(roster.requests)} are there, {sorted(live)} should be")
+        self._check_blocks(everybody)
+        self._check_names()
+        self._check_rows(everybody)
+        self._check_tokens(everybody, lines)
+
+    # --- blocks
+
+    def _check_blocks(self, everybody: list[Sequence]) -> None:
+        cache = self._scheduler.cache
+        for group, pool in enumerate(cache.pools):
+            owners = [0] * pool.num_blocks
+            for sequence in everybody:
+                for block in sequence.kv.tables[group]:
+                    if block is not None:
+                        owners[block] += 1
+            for _, left_group, block in cache._leaving:
+                if left_group == group:
+                    owners[block] += 1
+            if owners != pool._references:
+                wrong = [(block, n, m) for block, (n, m) in enumerate(zip(owners, pool._references, strict=True)) if n != m]
+                raise Broken("references", f"group {group}: (block, owners, references) {wrong}")
+            self._check_pool(group, owners)
+            for plan, touched in self._device.in_flight:
+                if not all(map(owners.__getitem__, touched[group])):
+                    raise Broken("in flight", f"step {plan.step_id} uses blocks of group {group} that nobody holds")
+
+    def _check_pool(self, group: int, owners: list[int]) -> None:
+        """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not."""
+        pool, named = self._scheduler.cache.pools[group], self._scheduler.cache._node_of[group]
+        idle = [*pool._free, *pool._cached]
+        if len(idle) != owners.count(0) or len(set(idle)) != len(idle) or any(map(owners.__getitem__, idle)):
+            counts = f"{len(pool._free)} free, {len(pool._cached)} cached, {owners.count(0)} of {len(owners)} without owner"
+            raise Broken("blocks", f"group {group}: {counts}")
+        if sum(pool._named) != len(named) or not all(map(pool._named.__getitem__, named)):
+            raise Broken("names", f"group {group}: the pool and the tree name different blocks")
+        if not pool._cached.keys() <= named.keys() or not named.keys().isdisjoint(pool._free):
+            raise Broken("names", f"group {group}: a cached block without a name, or a free one with one")
+
+    # --- names
+
+    def _check_names(self) -> None:
+        """New names, and those whose blocks have been written again."""
+        device, groups = self._device, self._scheduler.cache._node_of
+        if device.broken:
+            self._doubtful = True  # its step has written nothing, and takes its names along when it is collected
+            return
+        for group, named in enumerate(groups):
+            known = {} if self._doubtful else self._named[group]
+            fresh = dict(named.items() - known.items())
+            fresh.update((block, named[block]) for block in named.keys() & device.written[group])
+            device.written[group].clear()
+            for block, node in fresh.items():
+                self._check_name(group, block, node)
+            if fresh or len(named) != len(known):
+                self._named[group] = dict(named)
+        self._doubtful = False
+
+    def _check_name(self, group: int, block: int, node: PrefixNode) -> None:
+        blocks = node.blocks[group]
+        if node.detached or blocks is None or block not in blocks:
+            raise Broken("names", f"block {block} of group {group} has the name of a prefix that is not its own")
+        if node.parent is None or node.parent.detached or node.parent.children.get(node.key) is not node:
+            raise Broken("names", f"block {block} of group {group} has a name that cannot be found")
+        size = self._device._specs[group].block_size
+        first = blocks.index(block) * size
+        if self._device.contents(group, block) != self._links_of(node)[first : first + size]:
+            raise Broken("names", f"block {block} of group {group} has a name and does not hold its tokens")
+
+    def _links_of(self, node: PrefixNode) -> array[int]:
+        links = self._links.get(node)
+        if links is None:
+            parent = node.parent
+            head = oracle.ROOT if parent is None or not parent.key else self._links_of(parent)[-1]
+            links = self._links[node] = oracle.chain(array("i", node.key), head)
+        return links
+
+    # --- rows
+
+    def _check_rows(self, everybody: list[Sequence]) -> None:
+        roster = self._scheduler._roster
+        held = [*roster.free_rows, *(row for _, row in roster._leaving_rows)]
+        for sequence in everybody:
+            if sequence.row is not None:
+                held.append(sequence.row)
+                held.extend(sequence.sibling_rows)
+        if sorted(held) != list(range(self._scheduler.limits.max_num_seqs)):
+            raise Broken("rows", f"rows in some hand: {sorted(held)} of {self._scheduler.limits.max_num_seqs}")
+
+    # --- tokens
+
+    def _check_tokens(self, everybody: list[Sequence], lines: Mapping[tuple[int, int], Line]) -> None:
+        scheduler = self._scheduler
+        samples: dict[Sequence, int] = {}
+        for step in scheduler.in_flight:
+            step_id = step.plan.step_id
+            for sequence in step.sampled:
+                if sequence.ignore_through < step_id:
+                    samples[sequence] = samples.get(sequence, 0) + 1
+        lag = {} if self._settled else _lags(scheduler)
+        num_waiting = 0
+        for sequence in everybody:
+            num_waiting += sequence.status is SequenceStatus.WAITING
+            taken, planned = lag.get(sequence, (0, 0))
+            told, ids, prompt = lines[sequence.request_id, sequence.index].tokens, sequence.token_ids, sequence.num_prompt_tokens
+            if len(ids) + taken != prompt + len(told) or ids[prompt:] != told[: len(told) - taken]:
+                raise Broken("tokens", f"{_name(sequence)}: knows {list(ids[prompt:])} and {taken} more, told {list(told)}")
+            if sequence.num_tokens + planned != len(ids) + taken + samples.get(sequence, 0):
+                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {samples.get(sequence, 0)} in flight")
+            self._check_standing(sequence)
+        if num_waiting != len(scheduler._roster.waiting):
+            raise Broken("queue", f"{len(scheduler._roster.waiting)} are said to wait, {num_waiting} do")
+
+    def _check_standing(self, sequence: Sequence) -> None:
+        kv = sequence.kv
+        if sequence.status is SequenceStatus.RUNNING:
+            covered = kv.capacity if self._scheduler.limits.kv_caching else sequence.num_tokens  # who recomputes all keeps no account
+            if sequence.row is None or not sequence.num_computed_tokens <= min(covered, sequence.num_tokens):
+                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed, {kv.capacity} covered")
+        elif sequence.row is not None or sequence.num_computed_tokens or any(kv.tables):
+            raise Broken("tokens", f"{_name(sequence)} waits and holds something")
+
+
+def _lags(scheduler: Scheduler) -> dict[Sequence, tuple[int, int]]:
+    """What a cohort's records have yet to be made up for: tokens taken, tokens planned."""
+    cohort = scheduler._cohort
+    if cohort is None:
+        return {}
+    return {
+        member: (cohort._taken - cohort._taken_at[place], cohort._planned - cohort._planned_at[place])
+        for place, member in enumerate(cohort.members)
+    }
+
+
+def _name(sequence: Sequence) -> str:
+    return f"request {sequence.request_id}.{sequence.index}"

@@ -1,0 +1,65 @@
+"""Grammars for engines without a model: what may come next is a hash of all that is known, and a grammar is there after some turns.
+
+What lives here: the double of engine/grammar_masks.py. What may not: llguidance, what is allowed (oracle.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+from tests.support.simulation.broken import hold
+from tests.support.simulation.oracle import WORDS, chain, mask_words
+
+from headrace.engine.masks import GrammarStats
+from headrace.request import Request, TokenMasks
+from headrace.sequence import Sequence as LiveSequence
+
+REFUSAL = "the grammar cannot be followed"
+
+
+class HashMasks:
+    """``arrived``: called with each request when it is handed over. ``turns_of(request_id)``: how long its grammar takes; refused or not."""
+
+    def __init__(self, turns_of: Callable[[int], tuple[int, bool]], arrived: Callable[[Request], None]) -> None:
+        self._turns_of = turns_of
+        self._arrived = arrived
+        self._compiling: dict[int, tuple[Request, int]] = {}
+        self._followed: set[int] = set()
+        self._turn = 0
+
+    @property
+    def compiling(self) -> bool:
+        return bool(self._compiling)
+
+    @property
+    def stats(self) -> GrammarStats:
+        return GrammarStats()
+
+    @property
+    def followed(self) -> set[int]:
+        return self._followed
+
+    def begin(self, request: Request) -> None:
+        self._compiling[request.request_id] = request, self._turn + self._turns_of(request.request_id)[0]
+
+    def take_compiled(self, wait: float) -> list[tuple[Request, str | None]]:
+        self._turn += 1
+        ready = [request for request, due in self._compiling.values() if due <= self._turn]
+        for request in ready:
+            del self._compiling[request.request_id]
+            self._arrived(request)
+        taken = [(request, REFUSAL if self._turns_of(request.request_id)[1] else None) for request in ready]
+        self._followed.update(request.request_id for request, refusal in taken if refusal is None)
+        return taken
+
+    def drop(self, request_id: int) -> None:
+        self._compiling.pop(request_id, None)
+
+    def keep(self, request_ids: Container[int]) -> None:
+        self._followed = {each for each in self._followed if each in request_ids}
+
+    def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+        for _, sequence in wanted:
+            hold(sequence.request_id in self._followed, "masks", f"request {sequence.request_id} has been forgotten and asks for a mask")
+        words = b"".join(mask_words(chain(sequence.token_ids)[-1]) for _, sequence in wanted)
+        return TokenMasks(tuple(j for j, _ in wanted), WORDS, words)

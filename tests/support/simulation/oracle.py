@@ -1,0 +1,103 @@
+"""What each request must be answered alone: the hash of its context, token by token, and where that ends.
+
+Nothing of the engine is used but the hash itself, so nothing that the engine does to tokens, blocks or steps can be in here too.
+
+What lives here: the expected token and end, the masks of grammars (which are a hash too), and what may be found of a prefix.
+What may not: engines, events.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from tests.support.simulation.schedule import Asked
+
+from headrace.engine.executor import _mix  # shared with the executor on purpose; tables and rows are not
+from headrace.request import FinishReason
+
+VOCAB = 64
+EOS = 7
+ROOT = _mix(0, 0x5EED)  # the executor's with key 0
+WORDS = VOCAB // 32
+NOTHING_ALLOWED = "no token is allowed"
+_FORKED = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+End = tuple[FinishReason, int | str | None]  # with its stop reason, or the message of an error
+
+
+def chain(tokens: Sequence[int], head: int = ROOT) -> array[int]:
+    """The hash after each token."""
+    links = array("Q")
+    for token in tokens:
+        head = _mix(head, token)
+        links.append(head)
+    return links
+
+
+def allowed(head: int) -> list[int]:
+    """What a grammar allows after a context with this hash: an eighth of all tokens and the end, and rarely nothing."""
+    if head % 61 == 0:
+        return []
+    return sorted({EOS, *range(head >> 32 & 7, VOCAB, 8)})
+
+
+def mask_words(head: int) -> bytes:
+    """The same as bits, for TokenMasks."""
+    return sum(1 << token for token in allowed(head)).to_bytes(4 * WORDS, "little")
+
+
+class Line:
+    """One answer as it must come. ``expect`` says the next token and whether it is the last one; ``take`` goes on."""
+
+    __slots__ = ("_end", "_salt", "asked", "context", "head", "tokens")
+
+    def __init__(self, asked: Asked, index: int, prompt: array[int], limit: int) -> None:
+        self.asked = asked
+        self.tokens = array("i")  # told so far
+        self.context = len(asked.prompt)
+        self.head = prompt[-1] if prompt else ROOT
+        self._salt = (asked.seed + index * _FORKED) & _MASK if asked.n > 1 else 0
+        self._end = min(len(asked.prompt) + asked.max_tokens, limit)
+
+    def expect(self) -> tuple[int, End | None]:
+        """Token -1: there is none, and the end says why."""
+        drawn = _mix(self.head ^ self._salt, 0x70C)
+        if self.asked.compiles is None:
+            token = drawn % VOCAB
+        else:
+            choices = allowed(self.head)
+            if not choices:
+                return -1, (FinishReason.ERROR, NOTHING_ALLOWED)
+            token = choices[drawn % len(choices)]
+        return token, self._end_at(token)
+
+    def _end_at(self, token: int) -> End | None:
+        asked, count = self.asked, len(self.tokens) + 1
+        follows = asked.compiles is not None
+        eos = token == EOS and (follows or not asked.ignore_eos)
+        if (eos or token in asked.stops) and (count >= asked.min_tokens or (follows and token == EOS)):
+            return FinishReason.STOP, None if eos else token
+        return (FinishReason.LENGTH, None) if self.context + 1 >= self._end else None
+
+    def take(self, token: int) -> None:
+        self.tokens.append(token)
+        self.context += 1
+        self.head = _mix(self.head, token)
+
+
+class Library:
+    """Every context that was ever begun, by salt and adapter: a prefix that is found must be in here."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str | None], list[Line]] = {}
+
+    def add(self, line: Line) -> None:
+        self._held.setdefault((line.asked.salt, line.asked.adapter), []).append(line)
+
+    def holds(self, asked: Asked, count: int) -> bool:
+        """Whether somebody else of the same salt and adapter has these first ``count`` tokens of its prompt."""
+        wanted = asked.prompt[:count]
+        others = reversed(self._held.get((asked.salt, asked.adapter), ()))
+        return any(line.asked is not asked and (*line.asked.prompt, *line.tokens)[:count] == wanted for line in others)

@@ -1,0 +1,95 @@
+"""Whose turn it was: arrivals, first admissions and progress, held against what the policy promises.
+
+What lives here: watching. What may not: the promises (bounds.py), blocks and tokens (books.py).
+"""
+
+from __future__ import annotations
+
+from tests.support.simulation.bounds import BOUNDS, UNKNOWN
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.schedule import Asked, Setting
+
+from headrace.scheduler.scheduler import Scheduler
+
+
+class OrderWatch:
+    """Numbers are requests. ``arrived`` ones wait for their first admission until they are ``admitted`` or ``gone``."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.bound = BOUNDS.get(setting.policy, UNKNOWN)
+        self.live: dict[int, Asked] = {}  # in order of arrival
+        self.waiting: dict[int, Asked] = {}  # of those, never admitted yet
+        self.num_passed = 0  # all together
+        self._came: dict[int, int] = {}
+        self._passed: dict[int, int] = {}
+        self._most = self.bound.most_passed(setting)
+        self._first: int | None = None
+        self._mark: tuple[int, ...] = ()
+        self._stalled = 0
+        self._patience = patience(setting)
+
+    def arrived(self, number: int, asked: Asked) -> None:
+        self.live[number] = self.waiting[number] = asked
+        self._came[number] = len(self._came)
+        self._first = None
+
+    def gone(self, number: int) -> None:
+        """Ended, or not wanted any more."""
+        if self.live.pop(number, None) is not None:
+            self.waiting.pop(number, None)
+            self._passed.pop(number, None)
+            self._first = None
+
+    def admitted(self, number: int) -> None:
+        asked = self.waiting.pop(number, None)
+        if asked is None:
+            return
+        for other, earlier in self.waiting.items():  # in order of arrival
+            if self._came[other] > self._came[number]:
+                break
+            self._pass(number, asked, other, earlier)
+
+    def _pass(self, number: int, asked: Asked, other: int, earlier: Asked) -> None:
+        if not self.bound.may_pass(asked, earlier):
+            raise Broken("order", f"request {number} begins before request {other}, which came earlier")
+        self.num_passed += 1
+        self._passed[other] = self._passed.get(other, 0) + 1
+        if self._passed[other] > self._most:
+            raise Broken("starved", f"{self._passed[other]} requests have passed request {other}, {self._most} may")
+
+    # --- progress
+
+    def turned(self, scheduler: Scheduler, *, failed: bool) -> None:
+        """After each turn. Whom nobody may pass must come on, in a bounded number of turns; a step that fails starts the count anew."""
+        if self._first not in self.live:
+            self._first, self._stalled = self._find_first(), 0
+        mark = self._mark_of(scheduler)
+        self._stalled = 0 if failed or mark != self._mark or self._first is None else self._stalled + 1
+        self._mark = mark
+        if self._stalled > self._patience:
+            raise Broken("starved", f"request {self._first}, whom nobody may pass, has not moved for {self._stalled} turns")
+
+    def _find_first(self) -> int | None:
+        may_pass = self.bound.may_pass
+        first = next(iter(self.live), None)
+        for number, asked in self.live.items():
+            if first is not None and number != first and may_pass(asked, self.live[first]):
+                first = number
+        if first is None or any(may_pass(asked, self.live[first]) for number, asked in self.live.items() if number != first):
+            return None
+        return first
+
+    def _mark_of(self, scheduler: Scheduler) -> tuple[int, ...]:
+        """Tokens known and computed of its answers. A cohort's records lag, but whoever is in one comes on: its count of steps is part of it."""
+        siblings = scheduler.requests.get(self._first, ()) if self._first is not None else ()
+        marks = [count for each in siblings for count in (len(each.token_ids), each.num_computed_tokens)]
+        cohort = scheduler._cohort
+        return (*marks, cohort._planned, cohort._taken) if cohort is not None else tuple(marks)
+
+
+def patience(setting: Setting) -> int:
+    """Turns in which the first in order may stand still: what is in flight comes back, and, where others' single tokens or whole prompts may
+    fill a step before it, until those have ended."""
+    pipeline = 4 * (setting.depth + 2)
+    crowded = setting.budget <= setting.rows or setting.padded or not setting.chunked_prefill or not setting.continuous_batching
+    return pipeline + (2 * setting.length if crowded else 0)
