@@ -92,13 +92,20 @@ class SchedulerConfig:
         None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
-    scheduling_policy: str = option("fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe"))
+    scheduling_policy: str = option(
+        "fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
+    )
     tenant_weight: tuple[str, ...] = option((), "fair: shares of tenants; others have 1", metavar="NAME=WEIGHT")
     fair_input_price: float = option(1.0, "fair: what a prompt token counts that is computed", minimum=0.0)
     fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
     expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, where a request does not say")
     reading_speed: float = option(4.8, "qoe: tokens a second that readers read, where a request does not say")
     qoe_preemptions: float = option(1.0, "qoe: how often requests may be pushed out, on average", minimum=0.0)
+    ageing: float = option(10.0, "shortest-remaining: tokens that a second of waiting is worth", minimum=0.001)
+    length_prediction: str = option(
+        "history", "shortest-remaining: how long answers will be, by those before or by max_tokens (in simulations the oracle)",
+        choices=("history", "max-tokens"),
+    )  # fmt: skip
     ttft_target_ms: float = option(2000.0, "deadline: milliseconds to the first token, of requests that do not say", minimum=0.01)
     tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
@@ -108,6 +115,8 @@ class SchedulerConfig:
         check_fields(self)
         self._check_fair()
         self._check_reader()
+        if not self.ageing < math.inf:
+            raise ConfigError(f"ageing is {self.ageing:g}; give a finite number of tokens a second.")
         if self.max_step_ms is not None and not (self.max_step_ms < float("inf") and self.chunked_prefill):
             why = "prompts are computed whole (chunked_prefill is off)" if self.max_step_ms < float("inf") else "that bounds nothing"
             raise ConfigError(f"max_step_ms is {self.max_step_ms:g}, but {why}; leave one of them out, or give a finite number of milliseconds.")

@@ -15,9 +15,11 @@ from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
+from headrace.scheduler.policies.lengths import History, MostTokens
 from headrace.scheduler.policies.priority import Priority
 from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal, Standing
 from headrace.scheduler.policies.qoe import QualityOfExperience
+from headrace.scheduler.policies.shortest_remaining import ShortestRemaining
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 
@@ -28,6 +30,9 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
         "deadline": lambda config, forecast: Deadline(config.ttft_target_ms / 1e3, config.tpot_target_ms / 1e3, forecast),
         "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
         "qoe": lambda config, forecast: QualityOfExperience(config.expected_ttft, config.reading_speed, config.qoe_preemptions),
+        "shortest-remaining": lambda config, forecast: ShortestRemaining(
+            History() if config.length_prediction == "history" else MostTokens(), config.ageing
+        ),
     }
 )
 
