@@ -205,6 +205,7 @@ def sampling() -> dict[str, dict[str, int]]:
 
     logits, row, ids = torch.empty(8, 128256), torch.empty(8), torch.zeros(8, dtype=torch.int64)
     return {
+        **record(sampling, ("_largest_kernel", "_best_kernel"), lambda: sampling.greedy_tokens(logits.bfloat16())),
         **record(sampling, ("_pick_kernel", "_best_kernel"), lambda: sampling.gumbel_argmax(logits, row, ids, ids)),
         **record(sampling, ("_score_kernel",), lambda: sampling.score_tokens(logits, ids, 0)),
         **record(thresholds, ("_threshold_kernel",), lambda: thresholds.keep_thresholds(logits, ids, row, row, scale=(row, row))),

@@ -89,7 +89,8 @@ def picks() -> dict[str, dict[str, int]]:
         sampling.pick_tokens(logits, row, row, draw.choice((None, (whole, row, row))), whole, whole)
         sampling.score_tokens(logits, whole, 0)
 
-    kernels = {"_pick_kernel": sampling, "_best_kernel": sampling, "_score_kernel": sampling, "_threshold_kernel": thresholds}
+    own = ("_largest_kernel", "_pick_kernel", "_best_kernel", "_score_kernel")
+    kernels = {**dict.fromkeys(own, sampling), "_threshold_kernel": thresholds}
     return count(kernels, rehearse_all, batch)
 
 

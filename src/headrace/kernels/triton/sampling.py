@@ -21,6 +21,7 @@ from headrace.kernels.triton.thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
 _PROGRAMS = 528  # four for each processor of an H200
+_WIDE_BLOCK, _WIDE_PROGRAMS = 2048, 792  # where no noise tells tokens apart by their place: loads of 16 bytes, six for each processor
 _NO_TOKEN = tl.constexpr(2147483647)
 
 
@@ -121,6 +122,26 @@ def _pick_kernel(
         gdc_launch_dependents()
 
 
+@launchable(do_not_specialize=["span"])
+def _largest_kernel(logits_ptr, best_ptr, token_ptr, row_stride, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """As ``_pick_kernel`` where nothing but the logits counts."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    lane = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_token = tl.full((BLOCK,), _NO_TOKEN, tl.int32)
+    for begin in range(part * span, tl.minimum(part * span + span, vocab), BLOCK):
+        token = begin + lane
+        x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        best, best_token = _better(x, tl.where(token < vocab, token, _NO_TOKEN), best, best_token)
+    value, token = _best_of(best, best_token)
+    tl.store(best_ptr + row * parts + part, value)
+    tl.store(token_ptr + row * parts + part, token)
+    if PDL:
+        gdc_launch_dependents()
+
+
 @launchable(do_not_specialize=["parts"])
 def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -165,7 +186,13 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Logits may be float32, bfloat16 or float16: as the head gives them, no copy is made. A NaN anywhere in a row makes its peak NaN and its token 0.
     """
-    return _launch(logits, None, None, None, None)
+    rows, vocab = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    span, parts = _division(rows, vocab, _WIDE_BLOCK, _WIDE_PROGRAMS)
+    best, tokens = _empty_parts(rows, parts, logits.device)
+    if rows:
+        _largest_kernel[(rows, parts)](logits, best, tokens, logits.stride(0), vocab, span, BLOCK=_WIDE_BLOCK, PDL=False, num_warps=4)
+    return _best(best, tokens, vocab)
 
 
 def gumbel_argmax(scores: Tensor, thresholds: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -215,24 +242,37 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     """The best value [rows] float32 and token [rows] int64 of each row, with noise where there are seeds."""
     rows, vocab = logits.shape
-    device = logits.device
-    peaks, tokens = torch.empty(rows, dtype=torch.float32, device=device), torch.empty(rows, dtype=torch.int64, device=device)
-    if rows == 0:
-        return peaks, tokens
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    blocks = triton.cdiv(vocab, _BLOCK)
-    most = triton.next_power_of_2(min(blocks, _PROGRAMS))  # parts, for any number of rows: one kernel for all
-    span = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS // rows))) * _BLOCK
-    parts = triton.cdiv(vocab, span)
-    best = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    best_tokens = torch.empty((rows, parts), dtype=torch.int32, device=device)
-    unused = peaks  # a pointer the kernel does not follow
+    span, parts = _division(rows, vocab, _BLOCK, _PROGRAMS)
+    best, best_tokens = _empty_parts(rows, parts, logits.device)
+    unused = best  # a pointer the kernel does not follow
     peak, heat = (unused, unused) if scale is None else (scale[0].contiguous(), scale[1].contiguous())
-    _pick_kernel[(rows, parts)](
-        logits, peak, heat, unused if thresholds is None else thresholds.contiguous(),
-        unused if seeds is None else seeds.contiguous(), unused if positions is None else positions.contiguous(),
-        best, best_tokens, logits.stride(0), vocab, span,
-        HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
-    )  # fmt: skip
-    _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=False, num_warps=1)
+    if rows:
+        _pick_kernel[(rows, parts)](
+            logits, peak, heat, unused if thresholds is None else thresholds.contiguous(),
+            unused if seeds is None else seeds.contiguous(), unused if positions is None else positions.contiguous(),
+            best, best_tokens, logits.stride(0), vocab, span,
+            HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
+        )  # fmt: skip
+    return _best(best, best_tokens, vocab)
+
+
+def _division(rows: int, vocab: int, block: int, programs: int) -> tuple[int, int]:
+    """Tokens a program looks at, and programs a row."""
+    blocks = triton.cdiv(vocab, block)
+    span = triton.cdiv(blocks, min(blocks, max(1, programs // max(rows, 1)))) * block
+    return span, triton.cdiv(vocab, span)
+
+
+def _empty_parts(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty((rows, parts), dtype=torch.float32, device=device), torch.empty((rows, parts), dtype=torch.int32, device=device)
+
+
+def _best(best: Tensor, best_tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The best of each row's parts: value [rows] float32, token [rows] int64."""
+    rows, parts = best.shape
+    most = triton.next_power_of_2(min(triton.cdiv(vocab, _BLOCK), _PROGRAMS))  # parts, for any number of rows: one kernel for all
+    peaks, tokens = torch.empty(rows, dtype=torch.float32, device=best.device), torch.empty(rows, dtype=torch.int64, device=best.device)
+    if rows:
+        _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=False, num_warps=1)
     return peaks, tokens
