@@ -42,7 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.executor": set(),
     "engine.llm": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
     "engine.process": {"worker", "models.source", "scheduler", "cache"},
-    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "bench.workload", "bench.statistics"},
+    "planner": {
+        "engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models",
+        "bench.workload", "bench.traces", "bench.arrivals", "bench.statistics",
+    },
     "planner.placement": {"engine.executor", "models", "worker.memory", "worker.settings"},  # the engine's own rules; not at import
     "sequence": {"cache"},
     "scheduler": {"cache", "sequence"},

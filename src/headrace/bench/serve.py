@@ -17,20 +17,30 @@ from typing import Any
 
 from headrace.bench.http_client import HttpClient
 from headrace.bench.load import ROUTES, LoadGenerator, first_model
+from headrace.bench.load_flags import (
+    add_arrival_flags,
+    add_workload_flags,
+    arrivals_in_words,
+    check_load_flags,
+    lengths_in_words,
+    lengths_of,
+    swing_of,
+)
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
 from headrace.bench.statistics import Sample, failure_reasons, parse_goodput, spread_of, summarise
 from headrace.bench.workload import (
     Dialogue,
-    Lengths,
+    DrawsLengths,
     conversations,
     random_dialogues,
     shared_prefix_dialogues,
     trace_dialogues,
     with_arrivals,
 )
-from headrace.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+REQUESTS = 64  # without --num-prompts
+CLOSED_LOOP = 8  # clients
 TICK = 0.01  # s between looks at how late the client's own loop is
 
 
@@ -41,27 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", help="model name to ask for; without it the first one the server lists")
     where.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="completions sends ids, chat text (default: completions)")
     where.add_argument("--timeout", type=float, default=600.0, help="seconds before a request counts as failed (default: 600)")
-    what = parser.add_argument_group("workload")
-    what.add_argument("--workload", choices=("random", "shared-prefix", "conversation", "trace"), default="random", help="default: random")
-    what.add_argument("--num-prompts", type=int, default=64, help="requests; conversations with --workload conversation (default: 64)")
-    what.add_argument("--input-len", type=int, default=128, help="new prompt tokens a request or turn (default: 128)")
-    what.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
-    what.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    what.add_argument("--prefix-len", type=int, default=256, help="shared prefix, or system prompt of the conversations (default: 256)")
-    what.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes (default: 1)")
-    what.add_argument("--turns", type=int, default=4, help="turns a conversation (default: 4)")
-    what.add_argument("--think-time", type=float, default=1.0, help="mean seconds between an answer and the next turn (default: 1)")
-    what.add_argument("--trace", type=Path, metavar="FILE", help=".csv (Azure) or .jsonl (Mooncake)")
-    what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
-    what.add_argument("--max-input-len", type=int, default=8192, help="longer prompts of a trace are cut to this (default: 8192)")
-    what.add_argument("--max-output-len", type=int, default=1024, help="longer answers of a trace are cut to this (default: 1024)")
-    what.add_argument("--vocab-size", type=int, default=1000, help="ids are drawn below this; any model has as many (default: 1000)")
-    what.add_argument("--seed", type=int, default=0)
-    load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, help="open loop: arrivals a second (inf: all at once); without it a closed loop")
-    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gamma distributed gaps; 1 is Poisson (default: 1)")
-    load.add_argument("--max-concurrency", type=int, help="at most so many requests at once (closed loop: default 8)")
-    load.add_argument("--num-warmups", type=int, default=2, help="requests before timing (default: 2)")
+    add_workload_flags(parser, trace="trace", max_input=8192, max_output=1024)
+    add_arrival_flags(parser, clients=CLOSED_LOOP)
+    sent = parser.add_argument_group("requests")
+    sent.add_argument("--vocab-size", type=int, default=1000, help="ids are drawn below this; any model has as many (default: 1000)")
+    sent.add_argument("--seed", type=int, default=0)
+    sent.add_argument("--num-warmups", type=int, default=2, help="requests before timing (default: 2)")
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
@@ -80,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = asyncio.run(_measure(args, client, dialogues))
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
-    facts = machine_facts(limits_here, shape=_shape(args), server=f"{args.base_url}, model {outcome.model}")
+    facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")
     print_facts(facts)
     print()
     print_figures(figures)
@@ -103,41 +98,38 @@ def limits_of(host: str) -> str:
 
 def create_workload(args: argparse.Namespace) -> list[Dialogue]:
     """The dialogues the flags ask for, with arrivals in an open loop. Raises ConfigError."""
-    lengths = Lengths(args.input_len, args.output_len, args.random_range_ratio)
+    check_load_flags(args, args.trace)
     seeds = {"vocab_size": args.vocab_size, "seed": args.seed}
+    count = args.num_prompts or (None if args.workload == "trace" else REQUESTS)
     if args.workload == "trace":
-        return _trace(args)
+        cut = {"max_prompt": args.max_input_len, "max_output": args.max_output_len}
+        return trace_dialogues(args.trace, count=count, speed=args.trace_speed, rate=args.request_rate, **cut, **seeds)
+    made = _drawn(args, count or REQUESTS, lengths_of(args), seeds)
+    if args.request_rate is None:
+        return made
+    return with_arrivals(made, args.request_rate, burstiness=args.burstiness, gaps=args.gaps, swing=swing_of(args), seed=args.seed)
+
+
+def _drawn(args: argparse.Namespace, count: int, lengths: DrawsLengths, seeds: Mapping[str, int]) -> list[Dialogue]:
     if args.workload == "conversation":
-        made = conversations(args.num_prompts, args.turns, lengths, system_len=args.prefix_len, think_seconds=args.think_time, **seeds)
-    elif args.workload == "shared-prefix":
-        made = shared_prefix_dialogues(args.num_prompts, lengths, num_prefixes=args.num_prefixes, prefix_len=args.prefix_len, **seeds)
-    else:
-        made = random_dialogues(args.num_prompts, lengths, **seeds)
-    return made if args.request_rate is None else with_arrivals(made, args.request_rate, burstiness=args.burstiness, seed=args.seed)
+        return conversations(count, args.turns, lengths, system_len=args.prefix_len, think_seconds=args.think_time, **seeds)
+    if args.workload == "shared-prefix":
+        return shared_prefix_dialogues(count, lengths, num_prefixes=args.num_prefixes, prefix_len=args.prefix_len, **seeds)
+    return random_dialogues(count, lengths, **seeds)
 
 
-def _trace(args: argparse.Namespace) -> list[Dialogue]:
-    if args.trace is None:
-        raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
-    if args.request_rate is not None:
-        raise ConfigError("A trace brings its own arrivals; use --trace-speed instead of --request-rate.")
-    return trace_dialogues(
-        args.trace, count=args.num_prompts, speed=args.trace_speed, max_prompt=args.max_input_len, max_output=args.max_output_len,
-        vocab_size=args.vocab_size, seed=args.seed,
+def _shape(args: argparse.Namespace, count: int) -> str:
+    what = (
+        f"trace {args.trace.name}, {count} requests" if args.workload == "trace" else f"{args.workload}, {count} requests, {lengths_in_words(args)}"
     )
-
-
-def _shape(args: argparse.Namespace) -> str:
-    load = f"open loop, {args.request_rate:g} requests/s" if args.request_rate is not None else f"closed loop, {_concurrency(args)} at once"
-    load = "arrivals of the trace" if args.workload == "trace" else load
-    return f"{args.workload}, {args.num_prompts} requests, {args.input_len} in, {args.output_len} out, {args.endpoint}; {load}"
+    return f"{what}, {args.endpoint}; {arrivals_in_words(args, _concurrency(args))}"
 
 
 def _concurrency(args: argparse.Namespace) -> float:
     """Open loops have no bound unless one is asked for."""
     if args.max_concurrency is not None:
         return float(max(1, args.max_concurrency))
-    return math.inf if args.request_rate is not None or args.workload == "trace" else 8
+    return math.inf if args.request_rate is not None or args.workload == "trace" else CLOSED_LOOP
 
 
 @dataclass(slots=True)

@@ -3,25 +3,25 @@
 Every workload is a list of dialogues, whatever its kind; a plain request is a dialogue of one turn. A turn holds only its
 *new* tokens: what came before (earlier turns and the answers really given) is put in front by whoever runs it.
 
-What lives here: random, shared-prefix, conversation and trace workloads, and arrival times. What may not: clocks, sockets,
-tokenizers (ids stand for themselves in-process and towards routes that take ids, and are written as words elsewhere).
+What lives here: random, shared-prefix, conversation and trace workloads. What may not: reading traces (traces.py), arrival times
+(arrivals.py), clocks, sockets, tokenizers (ids stand for themselves in-process and towards routes that take ids, and are written as
+words elsewhere).
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
+from headrace.bench.arrivals import Swing, arrival_times
+from headrace.bench.traces import TRACE_BLOCK, TraceRow, read_trace
 from headrace.errors import ConfigError
-
-TRACE_BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
 
 # Short words that most vocabularies hold as one token, to write ids as text.
 _WORDS = """
@@ -54,6 +54,12 @@ class Dialogue:
     arrival: float | None = None
 
 
+class DrawsLengths(Protocol):
+    """Where lengths come from: (prompt, output) in tokens, from numbers of the generator alone."""
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Prompt and output lengths in tokens; each is drawn evenly from length * (1 ± spread)."""
@@ -70,12 +76,30 @@ class Lengths:
         return int(rng.integers(max(1, low), max(1, high) + 1))
 
 
-def random_dialogues(count: int, lengths: Lengths, *, vocab_size: int, seed: int = 0) -> list[Dialogue]:
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """Pairs of a trace's own requests, each as likely as any other: long prompts keep their short answers, and every mode and gap of the
+    distribution stays, where a fitted curve (a log-normal one, say) would smooth them away."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+    def draw(self, rng: np.random.Generator) -> tuple[int, int]:
+        return self.pairs[int(rng.integers(0, len(self.pairs)))]
+
+
+def trace_lengths(path: Path, *, count: int | None, max_prompt: int | None, max_output: int | None) -> TraceLengths:
+    """Lengths of the first ``count`` requests (None: of all); longer ones are cut to the maxima. Raises ConfigError."""
+    return TraceLengths(tuple(cut_row(row, max_prompt, max_output) for row in trace_rows(path, count)))
+
+
+def random_dialogues(count: int, lengths: DrawsLengths, *, vocab_size: int, seed: int = 0) -> list[Dialogue]:
     """Independent requests of random ids."""
     return shared_prefix_dialogues(count, lengths, num_prefixes=1, prefix_len=0, vocab_size=vocab_size, seed=seed)
 
 
-def shared_prefix_dialogues(count: int, lengths: Lengths, *, num_prefixes: int, prefix_len: int, vocab_size: int, seed: int = 0) -> list[Dialogue]:
+def shared_prefix_dialogues(
+    count: int, lengths: DrawsLengths, *, num_prefixes: int, prefix_len: int, vocab_size: int, seed: int = 0
+) -> list[Dialogue]:
     """Requests that begin with one of ``num_prefixes`` system prompts of ``prefix_len`` tokens, in turn, and go on at random."""
     rng = np.random.default_rng(seed)
     prefixes = [_ids(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
@@ -87,7 +111,7 @@ def shared_prefix_dialogues(count: int, lengths: Lengths, *, num_prefixes: int, 
 
 
 def conversations(
-    count: int, turns: int, lengths: Lengths, *, system_len: int, think_seconds: float, vocab_size: int, seed: int = 0
+    count: int, turns: int, lengths: DrawsLengths, *, system_len: int, think_seconds: float, vocab_size: int, seed: int = 0
 ) -> list[Dialogue]:
     """Dialogues of ``turns`` turns that all begin with one system prompt; think times are exponential with the mean given."""
     rng = np.random.default_rng(seed)
@@ -107,45 +131,57 @@ def _ids(rng: np.random.Generator, count: int, vocab_size: int) -> tuple[int, ..
     return tuple(rng.integers(0, vocab_size, count).tolist())
 
 
-def with_arrivals(dialogues: Sequence[Dialogue], rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[Dialogue]:
-    """Open loop: gaps between arrivals are gamma distributed with mean 1 / rate and shape ``burstiness``.
-
-    Shape 1 is a Poisson process; below 1 is burstier, above 1 more even. An infinite rate sends everything at once.
-    """
-    if not rate > 0 or not burstiness > 0:
-        raise ConfigError(f"The request rate is {rate} and the burstiness {burstiness}; give numbers above 0.")
-    if math.isinf(rate):
-        return [replace(dialogue, arrival=0.0) for dialogue in dialogues]
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), len(dialogues))
-    return [replace(dialogue, arrival=float(when)) for dialogue, when in zip(dialogues, np.cumsum(gaps), strict=True)]
+def with_arrivals(
+    dialogues: Sequence[Dialogue], rate: float, *, burstiness: float = 1.0, gaps: str = "gamma", swing: Swing | None = None, seed: int = 0
+) -> list[Dialogue]:
+    """Open loop: each dialogue begins at a time of its own (arrivals.py), whatever has become of the others."""
+    times = arrival_times(len(dialogues), rate, burstiness=burstiness, gaps=gaps, swing=swing, seed=seed)
+    return [replace(dialogue, arrival=float(when)) for dialogue, when in zip(dialogues, times, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """``at`` in seconds from the trace's start; ``hash_ids`` name blocks of TRACE_BLOCK prompt tokens (equal id, equal tokens)."""
+def trace_rows(path: Path, count: int | None, *, speed: float = 1.0, rate: float | None = None) -> list[TraceRow]:
+    """The first ``count`` requests of a trace, ``speed`` times as fast, or as fast as makes ``rate`` a second of them: always in the same order,
+    every gap scaled alike. Raises ConfigError."""
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"--trace-speed is {speed:g}; give a finite number above 0.")
+    rows = list(islice(read_trace(path), count))
+    if not rows:
+        raise ConfigError(f"The trace {path} holds no requests; give one with at least one row.")
+    factor = 1.0 / speed if rate is None else scale_to(rate, [row.at for row in rows])
+    return [replace(row, at=row.at * factor) for row in rows]
 
-    at: float
-    prompt: int
-    output: int
-    hash_ids: tuple[int, ...] = ()
+
+def scale_to(rate: float, times: Sequence[float]) -> float:
+    """What the gaps between ascending times must be multiplied with, so that there are ``rate`` of them a second. Raises ConfigError."""
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"The request rate is {rate:g}; give a finite number above 0.")
+    if not times[-1] > times[0]:
+        raise ConfigError(f"All {len(times)} requests come at once, so there is no rate to scale; leave --request-rate and --sweep-rate out.")
+    return (len(times) - 1) / (times[-1] - times[0]) / rate
+
+
+def cut_row(row: TraceRow, max_prompt: int | None, max_output: int | None) -> tuple[int, int]:
+    """Prompt and output tokens within the maxima. A request that had no answer is asked for one token: nothing less can be asked."""
+    return min(row.prompt, max_prompt or row.prompt), max(1, min(row.output, max_output or row.output))
 
 
 def trace_dialogues(
-    path: Path, *, count: int | None, speed: float, max_prompt: int, max_output: int, vocab_size: int, seed: int = 0
+    path: Path,
+    *,
+    count: int | None,
+    speed: float = 1.0,
+    rate: float | None = None,
+    max_prompt: int,
+    max_output: int,
+    vocab_size: int,
+    seed: int = 0,
 ) -> list[Dialogue]:
-    """A trace replayed ``speed`` times as fast; lengths beyond the maxima are cut to them.
-
-    ``.csv``: columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure). ``.jsonl``: timestamp (ms), input_length, output_length,
-    hash_ids (Mooncake). Prompts are random ids; Mooncake's equal hash ids give equal ids. Raises ConfigError.
-    """
+    """A trace replayed as ``trace_rows`` says; lengths beyond the maxima are cut to them. Prompts are random ids; equal hash ids give equal
+    ids. Raises ConfigError."""
     dialogues = []
-    for index, row in enumerate(read_trace(path)):
-        if index == count:
-            break
-        ids = _trace_prompt(row, min(row.prompt, max_prompt), vocab_size, seed, index)
-        dialogues.append(Dialogue((Turn(ids, max(1, min(row.output, max_output))),), row.at / speed))
-    if not dialogues:
-        raise ConfigError(f"The trace {path} holds no requests; give one with at least one row.")
+    for index, row in enumerate(trace_rows(path, count, speed=speed, rate=rate)):
+        prompt, output = cut_row(row, max_prompt, max_output)
+        dialogues.append(Dialogue((Turn(_trace_prompt(row, prompt, vocab_size, seed, index), output),), row.at))
     return dialogues
 
 
@@ -155,52 +191,6 @@ def _trace_prompt(row: TraceRow, length: int, vocab_size: int, seed: int, index:
         ids += _ids(np.random.default_rng((seed, 1, name)), TRACE_BLOCK, vocab_size)
     rest = _ids(np.random.default_rng((seed, 2, index)), max(0, length - len(ids)), vocab_size)
     return (tuple(ids) + rest)[: max(1, length)]
-
-
-def read_trace(path: Path) -> Iterator[TraceRow]:
-    """Rows in order of time, the first at 0. Raises ConfigError naming the line that cannot be read."""
-    read = {".csv": _azure_rows, ".jsonl": _mooncake_rows}.get(path.suffix)
-    if read is None:
-        raise ConfigError(f"The trace {path} is neither .csv (Azure) nor .jsonl (Mooncake); convert it to one of these.")
-    number, first, last = 0, 0.0, 0.0
-    try:
-        for row in read(path):
-            first = row.at if not number else first
-            number += 1
-            _check_row(path, number, row, last)
-            last = row.at
-            yield replace(row, at=row.at - first)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"The trace {path} cannot be read ({error.strerror}); give an existing file.") from error
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        columns = "TIMESTAMP, ContextTokens, GeneratedTokens" if path.suffix == ".csv" else "timestamp, input_length, output_length, hash_ids"
-        raise ConfigError(f"The trace {path} cannot be read after row {number} ({error}); its columns must be {columns}.") from error
-
-
-def _check_row(path: Path, number: int, row: TraceRow, last: float) -> None:
-    """A row that cannot have happened is refused: replayed, it would be another workload."""
-    if row.prompt < 1 or row.output < 0:
-        raise ConfigError(f"Row {number} of the trace {path} has {row.prompt} prompt and {row.output} output tokens; give at least 1 and 0.")
-    if not max(0.0, last) <= row.at < math.inf:
-        raise ConfigError(
-            f"Row {number} of the trace {path} is at {row.at:.3f} s, before 0 or before the row above it ({last:.3f} s); sort the rows by time."
-        )
-
-
-def _azure_rows(path: Path) -> Iterator[TraceRow]:
-    with path.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])  # microseconds; the files carry seven digits
-            yield TraceRow(stamp.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-
-
-def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield TraceRow(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), tuple(map(int, row["hash_ids"])))
 
 
 def as_text(ids: Sequence[int]) -> str:

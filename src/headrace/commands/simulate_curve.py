@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.commands.simulate_load import what_is_asked
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
 from headrace.flags import WORDS, CommandParser, add_config_flags
@@ -105,9 +106,8 @@ def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespac
 
 
 def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
-    what = f"trace {args.trace_file.name}" if args.workload == "trace" else f"{args.workload}, {args.input_len} in, {args.output_len} out"
     limits = f"; good: {' '.join(args.goodput)}" if args.goodput else ""
-    return f"{what}, {len(trials[0].load.asked)} requests at each rate{limits}"
+    return f"{what_is_asked(args, len(trials[0].load.asked))} at each rate{limits}"
 
 
 def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace) -> tuple[list[Point], list[str]]:

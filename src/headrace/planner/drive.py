@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,16 +56,20 @@ class Drive:
         self._leaps = leaps
         self._front = front
         self._coming: list[tuple[float, int]] = []  # a heap: when a request that was sent is in the core
-        self._next = 0
+        self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
+        self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
+        self._later: list[tuple[float, int]] = []  # a heap: when a turn whose predecessor has ended is due
+        self._open = any(asked[index].at is not None for index in self._first)  # arrivals come by the clock, not when a client is free
+        self._clients = 0  # closed loop: conversations under way, those that think included
         self._full_until = 0.0  # as many as there is room for were under way
         self._live: dict[int, Sample] = {}
         self._params: dict[int, SamplingParams] = {}  # by output tokens: each is checked once
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        core, clock, asked, outcome = self._core, self._core.clock, self._asked, self._outcome
+        core, clock, outcome = self._core, self._core.clock, self._outcome
         blocks = core.scheduler.cache
-        while self._next < len(asked) or self._live:
+        while self._first or self._later or self._live:
             self._send_due(clock.now())
             self._deliver(clock.now())
             if core.has_work:
@@ -89,9 +94,15 @@ class Drive:
 
     def _next_due(self) -> float:
         """When the next request is sent; infinite where that waits for the end of another."""
-        if self._next >= len(self._asked) or len(self._live) >= self._room:
-            return math.inf
-        return self._asked[self._next].at or 0.0
+        return min((queue[0][0] for queue in self._sendable()), default=math.inf)
+
+    def _sendable(self) -> list[list[tuple[float, int]]]:
+        """Queues whose head may be sent once it is due. In a closed loop a later turn has its client already."""
+        has_room = len(self._live) < self._room
+        found = [self._later] if self._later and (has_room or not self._open) else []
+        if self._first and (has_room if self._open else self._clients < self._room):
+            found.append([(self._asked[self._first[0]].at or 0.0, self._first[0])])
+        return found
 
     def _next_coming(self) -> float:
         return self._coming[0][0] if self._coming else math.inf
@@ -101,21 +112,26 @@ class Drive:
             self._add(heapq.heappop(self._coming)[1])
 
     def _send_due(self, now: float) -> None:
-        while self._next < len(self._asked) and len(self._live) < self._room:
-            due = self._asked[self._next].at
-            if due is not None and due > now:
+        while queues := self._sendable():
+            queue = min(queues)
+            if queue[0][0] > now:
                 return
-            self._send(self._next, now, due)
-            self._next += 1
+            due, index = heapq.heappop(queue)
+            if queue is not self._later:
+                self._clients += 1
+                self._first.popleft()
+            asked = self._asked[index]
+            self._send(index, now, asked.at if asked.follows is None else due if asked.think else None)
 
     def _send(self, index: int, now: float, due: float | None) -> None:
         """A client that had to wait for another's end sends late."""
         asked = self._asked[index]
-        sent = now if due is None else max(due, self._full_until)
+        sent = now if due is None else max(due, self._full_until if self._open else 0.0)
         sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
         self._outcome.samples.append(sample)
         if len(self._live) >= self._max_queue:
             sample.error = f"429: {len(self._live)} requests wait or run"
+            self._clients -= 1
             return
         self._live[index] = sample
         self._outcome.most_running = max(self._outcome.most_running, len(self._live))
@@ -158,3 +174,12 @@ class Drive:
         assert output.finished is not None
         if output.finished.reason is FinishReason.ERROR:
             sample.error = output.finished.message or "error"
+        self._go_on(output.request_id, sample, now)
+
+    def _go_on(self, index: int, sample: Sample, now: float) -> None:
+        """The next turn of the conversation, once its client has thought; one that failed is over."""
+        follower = self._turn_after.get(index)
+        if follower is None or sample.error is not None:
+            self._clients -= 1
+        else:
+            heapq.heappush(self._later, (now + self._asked[follower].think, follower))

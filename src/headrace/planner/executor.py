@@ -113,6 +113,13 @@ class ModelledExecutor:
             for work, row in zip(plan.sample_work, plan.sample_rows, strict=True)
         ]
 
+    def answer_ids(self, request_id: int, start: int, count: int) -> array[int]:
+        """The tokens that a request of one answer gets at positions from ``start`` on."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        found = array("i")
+        found.frombytes(((request_id * _SEQUENCE + positions * _POSITION) % self.info.vocab_size).astype(np.int32).tobytes())
+        return found
+
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         raise AssertionError("a simulated request follows no grammar")
 

@@ -7,10 +7,8 @@ What lives here: putting the parts together. What may not: flags and printing (c
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from headrace.bench.statistics import Sample
@@ -29,7 +27,7 @@ from headrace.planner.figures import check_limits, figures_of, promise_figures
 from headrace.planner.placement import ELEMENT_BYTES, place
 from headrace.planner.pricing import Pricing, choose_prices
 from headrace.planner.step_time import StepTime
-from headrace.planner.workload import Asked, check_lengths, prompt_ids
+from headrace.planner.workload import Asked, Prompts, check_lengths
 from headrace.spec import DecoderSpec
 
 
@@ -73,16 +71,14 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     config, decisions = resolve_config(config, device.kind)
     placement = place(spec, config, device)
     weight_bytes = ELEMENT_BYTES[placement.dtype]
-    cost_model = CostModel(
-        spec, placement.kv_specs, device.profile, weight_bytes=weight_bytes, dtype=placement.dtype, popularity=load.popularity
-    )
+    cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=weight_bytes, dtype=placement.dtype, popularity=load.popularity)
     pricing = choose_prices(device, config.device, cost_model, placement.kv_specs)
     step_time = pricing.step_time
     check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
     recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
     core, executor = create_core(placement.info, config, step_time, recorder)
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
-    ids = partial(_ids, load, spec.vocab_size)
+    ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     leaps, front = None if load.stepwise else executor, pricing.front.seconds if pricing.front is not None and load.front else None
     outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps, front=front).run()
     figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
@@ -92,9 +88,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)
 
 
-def create_core(
-    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder
-) -> tuple[EngineCore, ModelledExecutor]:
+def create_core(info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder) -> tuple[EngineCore, ModelledExecutor]:
     """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
     it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
@@ -112,8 +106,3 @@ def create_core(
     if core.scheduler.wants_speed:
         core.observe(recorder)
     return core, executor
-
-
-def _ids(load: Load, vocab_size: int, index: int) -> array[int]:
-    return prompt_ids(load.asked[index], index, vocab_size=vocab_size, seed=load.seed)
-

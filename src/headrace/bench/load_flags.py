@@ -1,0 +1,111 @@
+"""Flags that say what is asked and when: the same names and meanings wherever a load is made, for a server or for a simulation.
+
+What lives here: the flags, and the parts that they name. What may not: flags of one command alone, making requests (workload.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.bench.arrivals import DAY, GAPS, Swing
+from headrace.bench.workload import DrawsLengths, Lengths, trace_lengths
+from headrace.errors import ConfigError
+
+WORKLOADS = ("random", "shared-prefix", "conversation", "trace")
+COUNTS = ("num_prompts", "input_len", "output_len", "num_prefixes", "turns", "max_input_len", "max_output_len", "max_concurrency")
+TRACE_HELP = "of Azure (2023, 2024), BurstGPT or Mooncake: known by its columns"
+
+
+def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input: int | None, max_output: int | None) -> None:
+    """``trace``: where --trace is kept. The maxima are defaults; None: nothing is cut."""
+    what = parser.add_argument_group("workload")
+    what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
+    what.add_argument("--num-prompts", type=int, help="requests; conversations with --workload conversation (default: 64; of a trace, all)")
+    what.add_argument("--input-len", type=int, default=128, help="new prompt tokens a request or turn (default: 128)")
+    what.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
+    what.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
+    what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw lengths, in pairs, from this trace's requests instead")
+    what.add_argument("--prefix-len", type=int, default=256, help="shared prefix, or system prompt of the conversations (default: 256)")
+    what.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes (default: 1)")
+    what.add_argument("--turns", type=int, default=4, help="turns a conversation; each asks with all that was said before (default: 4)")
+    what.add_argument("--think-time", type=float, default=1.0, help="mean seconds between an answer's end and the next turn (default: 1)")
+    what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
+    what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
+    what.add_argument("--max-input-len", type=int, default=max_input, help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}")
+    what.add_argument("--max-output-len", type=int, default=max_output, help=f"longer answers of a trace are cut to this{_or_refused(max_output)}")
+
+
+def _or_refused(maximum: int | None) -> str:
+    return f" (default: {maximum})" if maximum is not None else "; without it they are an error"
+
+
+def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
+    """``clients``: of a closed loop."""
+    load = parser.add_argument_group("arrivals")
+    load.add_argument(
+        "--request-rate", type=float,
+        help="open loop: requests (or conversations) a second (inf: all at once); a trace is scaled to it; without it a closed loop",
+    )  # fmt: skip
+    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps' distribution; 1 is Poisson, inf all equal (default: 1)")
+    load.add_argument("--gaps", choices=GAPS, default="gamma", help="distribution of the gaps (default: gamma)")
+    load.add_argument("--diurnal", type=float, default=0.0, metavar="SHARE", help="by which the rate rises and falls, 0 to below 1 (default: 0)")
+    load.add_argument("--diurnal-period", type=float, default=DAY, metavar="SECONDS", help="from one rise to the next (default: a day)")
+    load.add_argument("--max-concurrency", type=int, help=f"at most so many requests at once (closed loop: default {clients})")
+
+
+def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
+    """Raises ConfigError for numbers and flags that cannot be meant."""
+    for name in COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
+    if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
+        raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
+    if not 0 <= args.think_time < float("inf"):
+        raise ConfigError(f"--think-time is {args.think_time:g}; give a finite number of seconds, at least 0.")
+    if args.workload == "trace":
+        _check_trace(args, trace)
+    elif trace is not None:
+        raise ConfigError(f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for its lengths alone.")
+    elif args.diurnal and args.request_rate is None:
+        raise ConfigError(f"--diurnal {args.diurnal:g} swings a rate, and there is none; give --request-rate.")
+
+
+def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
+    if trace is None:
+        raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
+    if args.request_rate is not None and args.trace_speed != 1.0:
+        raise ConfigError(f"--trace-speed is {args.trace_speed:g} and --request-rate {args.request_rate:g}; both scale the trace, give one.")
+    if args.diurnal or args.burstiness != 1.0 or args.gaps != "gamma" or args.lengths_from is not None:
+        raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal and --lengths-from out.")
+
+
+def lengths_of(args: argparse.Namespace) -> DrawsLengths:
+    """Raises ConfigError."""
+    if args.lengths_from is None:
+        return Lengths(args.input_len, args.output_len, args.random_range_ratio)
+    return trace_lengths(args.lengths_from, count=None, max_prompt=args.max_input_len, max_output=args.max_output_len)
+
+
+def swing_of(args: argparse.Namespace) -> Swing | None:
+    """Raises ConfigError."""
+    return Swing(args.diurnal, args.diurnal_period) if args.diurnal else None
+
+
+def lengths_in_words(args: argparse.Namespace) -> str:
+    if args.lengths_from is not None:
+        return f"lengths of {args.lengths_from.name}"
+    spread = f" (± {args.random_range_ratio:.0%})" if args.random_range_ratio else ""
+    return f"{args.input_len} in, {args.output_len} out{spread}"
+
+
+def arrivals_in_words(args: argparse.Namespace, clients: float) -> str:
+    """``clients``: at once, in a closed loop."""
+    if args.workload == "trace":
+        return f"{args.request_rate:g} requests/s" if args.request_rate is not None else f"{args.trace_speed:g} times as fast"
+    if args.request_rate is None:
+        return f"closed loop, {clients:g} at once"
+    shape = f", {args.gaps} gaps of shape {args.burstiness:g}" if args.burstiness != 1 else ""
+    swing = f", ± {args.diurnal:.0%} in {args.diurnal_period:g} s" if args.diurnal else ""
+    return f"open loop, {args.request_rate:g} requests/s{shape}{swing}"
