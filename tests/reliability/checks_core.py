@@ -1,4 +1,4 @@
-"""The checks that need no process: scheduler, cache and core under every order of events (rows 19, 23, 24, 25, 27, 28, 31, 32, 35).
+"""The checks that need no process: scheduler, cache and core under every order of events (rows 23, 24, 25, 27, 31, 32, 34, 35).
 
 What lives here: the checks, each in a size its caller picks; a check raises AssertionError or returns its figure in words.
 What may not: pytest, sockets.
@@ -7,171 +7,60 @@ What may not: pytest, sockets.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import product
 
-from tests.support import simulation
-from tests.support.hash_engine import VOCAB, Answers, assert_at_rest, check_books, engine, expected, ids, request, run
+from tests.support.hash_engine import VOCAB, Answers, assert_at_rest, engine, expected, ids, request
+from tests.support.simulation.life import Lived, live
+from tests.support.simulation.schedule import TURN, Abort, Add, Asked, Event, Group, Schedule, Setting, Spoil
+from tests.support.simulation.sweep import sweep
 
 from headrace.engine.core import EngineCore
 from headrace.engine.detokenizer import ByteDecoder
 from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.stops import StopMatcher
-from headrace.request import FinishReason, Request, SequenceStatus, StepPlan
+from headrace.request import SequenceStatus, StepPlan
 
 
-def simulate(seeds: Iterable[int], events: int = 100) -> str:
-    """Row 27: lives drawn from seeds; every tenth is lived twice and must leave the same trace."""
-    count = turns = 0
-    for seed in seeds:
-        life = simulation.live(seed, events)
-        count, turns = count + 1, turns + life.steps
-        if seed % 10 == 0:
-            again = simulation.live(seed, events)
-            assert again.trace.digest() == life.trace.digest(), f"seed {seed} does not replay"
-    return f"{count} seeds, {turns} turns of the loop, 0 broken invariants"
+def simulate(seeds: Iterable[int], events: int = 500, jobs: int = 1) -> str:
+    """Row 27: lives drawn from seeds, with a look at everything after each event."""
+    done = sweep(seeds, events=events, jobs=jobs)
+    assert not done.failures, f"seeds {sorted(done.failures)[:10]}: {next(iter(done.failures.values()))}"
+    return f"{done.lives} seeds, {done.events} events, {done.turns} turns of the loop, 0 broken invariants"
 
 
-# --- row 28
+def held(setting: Setting, events: Iterable[Event]) -> Lived:
+    """A schedule that was made by hand; everything that is looked at after each event must hold."""
+    outcome = live(Schedule("by hand", setting, tuple(events)))
+    assert isinstance(outcome, Lived), str(outcome)
+    return outcome
 
 
-MINI = [request(0, [1, 2, 3], max_tokens=2), request(1, [1, 2, 9], max_tokens=2), request(2, [5], max_tokens=3)]
-Path = tuple[str, ...]
-
-
-def _mini_engine() -> EngineCore:
-    return engine(depth=1, num_blocks=4, block_size=2, max_num_seqs=3, budget=2, max_model_len=8)
-
-
-def _walk(path: Path) -> EngineCore:
-    core = _mini_engine()
-    for action in path:
-        _act(core, action)
-    return core
-
-
-def _act(core: EngineCore, action: str) -> None:
-    kind, _, number = action.partition(" ")
-    if kind == "add":
-        core.add(MINI[int(number)])
-    elif kind == "abort":
-        core.abort(int(number))
-    else:
-        core.step()
-        check_books(core)
-
-
-def _state(core: EngineCore, path: Path) -> tuple[Any, ...]:
-    """Everything that decides what can follow. Step numbers only count relative to the oldest step in flight."""
-    scheduler = core.scheduler
-    base = scheduler.in_flight[0].plan.step_id if scheduler.in_flight else scheduler._next_step
-    sequences = [
-        (s.request_id, s.status, s.num_tokens, s.num_computed_tokens, s.row, *s.token_ids, max(s.last_step - base, -1), *map(tuple, s.kv.tables))
-        for s in scheduler.roster
-    ]
-    cached = tuple(sorted((node.key, tuple(node.blocks)) for node in scheduler.cache.tree.nodes()))
-    plans = tuple((tuple(each.plan.rows), tuple(each.plan.starts), tuple(each.plan.counts)) for each in scheduler.in_flight)
-    acted = frozenset(action for action in path if action != "step")
-    leaving = tuple((step - base, group, block) for step, group, block in scheduler.cache._leaving)
-    free = tuple(map(tuple, (pool._free for pool in scheduler.cache.pools)))
-    return acted, tuple(sequences), cached, plans, leaving, free, tuple(map(repr, core._events)), tuple(scheduler.roster.free_rows)
-
-
-def _choices(path: Path) -> list[str]:
-    """What can happen next: the next request, a step, and one abort a request."""
-    added = sum(action.startswith("add") for action in path)
-    more = [f"add {added}"] if added < len(MINI) else []
-    aborts = [f"abort {number}" for number in range(added) if f"abort {number}" not in path]
-    return ["step", *more, *aborts]
-
-
-def exhaust(limit: int = 1_000_000) -> str:
-    """Row 28: every interleaving of three arrivals, three aborts and steps over four blocks and a budget of two; from each state all end."""
-    seen: set[tuple[Any, ...]] = set()
-    queue: deque[Path] = deque([()])
-    while queue and len(seen) < limit:
-        path = queue.popleft()
-        for action in _choices(path):
-            core = _walk((*path, action))
-            state = _state(core, (*path, action))
-            if state in seen:
-                continue
-            seen.add(state)
-            _assert_ends(core, (*path, action))
-            queue.append((*path, action))
-    return f"{len(seen)} states{'' if not queue else ' (not all)'}, each ends"
-
-
-def _assert_ends(core: EngineCore, path: Path) -> None:
-    for _ in range(200):
-        if not core.has_work:
-            assert_at_rest(core)
-            return
-        core.step()
-    raise AssertionError(f"no end after {' → '.join(path)}: {core.stats()}")
-
-
-# --- rows 19, 23, 35
-
-
-def _sixteen() -> list[Request]:
-    return [request(number, [*range(1, 9), 20 + number], max_tokens=12) for number in range(16)]
+# --- rows 23, 35
 
 
 def poisoned_rows(rounds: int) -> str:
     """Row 23: one unusable row of sixteen ends its own request with an error; the others' tokens are exact."""
+    setting = Setting(rows=16, groups=(Group(4, 256),), length=200, budget=256)
+    asked = [Add(number, Asked(prompt=(*range(1, 9), 20 + number), max_tokens=12)) for number in range(16)]
     for number in range(rounds):
-        info = keyed_hash_info(vocab_size=VOCAB, max_model_len=200, max_num_seqs=16, num_blocks=256, block_size=4)
-        executor = simulation.FaultyExecutor(info, check=True)
-        core = engine(executor=executor, info=info, depth=number % 3, max_num_seqs=16, budget=256)
-        asked = _sixteen()
-        for each in asked:
-            core.add(each)
-        answers = Answers()
-        for _ in range(1 + number % 7):
-            answers.take(core.step())
-        executor.spoil_next = number % 16
-        run(core, answers=answers)
-        assert_at_rest(core)
-        failed = [key for key, end in answers.finished.items() if end.reason is FinishReason.ERROR]
-        assert len(failed) == 1 and len(answers.finished) == 16, failed
-        for each in asked:
-            found, wanted = answers.tokens.get((each.request_id, 0), []), expected(each)
-            assert found == (wanted[: len(found)] if (each.request_id, 0) in failed else wanted)
+        lived = held(replace(setting, depth=number % 3), (*asked, *[TURN] * (1 + number % 7), Spoil(number % 16)))
+        assert (lived.seen["error"], lived.seen["length"]) == (1, 15), lived.seen
     return f"{rounds} rounds, 1 of 16 ends with an error, 15 exact"
 
 
 def abort_everywhere(depths: Sequence[int] = (0, 1, 2)) -> str:
-    """Row 35: each request aborted before each step, twice, and again after its end; nobody else notices."""
+    """Row 35: each request aborted before each step, again and again, also after its end; nobody else notices."""
+    setting = Setting(rows=4, groups=(Group(4, 14),), length=200, budget=7)
+    asked = [Add(number, Asked(prompt=(*range(1, 7), 20 + number), max_tokens=6)) for number in range(4)]
     races = 0
-    for depth in depths:
-        for victim in range(4):
-            for when in range(24):
-                races += 1
-                _race(depth, victim, when)
+    for depth, victim, when in product(depths, range(4), range(24)):
+        gone = Abort(victim)
+        lived = held(replace(setting, depth=depth), (*asked, *[TURN] * when, gone, TURN, gone, *[TURN] * 4, gone))
+        assert lived.seen["length"] >= 3, lived.seen
+        races += 1
     return f"{races} races, 0 errors"
-
-
-def _race(depth: int, victim: int, when: int) -> None:
-    core = engine(depth=depth, num_blocks=14, max_num_seqs=4, budget=7)
-    asked = [request(number, [*range(1, 7), 20 + number], max_tokens=6) for number in range(4)]
-    for each in asked:
-        core.add(each)
-    answers = Answers()
-    for turn in range(200):
-        if turn >= when and turn % 5 in (0, 1):
-            core.abort(victim)  # again and again, also long after its end
-        if not core.has_work:
-            break
-        answers.take(each for each in core.step() if each.request_id != victim or turn < when)
-        check_books(core)
-    while core.has_work:
-        core.step()
-    assert_at_rest(core)
-    for each in asked:
-        if each.request_id != victim:
-            assert answers.tokens[each.request_id, 0] == expected(each)
 
 
 def crowd_leaves(count: int, seed: int = 34) -> str:

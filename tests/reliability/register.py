@@ -34,6 +34,7 @@ HELD, PARTLY, WAITING = Status.HELD, Status.PARTLY, Status.WAITING
 FILES: Mapping[str, str] = {
     "boundary": "tests/reliability/test_boundary.py",
     "core": "tests/reliability/test_core.py",
+    "lives": "tests/reliability/test_simulation.py",
     "traffic": "tests/reliability/test_traffic.py",
     "life": "tests/reliability/test_life.py",
     "security": "tests/reliability/test_security.py",
@@ -64,7 +65,6 @@ FILES: Mapping[str, str] = {
     "process": "tests/engine/test_process.py",
     "sampling": "tests/engine/test_runner_sampling.py",
     "cache": "tests/unit/test_cache_machine.py",
-    "machine": "tests/unit/test_engine_machine.py",
     "output": "tests/unit/test_output.py",
     "parsing": "tests/unit/test_parsing.py",
     "pulse": "tests/unit/test_pulse.py",
@@ -182,14 +182,14 @@ ROWS = (
         19,
         "names of prefixes may collide",
         HELD,
-        tests("core colliding_names_of_prefixes_change_no_token prefixes_compared_by_less_than_their_ids_are_noticed"),
+        tests("lives colliding_names_of_prefixes_change_no_token planted_defects_are_found"),
     ),
     Row(20, "equal request ids", HELD, tests("traffic equal_names_collide_with_nobody names_that_are_keys_are_noticed")),
     Row(
         21,
         "equal prompts in one step",
         HELD,
-        tests("scheduler equal_prompts_are_computed_once; core prefixes_compared_by_less_than_their_ids_are_noticed"),
+        tests("scheduler equal_prompts_are_computed_once; lives planted_defects_are_found"),
     ),
     Row(22, "free blocks are poison", HELD, tests("modes no_mode_changes_an_answer a_block_read_before_it_is_written_is_noticed")),
     Row(
@@ -209,15 +209,17 @@ ROWS = (
         "simulated lives from seeds",
         HELD,
         tests(
-            "core lives_from_seeds_keep_every_invariant_and_replay planted_defects_are_found_by_some_seed "
-            "a_run_that_depends_on_more_than_its_seed_does_not_replay; machine control_plane a_planted_reference_leak_is_found"
+            "lives a_thousand_seeds_keep_every_invariant planted_defects_are_found what_fails_is_shrunk_to_what_matters what_once_broke_holds "
+            "a_seed_replays_byte_for_byte_in_another_process a_run_that_depends_on_more_than_its_seed_does_not_replay"
         ),
     ),
     Row(
         28,
         "every interleaving of a small world",
         HELD,
-        tests("core every_interleaving_of_a_small_world_ends a_small_world_in_which_nobody_is_admitted_does_not_end"),
+        tests(
+            "lives every_interleaving_of_a_small_world_ends a_small_world_breaks_too a_small_world_in_which_nobody_is_admitted_does_not_end"
+        ),
     ),
     Row(
         29,

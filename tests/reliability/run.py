@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tests.reliability import checks_boundary, checks_core, checks_grammar, checks_life, checks_security, checks_tenants, checks_traffic, soak
 from tests.support.serving import SERVE, Server, serving
+from tests.support.simulation import exhaust
 from tests.unit.test_cache_machine import CacheMachine
 
 Work = Callable[[float], str]  # seconds → figure; raises AssertionError
@@ -106,8 +107,8 @@ HEAVY = (
     Heavy(24, "characters split over tokens", again(lambda seed: checks_core.characters_split(100_000, seed), 10)),
     Heavy(25, "stop strings", again(lambda seed: checks_core.stops_cut(5000, seed), 10)),
     Heavy(26, "allocator state machine", cache_machine),
-    Heavy(27, "simulated lives of 500 events", lambda seconds: checks_core.simulate((10_000 + each for each in rounds(seconds, 100_000)), 500)),
-    Heavy(28, "every interleaving", lambda seconds: checks_core.exhaust()),
+    Heavy(27, "simulated lives of 500 events", lambda seconds: checks_core.simulate(10_000 + each for each in rounds(seconds, 100_000))),
+    Heavy(28, "every interleaving", lambda seconds: "; ".join(str(exhaust.explore(depth)) for depth in (0, 1, 2))),
     Heavy(29, "unservable prompts", lambda seconds: checks_traffic.unservable(100)),
     Heavy(30, "ten times overload", lambda seconds: checks_traffic.overload(min(seconds, 600.0))),
     Heavy(31, "preemption storm", lambda seconds: checks_core.preemption_storm(2000)),

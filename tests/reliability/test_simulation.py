@@ -1,17 +1,48 @@
-"""Testing by simulation (tests/support/simulation): a thousand seeds, every interleaving of a small world, ten planted defects.
+"""Testing by simulation (tests/support/simulation): a thousand seeds, every interleaving of a small world, planted defects.
 
 The command that does more of it is tests/reliability/simulate.py.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.support.simulation.life import Lived, live
-from tests.support.simulation.schedule import from_text
+from tests.reliability import simulate
+from tests.support.simulation import defects, drawing, exhaust
+from tests.support.simulation.bounds import BOUNDS
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.drawing import draw
+from tests.support.simulation.life import Failure, Lived, live
+from tests.support.simulation.schedule import TURN, Schedule, from_text, to_text
+from tests.support.simulation.shrinking import shrink
+from tests.support.simulation.sweep import find, replays, sweep
 
+from headrace.cache.prefix_tree import PrefixNode
+from headrace.scheduler.planner import Planner
+from headrace.scheduler.policies import POLICIES
+
+EVENTS = 150  # a seed, here; the command's have 500
 SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
+HAPPENINGS = (
+    "aborts", "cohort", "copies", "error", "failed", "fell with a step", "hits", "length", "preemptions", "rebuilds", "stop", "stops",
+)  # fmt: skip
+
+
+def test_a_thousand_seeds_keep_every_invariant() -> None:
+    """On two processes, as CI has two cores. What happened in them is counted, so that a runner which tests nothing is noticed."""
+    done = sweep(range(1000), events=EVENTS, jobs=2)
+    assert not done.failures, f"{simulate.__file__} --events {EVENTS} --seed {min(done.failures)}: {done.failures[min(done.failures)]}"
+    assert (done.lives, done.events) == (1000, 1000 * EVENTS)
+    assert min(done.seen[happening] for happening in HAPPENINGS) > 50, done.seen
+
+
+def test_every_policy_has_a_bound() -> None:
+    assert set(POLICIES) == set(BOUNDS), "tests/support/simulation/bounds.py says what each policy promises about order and waiting"
 
 
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)
@@ -19,3 +50,98 @@ def test_what_once_broke_holds(path: Path) -> None:
     """Shrunk schedules of defects that were found, and mended."""
     outcome = live(from_text(path.read_text()))
     assert isinstance(outcome, Lived), outcome
+
+
+# --- a seed says all
+
+
+def test_a_seed_replays_byte_for_byte_in_another_process() -> None:
+    """Also where strings hash otherwise."""
+    code = "from tests.support.simulation import drawing, sweep; print([sweep.replays(drawing.draw(seed, 150)) for seed in range(8)])"
+    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)},
+                          capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert said.strip() == str([replays(draw(seed, EVENTS)) for seed in range(8)])
+
+
+def test_a_run_that_depends_on_more_than_its_seed_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    moods, fill = random.Random(), Planner.fill
+    monkeypatch.setattr(Planner, "fill", lambda self, plan, now, idle: fill(self, plan, now, idle=idle) if moods.random() < 0.8 else None)
+    monkeypatch.setattr("tests.support.simulation.life.Life._turn", lambda self: self.take_turn(self.core.step()))
+    with pytest.raises(AssertionError, match="does not replay"):
+        for seed in range(5):
+            replays(draw(seed, EVENTS))
+
+
+def test_schedules_are_data() -> None:
+    """Written and read again they are the same; what is no schedule is said in a sentence."""
+    for seed in range(20):
+        schedule = draw(seed, EVENTS)
+        assert from_text(to_text(schedule)) == schedule
+    for text in ("", "[]", "{}", '{"name": "x", "setting": {"depht": 1}, "events": []}', '{"name": "x", "setting": {}, "events": [["ad", 1]]}'):
+        with pytest.raises(ValueError, match="no schedule"):
+            from_text(text)
+
+
+def test_the_command_replays_what_it_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schedule.json"
+    with defects.planted(defects.a_row_edit_is_forgotten):
+        assert simulate.main(["--seed", "0", "--events", "150", "--save", str(file)]) == 1
+        assert simulate.main(["--replay", str(file), "--no-shrink"]) == 1
+    assert len(from_text(file.read_text()).events) < 10
+    assert capsys.readouterr().out.count("contents: request") >= 2
+    assert simulate.main(["--replay", str(file)]) == 0
+    assert simulate.main(["--seeds", "3", "--first", "5", "--events", "20"]) == 0
+    assert "3 seeds, 60 events" in capsys.readouterr().out
+
+
+# --- planted defects
+
+
+@pytest.mark.parametrize("plant", defects.DEFECTS, ids=lambda plant: plant.__name__)
+def test_planted_defects_are_found(plant: defects.Plant) -> None:
+    with defects.planted(plant):
+        assert find(range(150), events=EVENTS) is not None
+
+
+def test_what_fails_is_shrunk_to_what_matters() -> None:
+    """A block that is written while a step in flight reads it: hundreds of events become a few, which fail alike and hold once it is mended."""
+    with defects.planted(defects.a_block_is_freed_in_flight):
+        found = find(range(5), events=EVENTS)
+        assert found is not None
+        small, failure = shrink(draw(found[0], EVENTS), found[2])
+        assert failure.kind == found[2].kind and len(small.events) <= 5
+        again = live(from_text(to_text(small)))
+        assert isinstance(again, Failure) and (again.kind, again.message, again.at) == (failure.kind, failure.message, failure.at)
+    assert isinstance(live(small), Lived)
+
+
+def test_colliding_names_of_prefixes_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equality is decided by token ids; the hash is only a name, and all names may be equal."""
+    monkeypatch.setattr(PrefixNode, "hash", property(lambda self: b"same"))
+    assert not sweep(range(500, 520), events=EVENTS).failures
+
+
+# --- a small world
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_interleaving_of_a_small_world_ends(depth: int) -> None:
+    explored = exhaust.explore(depth)
+    print(explored)
+    assert explored.whole and explored.states > 2000
+
+
+@pytest.mark.parametrize("plant", [defects.a_block_is_freed_in_flight, defects.a_wake_up_is_lost], ids=lambda plant: plant.__name__)
+def test_a_small_world_breaks_too(plant: defects.Plant) -> None:
+    with defects.planted(plant), pytest.raises(Broken, match="after add 0"):
+        exhaust.explore(1)
+
+
+def test_a_small_world_in_which_nobody_is_admitted_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_plan_waiting", lambda self, plan, now, idle: None)
+    with pytest.raises(Broken, match="after add 0 → submit"):
+        exhaust.explore(1)
+
+
+def test_an_empty_schedule_is_a_life() -> None:
+    assert isinstance(live(Schedule("nothing", drawing.draw_setting(random.Random(0)), (TURN,))), Lived)

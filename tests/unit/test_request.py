@@ -8,6 +8,7 @@ import pytest
 
 from headrace import SamplingParams
 from headrace.errors import InvalidRequest
+from headrace.request import Request, SequenceOutput, StepPlan, StepResult
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
@@ -60,3 +61,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         SamplingParams(stop="x", detokenize=False)
     with pytest.raises(InvalidRequest, match="allowed_token_ids is empty"):
         SamplingParams(allowed_token_ids=[])
+
+
+def test_what_travels_is_frozen() -> None:
+    assert all(noun.__dataclass_params__.frozen for noun in (Request, StepPlan, StepResult))  # type: ignore[attr-defined]
+    assert issubclass(SequenceOutput, tuple)

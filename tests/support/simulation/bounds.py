@@ -30,6 +30,7 @@ UNKNOWN = Bound(lambda later, earlier: True, refuses=True)
 BOUNDS: Mapping[str, Bound] = {
     "fcfs": Bound(lambda later, earlier: False),
     "priority": Bound(lambda later, earlier: later.priority < earlier.priority),
+    "deadline": Bound(lambda later, earlier: True, refuses=True),  # due times hang on the stamps of arrivals
     "fair": Bound(lambda later, earlier: later.tenant != earlier.tenant),
     "qoe": Bound(lambda later, earlier: True),
     "shortest-remaining": Bound(lambda later, earlier: True),  # its bound hangs on when they came: tests/unit/test_shortest_remaining.py

@@ -139,8 +139,11 @@ def _move(life: Life, action: str) -> None:
 
 def _check_end(life: Life, path: tuple[Action, ...]) -> None:
     """Where neither a submission nor a result leads anywhere, nobody is left."""
-    hold(not life.core.has_work, "exhaust", f"no way on after {_way(path)}")
-    life.end()
+    try:
+        hold(not life.core.has_work, "exhaust", "there is no way on")
+        life.end()
+    except Exception as error:
+        raise Broken("exhaust", f"{error} after {_way(path)}") from error
 
 
 def _check_no_way_back(known: dict[State, _Node]) -> None:

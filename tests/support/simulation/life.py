@@ -182,8 +182,7 @@ class Life:
         self.check()
 
     def end(self) -> None:
-        """No more events but turns: everybody ends, and nothing is left."""
-        self.device.fail_next = self.device.spoil_next = None
+        """No more events but turns, and what was still to fail: everybody ends, and nothing is left."""
         work = sum(len(each.asked.prompt) + each.asked.max_tokens * each.asked.n for each in self.standing.values() if each.open)
         for _ in range(400 + 20 * work):
             if not self.core.has_work:

@@ -1,0 +1,327 @@
+"""Defects of the control plane, planted one at a time: what the runner must find, and how soon it does.
+
+What lives here: the defects, finding them, the table of docs/testing.md. What may not: invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.drawing import draw
+from tests.support.simulation.exhaust import explore
+from tests.support.simulation.life import Failure
+from tests.support.simulation.schedule import Event, Schedule, Turn
+from tests.support.simulation.shrinking import shrink
+from tests.support.simulation.sweep import find
+
+from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
+from headrace.cache.prefix_tree import PrefixNode, PrefixTree
+from headrace.scheduler import results, scheduler
+from headrace.scheduler.cohort import Cohort
+from headrace.scheduler.plan_builder import PlanBuilder
+from headrace.scheduler.planner import Planner
+from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.roster import Roster
+from headrace.sequence import NEVER, Sequence
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+# --- blocks
+
+
+def a_reference_is_leaked(patch: Patch) -> None:
+    """The block that was copied on write is not let go of."""
+
+    def copy_block(self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:
+        block, own = kv.tables[group][index], self.pools[group].allocate()
+        assert block is not None
+        edits.copy(group, block, own)
+        edits.set(row, group, index, own)
+        kv.tables[group][index] = own
+
+    patch.setattr(CacheManager, "_copy_block", copy_block)
+
+
+def a_block_is_freed_in_flight(patch: Patch) -> None:
+    """Blocks return to their pool at once, though a step in flight still uses them."""
+    patch.setattr(CacheManager, "_leave", lambda self, last_step, group, block: self.pools[group].release(block))
+
+
+def a_prefix_is_registered_too_early(patch: Patch) -> None:
+    """A prompt's next block is named with the chunk that only reaches it."""
+    link = CacheManager.link
+
+    def early(self: CacheManager, kv: SequenceKV, ids: Any, num_tokens: int, step_id: int | None) -> None:
+        covered = min(len(ids), kv.capacity, num_tokens + 1)
+        link(self, kv, ids, covered, step_id)
+
+    patch.setattr(CacheManager, "link", early)
+
+
+def a_row_edit_is_forgotten(patch: Patch) -> None:
+    """The worker is not told of the block that a sequence got by copy on write."""
+    copy_block = CacheManager._copy_block
+
+    def silent(self: CacheManager, kv: SequenceKV, group: int, index: int, row: int, edits: TableEdits, step_id: int) -> None:
+        copy_block(self, kv, group, index, row, edits, step_id)
+        for column in (edits.row, edits.group, edits.index, edits.block):
+            column.pop()
+
+    patch.setattr(CacheManager, "_copy_block", silent)
+
+
+def what_a_failed_step_was_to_write_can_be_found(patch: Patch) -> None:
+    patch.setattr(CacheManager, "fail", lambda self, step_id: None)
+
+
+def prefixes_are_found_across_salts(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "find_root", lambda self, salt, adapter: next(iter(self._roots.values()), None))
+
+
+def prefixes_are_compared_by_less_than_their_ids(patch: Patch) -> None:
+    walk = PrefixTree.walk
+
+    def careless(self: PrefixTree, root: PrefixNode, tokens: bytes, key_bytes: int, max_nodes: int) -> list[PrefixNode]:
+        found = walk(self, root, tokens, key_bytes, max_nodes)
+        last = found[-1] if found else root
+        return [*found, next(iter(last.children.values()))] if len(found) < max_nodes and last.children else found
+
+    patch.setattr(PrefixTree, "walk", careless)
+
+
+# --- tokens
+
+
+def a_chunk_is_off_by_one(patch: Patch) -> None:
+    """The token after a prompt's chunk is taken for computed."""
+    try_plan = Planner._try_plan
+
+    def hasty(self: Planner, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
+        planned = try_plan(self, sequence, plan, count)
+        if planned and count > 1 and sequence.num_computed_tokens < sequence.num_tokens - 1:
+            sequence.num_computed_tokens += 1
+        return planned
+
+    patch.setattr(Planner, "_try_plan", hasty)
+
+
+def a_token_is_appended_twice_after_preemption(patch: Patch) -> None:
+    """Who is pushed out forgets the token that a step in flight brings, has it computed again, and gets both."""
+    preempt_last = Roster.preempt_last
+
+    def forgetful(self: Roster) -> Sequence:
+        sequence = preempt_last(self)
+        sequence.num_tokens, sequence.last_step = len(sequence.token_ids), NEVER
+        return sequence
+
+    patch.setattr(Roster, "preempt_last", forgetful)
+
+
+def a_placeholder_is_not_rolled_back(patch: Patch) -> None:
+    """After a failed step, tokens that never came still count."""
+
+    def roll_back_all(self: Roster, through: int) -> None:
+        for sequence in list(self):
+            sequence.ignore_through = through
+            if sequence.status.value == "running":
+                self.requeue(sequence)
+        self.running = []
+
+    patch.setattr(Roster, "roll_back_all", roll_back_all)
+
+
+def a_cohort_makes_up_for_a_step_too_few(patch: Patch) -> None:
+    """Records of steps that were alike lack the oldest token that was kept back."""
+    catch_up = Cohort._catch_up
+
+    def lazy(self: Cohort, place: int, tokens: Any) -> None:
+        catch_up(self, place, tokens[1:] if len(tokens) > 1 else tokens)
+
+    patch.setattr(Cohort, "_catch_up", lazy)
+
+
+# --- requests
+
+
+def a_wake_up_is_lost(patch: Patch) -> None:
+    """Whoever waits for its last tokens is not told that they have come, unless a row came back with them."""
+    retire = Roster.retire
+
+    def quiet(self: Roster, step_id: int) -> None:
+        before, waited = self.retired, bool(self._leaving_rows)
+        retire(self, step_id)
+        self.retired = step_id if waited or not len(self.waiting) else before
+
+    patch.setattr(Roster, "retire", quiet)
+
+
+def an_answer_ends_twice(patch: Patch) -> None:
+    """What a step in flight brings for an answer that has ended is told."""
+    end = Roster.end
+
+    def audible(self: Roster, sequence: Sequence, *, trusted: bool = True) -> None:
+        end(self, sequence, trusted=trusted)
+        sequence.ignore_through = NEVER
+
+    patch.setattr(Roster, "end", audible)
+
+
+def order_is_inverted_within_a_class(patch: Patch) -> None:
+    """Whoever wants several answers jumps the queue."""
+    push = WaitingQueue.push
+
+    def pushy(self: WaitingQueue, sequence: Sequence) -> None:
+        if sequence.request.params.n > 1:
+            sequence.order = (*sequence.order[:-1], 0)
+        push(self, sequence)
+
+    patch.setattr(WaitingQueue, "push", pushy)
+
+
+def rows_of_aborted_requests_are_lost(patch: Patch) -> None:
+    patch.setattr(Roster, "_give_back", lambda self, sequence: self.cache.free(sequence.kv, sequence.last_step))
+
+
+def an_unusable_row_is_not_noticed(patch: Patch) -> None:
+    accept = results._accept
+
+    def deaf(roster: Roster, sequence: Sequence, j: int, result: Any, scores: Any, now: float) -> Any:
+        return accept(roster, sequence, -1 if result.errors.get(j, "").startswith("the logits") else j, result, scores, now)
+
+    patch.setattr(results, "_accept", deaf)
+
+
+def a_request_is_dropped_when_its_step_fails(patch: Patch) -> None:
+    """The step fails, and its requests are told nothing."""
+    take_failure = results.take_failure
+    def mute(roster: Roster, step: Any, message: str, now: float) -> Any:
+        take_failure(roster, step, message, now)
+        return []
+
+    patch.setattr(scheduler, "take_failure", mute)
+
+
+def the_first_in_order_is_passed_over(patch: Patch) -> None:
+    """While others run, the first of those who run gets nothing."""
+    plan_running = Planner._plan_running
+
+    def unfair(self: Planner, plan: PlanBuilder) -> None:
+        first, self.roster.running = self.roster.running[:1], self.roster.running[1:]
+        if self.roster.running:
+            plan_running(self, plan)
+            self.roster.running = [*first, *self.roster.running]
+        else:
+            self.roster.running = first
+            plan_running(self, plan)
+
+    patch.setattr(Planner, "_plan_running", unfair)
+
+
+DEFECTS: tuple[Plant, ...] = (
+    a_reference_is_leaked,
+    a_wake_up_is_lost,
+    a_chunk_is_off_by_one,
+    a_block_is_freed_in_flight,
+    a_prefix_is_registered_too_early,
+    an_answer_ends_twice,
+    a_row_edit_is_forgotten,
+    a_token_is_appended_twice_after_preemption,
+    order_is_inverted_within_a_class,
+    a_placeholder_is_not_rolled_back,
+    what_a_failed_step_was_to_write_can_be_found,
+    prefixes_are_found_across_salts,
+    prefixes_are_compared_by_less_than_their_ids,
+    a_cohort_makes_up_for_a_step_too_few,
+    rows_of_aborted_requests_are_lost,
+    an_unusable_row_is_not_noticed,
+    a_request_is_dropped_when_its_step_fails,
+    the_first_in_order_is_passed_over,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """``seeds``: how many were lived through until one failed, None: none of them did. ``small``: it breaks the small world as well."""
+
+    name: str
+    seeds: int | None
+    failure: Failure | None
+    shrunk: Schedule | None
+    small: bool
+
+
+@contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        yield
+
+
+def find_all(most: int, events: int = 500) -> list[Found]:
+    return [find_one(plant, most, events) for plant in DEFECTS]
+
+
+def find_one(plant: Plant, most: int, events: int = 500) -> Found:
+    """Seeds from 0 until one fails; its schedule is shrunk while the defect is there."""
+    name = plant.__name__.replace("_", " ")
+    with planted(plant):
+        found = find(range(most), events=events)
+        if found is None:
+            return Found(name, None, None, None, _breaks_small_world())
+        seed, count, failure = found
+        shrunk, failure = shrink(draw(seed, events), failure)
+        return Found(name, count, failure, shrunk, _breaks_small_world())
+
+
+def _breaks_small_world() -> bool:
+    try:
+        explore(1)
+    except Broken:
+        return True
+    return False
+
+
+def table(found: list[Found]) -> str:
+    """As Markdown."""
+    lines = ["| planted | seeds | what broke | shrunk to | small world |", "|---|---|---|---|---|"]
+    for each in found:
+        if each.failure is None or each.shrunk is None:
+            lines.append(f"| {each.name} | not found | | | {_yes(each.small)} |")
+        else:
+            broke = each.failure.message.removeprefix("Broken: ").replace("|", "\\|")
+            lines.append(f"| {each.name} | {each.seeds} | {broke} | {_words(each.shrunk)} | {_yes(each.small)} |")
+    return "\n".join(lines)
+
+
+def _yes(small: bool) -> str:
+    return "breaks" if small else ""
+
+
+def _words(schedule: Schedule) -> str:
+    """A shrunk schedule in a few words: what its engine has of its own, and its events."""
+    from tests.support.simulation.schedule import Setting, _changed
+
+    changed = _changed(schedule.setting)
+    own = [f"{name} {value}" for name, value in changed.items() if name not in ("groups", "length", "settled") and value != getattr(Setting(), name)]
+    words: list[str] = []
+    for event in schedule.events:
+        word = _word(event)
+        if words and word == "turn" and words[-1].endswith("turns"):
+            words[-1] = f"{int(words[-1].split()[0]) + 1} turns"
+        else:
+            words.append("1 turns" if word == "turn" else word)
+    text = ", ".join(words).replace("1 turns,", "turn,")
+    return f"{len(schedule.events)} events: {text}" + (f" ({', '.join(own)})" if own else "")
+
+
+def _word(event: Event) -> str:
+    return "turn" if isinstance(event, Turn) else type(event).__name__.lower()
+
+
