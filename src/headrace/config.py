@@ -233,6 +233,10 @@ class ServerConfig:
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
     supervise: bool = option(False, "a parent process starts the server again when it dies")
     log_format: str = option("text", "log lines for people (text) or for collectors (json)", choices=("text", "json"))
+    tenant_by: str = option(
+        "auto", "who is a tenant to --scheduling-policy fair: an API key, a request's user field, or (auto) keys where there are several",
+        choices=("auto", "key", "user"),
+    )  # fmt: skip
     prefix_sharing: str = option(
         "key", "cached prefixes are shared by the requests of one API key (key) or by all of them (all)", choices=("key", "all")
     )

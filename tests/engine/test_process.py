@@ -26,7 +26,7 @@ from headrace.engine import process as frames
 from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
-from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceOutput, TokenLogprobs
+from headrace.request import Expectations, Finished, FinishReason, Request, RequestTimes, SequenceOutput, TokenLogprobs
 
 SMALL = {"executor": "keyed-hash", "max_model_len": 4000, "max_num_seqs": 8, "num_blocks": 1024}
 LONG = SamplingParams(temperature=0, max_tokens=3900, ignore_eos=True)
@@ -139,6 +139,8 @@ def test_a_request_comes_out_of_its_frame_as_it_went_in() -> None:
         cache_salt="s",
         bad_word_ids=((1, 2), (3,)),
         explain=True,
+        tenant="key1/ann",
+        expects=Expectations(ttft=0.5, tpot=0.1, reading_speed=8.0),
     )
     (frame,) = frames.Unpacker(frames.Command).feed(frames.pack_request(asked))
     assert frames.unpack_request(frame) == asked

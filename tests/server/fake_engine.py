@@ -59,7 +59,7 @@ class FakeEngine:
     def ailment(self) -> str | None:
         return None if self.alive else "it was told to"
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> Deltas:
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, **options: Any) -> Deltas:
         return self._stream(prompt, params)
 
     async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> Deltas:

@@ -30,6 +30,7 @@ KNOWN: dict[str, Any] = {
     "ignore_eos": True, "skip_special_tokens": False, "bad_words": ["x"], "allowed_token_ids": [3, 4], "logit_bias": {"5": 1.5},
     "truncate_prompt_tokens": 5, "structured_outputs": {"regex": "a+"}, "priority": 1, "cache_salt": "s", "temperature": 0.5, "top_p": 0.5,
     "seed": 7, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_detection": True, "explain": True,
+    "expected_ttft": 0.5, "expected_tpot": 0.05, "reading_speed": 8,
 }  # fmt: skip
 # Where an answer has no place for it, or the API has another name: refused by name.
 ELSEWHERE: dict[str, Any] = {"prompt_logprobs": 1, "return_token_ids": True, "n": 2, "stop": ["x"]}

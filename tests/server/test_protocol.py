@@ -50,6 +50,9 @@ NUMBERS = [
     "min_tokens",
     "max_tokens",
     "priority",
+    "expected_ttft",
+    "expected_tpot",
+    "reading_speed",
     "truncate_prompt_tokens",
     "prompt_logprobs",
 ]

@@ -28,7 +28,7 @@ from headrace.engine.resolve import find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, StepFailed, Unavailable
 from headrace.models.source import ModelSource
-from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.request import NO_EXPECTATIONS, Expectations, Request, RequestOutput, SamplingParams
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20
@@ -209,9 +209,12 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
         explain: bool = False,
+        tenant: str = "",
+        expects: Expectations = NO_EXPECTATIONS,
     ) -> Stream:
         """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``.
-        ``explain``: the steps that compute it are counted; its last deltas say how many.
+        ``explain``: the steps that compute it are counted; its last deltas say how many. ``tenant`` (who asks) and ``expects`` are for
+        scheduling policies that heed them.
         """
         self._check_ready()
         request = self.inputs.request(
@@ -225,8 +228,7 @@ class AsyncLLM:
             param=param,
             clamp=params is None,
         )
-        if explain:
-            request = replace(request, explain=True)
+        request = replace(request, explain=explain, tenant=tenant, expects=expects)
         stream = Stream(self, request, request_id)
         self._outputs.add(request)
         self._streams[request.request_id] = stream
@@ -242,6 +244,8 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         truncate_prompt_tokens: int | None = None,
+        tenant: str = "",
+        expects: Expectations = NO_EXPECTATIONS,
     ) -> AsyncIterator[RequestOutput]:
         """The answer so far, again and again, until it is finished. Leaving the iterator aborts the request.
 
@@ -251,8 +255,9 @@ class AsyncLLM:
         parsed = await self.tokenized(parse_prompt(prompt), truncate_prompt_tokens)
         await self.inputs.check_grammar_soon(self.default_params if params is None else params)
         stream = self.stream(
-            parsed, params, request_id=request_id, priority=priority, cache_salt=cache_salt, truncate_prompt_tokens=truncate_prompt_tokens
-        )
+            parsed, params, request_id=request_id, priority=priority, cache_salt=cache_salt,
+            truncate_prompt_tokens=truncate_prompt_tokens, tenant=tenant, expects=expects,
+        )  # fmt: skip
         collector = OutputCollector(request_id or str(stream.request.request_id), parsed.text, stream.request, self.tokenizer)
         try:
             async for deltas in stream:

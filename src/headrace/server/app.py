@@ -72,6 +72,7 @@ class App:
             exchange.errors = next(iter(by_method.values())).errors
         if not by_method or not all(route.open for route in by_method.values()):
             exchange.tenant = self._guard.check_key(exchange.headers)
+            exchange.key_name = self._guard.key_names.get(exchange.tenant, "")
         if not by_method:
             raise NotFound(f"There is no route {exchange.path[:100]!r}; see the list in the documentation.", code="route_not_found")
         exchange.route = next(iter(by_method.values())).path

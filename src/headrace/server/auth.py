@@ -40,6 +40,7 @@ class Guard:
         self._host = config.host.lower()
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         self.secret = secret or secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
+        self.key_names = {self._tenant(digest): f"key{number}" for number, digest in reversed(list(enumerate(self._digests, start=1)))}
 
     def check_browser(self, headers: Headers) -> None:
         """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""
@@ -65,6 +66,9 @@ class Guard:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) != 1 or not any(matches):
             raise Unauthorized("The API key is missing or wrong; send Authorization: Bearer KEY.", code="invalid_api_key")
+        return self._tenant(digest)
+
+    def _tenant(self, digest: bytes) -> str:
         return hmac.new(self.secret, digest, hashlib.sha256).hexdigest()[:32]
 
 

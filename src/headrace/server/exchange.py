@@ -29,7 +29,7 @@ class Exchange:
 
     __slots__ = (
         "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "errors", "finish_reason",
-        "finished", "headers", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
+        "finished", "headers", "key_name", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
     )  # fmt: skip
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -50,6 +50,7 @@ class Exchange:
         self._unframed = False  # the answer ends with the connection
         self.cause: HeadraceError | None = None
         self.tenant = ""  # whose key was sent; "" without keys
+        self.key_name = ""  # the same for people: key1, key2 … in the order of --api-key
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None  # of the first choice, as its times
         self.times: RequestTimes | None = None

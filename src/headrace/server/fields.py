@@ -53,6 +53,9 @@ _GENERATING = (
     _option("stream", "boolean", "answer as server-sent events"),
     _option("logit_bias", "object", "token id → number added to its logit"),
     _option("priority", "integer", "lower goes first; needs --scheduling-policy priority"),
+    _option("expected_ttft", "number", "seconds to the first token that the reader expects; needs --scheduling-policy qoe or deadline"),
+    _option("expected_tpot", "number", "seconds from one token to the next; needs --scheduling-policy qoe or deadline"),
+    _option("reading_speed", "number", "tokens a second that the reader reads; needs --scheduling-policy qoe or deadline"),
     _option("cache_salt", "string", "requests with different salts never share cached prefixes"),
     _option("truncate_prompt_tokens", "integer", "keep only the last so many tokens of the prompt; -1: as many as fit"),
     _option("explain", "boolean", "add an explain block: where the time went"),
@@ -75,7 +78,7 @@ _GENERATING = (
         "repetition_detection", ("boolean", "object"), "end an answer that loops: true, or max_pattern_size, min_pattern_size, min_count, min_tokens"
     ),
     _option("structured_outputs", "object", "what the answer must be: one of json (a schema), json_object, regex, choice, grammar"),
-    _label("user"),
+    Field("user", Use.LABEL, "string", "who asks: a tenant where --tenant-by says so; changes nothing in the answer"),
     _label("metadata", "object"),
     _label("prompt_cache_key"),
     _label("safety_identifier"),

@@ -44,7 +44,7 @@ class FrontEnd:
             launch.server,
             launch.version,
             [route.path for route in ROUTES],
-            priority_scheduling=launch.engine.scheduler.scheduling_policy == "priority",
+            scheduling_policy=launch.engine.scheduler.scheduling_policy,
             ledger=ledger,
             number=launch.number - 1,
         )

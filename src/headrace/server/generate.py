@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import Request, SamplingParams
+from headrace.request import NO_EXPECTATIONS, Request, SamplingParams
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
@@ -137,10 +137,18 @@ async def encode_prompt(service: Service, prompt: str | array[int], add_special_
     return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode)))
 
 
+def _check_policy(service: Service, options: AnswerOptions) -> None:
+    """What would change nothing here is refused."""
+    if options.priority and service.scheduling_policy != "priority":
+        raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
+    if options.expects != NO_EXPECTATIONS and service.scheduling_policy not in ("qoe", "deadline"):
+        names = "expected_ttft, expected_tpot and reading_speed"
+        raise InvalidRequest(f"{names} need a server started with --scheduling-policy qoe or deadline; leave them out.", param="expected_ttft")
+
+
 async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
     """The engine's own validator: nothing is submitted before every prompt of the request has passed."""
-    if options.priority and not service.priority_scheduling:
-        raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
+    _check_policy(service, options)
     text_only = ParsedPrompt(None, parsed.token_ids)
     inputs = service.any_engine().inputs
     try:
@@ -184,10 +192,13 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
     engine = service.engine
     service.bodies.release(exchange)
-    sources, salt = [], service.cache_salt(exchange, options.cache_salt)
+    sources, salt, tenant = [], service.cache_salt(exchange, options.cache_salt), service.tenant(exchange, options.user)
     for each in prepared:
         prompt = ParsedPrompt(None, each.prompt_token_ids)
-        sources.append(engine.stream(prompt, each.params, priority=options.priority, cache_salt=salt, explain=options.explain))
+        source = engine.stream(
+            prompt, each.params, priority=options.priority, cache_salt=salt, explain=options.explain, tenant=tenant, expects=options.expects
+        )
+        sources.append(source)
         if len(sources) % _STREAMS_A_TURN == 0:
             await asyncio.sleep(0)
     with service.inflight.follow(exchange, answer, sources, prepared, explain=options.explain) as job:

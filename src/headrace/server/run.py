@@ -144,7 +144,7 @@ async def _serve(
     started: Callable[[], None],
 ) -> int:
     routes = [route.path for route in ROUTES]
-    service = Service(config, version, routes, priority_scheduling=engine_config.scheduler.scheduling_policy == "priority")
+    service = Service(config, version, routes, scheduling_policy=engine_config.scheduler.scheduling_policy)
     await _check_template(engine_config.model.chat_template)
     service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
     greeting = _Greeting(engine_config, config, version, sock, began)

@@ -20,7 +20,7 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.garbage import freeze_start
-from headrace.request import Request, SamplingParams, StructuredOutputs
+from headrace.request import NO_EXPECTATIONS, Expectations, Request, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
 from headrace.server.commons import Alone, Commons
 from headrace.server.exchange import Exchange
@@ -103,7 +103,17 @@ class Engine(Protocol):
     def dead(self) -> bool:
         """It is gone for good."""
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, *, priority: int = 0, cache_salt: str = "", explain: bool = False) -> EngineStream:
+    def stream(
+        self,
+        prompt: ParsedPrompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        explain: bool = False,
+        tenant: str = "",
+        expects: Expectations = NO_EXPECTATIONS,
+    ) -> EngineStream:
         """Submits at once. The stream raises EngineDead when the engine is gone."""
 
     async def stats(self) -> Mapping[str, Any]: ...
@@ -134,14 +144,14 @@ class Service:
         version: str,
         routes: Sequence[str],
         *,
-        priority_scheduling: bool = False,
+        scheduling_policy: str = "fcfs",
         ledger: Ledger | None = None,
         number: int = 0,
     ) -> None:
         """``number``: which of the ledger's pages is its own."""
         self.config = config
         self.version = version
-        self.priority_scheduling = priority_scheduling
+        self.scheduling_policy = scheduling_policy
         self.state = State.LOADING
         self.ledger = ledger or Ledger.private()
         self.page = self.ledger.pages[number]
@@ -263,6 +273,13 @@ class Service:
     def cache_salt(self, exchange: Exchange, salt: str) -> str:
         """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
         return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
+
+    def tenant(self, exchange: Exchange, user: str) -> str:
+        """Who asks, for policies that share out: a key by its place among --api-key, or the user that the request names (of that key)."""
+        keys = len(self.config.api_key)
+        if self.config.tenant_by == "key" or (self.config.tenant_by == "auto" and keys > 1):
+            return exchange.key_name
+        return f"{exchange.key_name}/{user}" if keys > 1 else user
 
     def end_all(self, cause: HeadraceError) -> None:
         for exchange in list(self.exchanges):

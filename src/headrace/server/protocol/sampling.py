@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import SamplingParams
+from headrace.request import Expectations, SamplingParams
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
@@ -19,6 +19,8 @@ from headrace.server.tools import ToolChoice, read_tool_choice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SALT = 1024  # characters; the engine takes no more
+MAX_USER = 256  # characters that tell users apart
+_EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
 _SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")
@@ -36,6 +38,8 @@ class AnswerOptions:
     prompt_logprobs: bool
     priority: int
     cache_salt: str
+    user: str  # as the client names its own
+    expects: Expectations
     truncate_prompt_tokens: int | None  # -1: as many as fit
     limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
     explain: bool = False
@@ -117,6 +121,8 @@ def answer_options(body: Body) -> AnswerOptions:
         prompt_logprobs="prompt_logprobs" in body,
         priority=body.get("priority", 0),
         cache_salt=body.get("cache_salt", ""),
+        user=_user(body),
+        expects=_expectations(body),
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
         limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
         explain=body.get("explain", False),
@@ -124,6 +130,21 @@ def answer_options(body: Body) -> AnswerOptions:
     )
     _check_options(options)
     return options
+
+
+def _user(body: Body) -> str:
+    """OpenAI's field, or Anthropic's in metadata."""
+    name = body.get("user") or body.get("metadata", {}).get("user_id")
+    return name[:MAX_USER] if isinstance(name, str) else ""
+
+
+def _expectations(body: Body) -> Expectations:
+    """With errors renamed to what the client wrote."""
+    try:
+        return Expectations(**{ours: body.get(theirs) for ours, theirs in _EXPECTED.items()})
+    except InvalidRequest as error:
+        ours = str(error.param)
+        raise InvalidRequest(error.message.replace(ours, _EXPECTED[ours], 1), param=_EXPECTED[ours]) from None
 
 
 def _check_options(options: AnswerOptions) -> None:

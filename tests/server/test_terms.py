@@ -1,0 +1,80 @@
+"""What a request says besides its prompt, for scheduling policies: who asks, and what its reader expects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.config import ServerConfig
+from headrace.errors import InvalidRequest
+from headrace.request import Expectations
+from headrace.server.auth import Guard
+from headrace.server.fields import CHAT, MESSAGES
+from headrace.server.generate import _check_policy
+from headrace.server.protocol.body import Body
+from headrace.server.protocol.sampling import MAX_USER, AnswerOptions, answer_options
+from headrace.server.service import Service
+
+
+def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
+    return answer_options(Body(body, fields))
+
+
+def service(policy: str = "fcfs", **config: Any) -> Service:
+    return Service(ServerConfig(**config), "0", [], scheduling_policy=policy)
+
+
+def tenant(of: Service, key_name: str, user: str) -> str:
+    return of.tenant(SimpleNamespace(key_name=key_name), user)  # type: ignore[arg-type]
+
+
+def test_keys_have_names_that_tell_nothing_of_them() -> None:
+    guard = Guard(ServerConfig(api_key=("secret-a", "secret-b", "secret-a")))
+    names = [guard.key_names[guard.check_key([(b"authorization", b"Bearer " + key)])] for key in (b"secret-a", b"secret-b")]
+    assert names == ["key1", "key2"]
+    assert Guard(ServerConfig()).key_names == {}
+
+
+@pytest.mark.parametrize(
+    ("by", "keys", "expected"),
+    [
+        ("auto", (), "ann"),
+        ("auto", ("a",), "ann"),
+        ("auto", ("a", "b"), "key2"),
+        ("key", (), ""),
+        ("key", ("a", "b"), "key2"),
+        ("user", ("a",), "ann"),
+        ("user", ("a", "b"), "key2/ann"),
+    ],
+)
+def test_who_is_a_tenant(by: str, keys: tuple[str, ...], expected: str) -> None:
+    assert tenant(service(tenant_by=by, api_key=keys), "key2" if keys else "", "ann") == expected
+
+
+def test_users_are_named_by_either_api() -> None:
+    assert options(user="ann").user == options(MESSAGES, metadata={"user_id": "ann"}).user == "ann"
+    assert options().user == options(metadata={"user_id": 5}).user == options(metadata={}).user == ""
+    assert len(options(user="x" * 4000).user) == MAX_USER
+
+
+def test_expectations_are_read_and_wrong_ones_named_as_they_were_written() -> None:
+    assert options(expected_ttft=2, expected_tpot=0.1, reading_speed=8).expects == Expectations(ttft=2, tpot=0.1, reading_speed=8)
+    for name in ("expected_ttft", "expected_tpot", "reading_speed"):
+        for value in (0, -1, float("nan"), float("inf"), 10**300):
+            with pytest.raises(InvalidRequest, match=f"^{name} is") as caught:
+                options(**{name: value})
+            assert caught.value.param == name
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "shortest-remaining"])
+def test_expectations_that_nobody_heeds_are_refused(policy: str) -> None:
+    with pytest.raises(InvalidRequest, match="--scheduling-policy qoe or deadline"):
+        _check_policy(service(policy), options(reading_speed=8))
+    _check_policy(service(policy), options(user="ann"))
+
+
+@pytest.mark.parametrize("policy", ["qoe", "deadline"])
+def test_expectations_that_are_heeded_pass(policy: str) -> None:
+    _check_policy(service(policy), options(expected_ttft=2.0))
