@@ -144,7 +144,8 @@ class StepTrace:
         load = floors.load_of(plan, self._sharing.observe(plan) if self._sharing is not None else ())
         longest = max(map(add, plan.starts, plan.counts), default=0)
         numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.lone, "saved": load.saved}
-        return {"load": {**numbers, "longest": longest, "added": len(plan.rows_added), "continuous": times.continuous}}
+        new = {"added": len(plan.rows_added), "added tokens": sum(len(each.token_ids) for each in plan.rows_added)}
+        return {"load": {**numbers, **new, "longest": longest, "continuous": times.continuous}}
 
     def close(self) -> None:
         """Ends the slices that are still open, and the file."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.commands import simulate_curve, simulate_load
+from headrace.commands import simulate_calibrate, simulate_curve, simulate_load
 from headrace.config import EngineConfig, ServerConfig
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headrace.planner.against import Compared
     from headrace.planner.curve import Trial
     from headrace.planner.devices import Device
-    from headrace.planner.simulator import Report
+    from headrace.planner.simulator import Load, Report
+    from headrace.spec import DecoderSpec
 
 DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this one, measured) or a profile's file (*.json)"
 
@@ -33,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("device")
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=DEVICES)
     where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="bytes of memory the device has, instead of what is known of it")
+    simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
-    shown.add_argument("--against", type=Path, metavar="RUN.json", help="a run of bench serve with the same load: print the error of each figure")
+    shown.add_argument(
+        "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: each figure's error; of several, a verdict"
+    )
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request, as bench serve does")
     shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
     simulate_curve.add_arguments(parser)
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
     from headrace.bench.report import load_pyplot
     from headrace.models import families
-    from headrace.planner.against import compare
+    from headrace.planner.against import check_unseen, compare
     from headrace.planner.simulator import simulate
 
     simulate_load.check_numbers(args)
@@ -57,11 +61,15 @@ def run(args: argparse.Namespace) -> int:
         load_pyplot()
     config, server = engine_config(args), server_config(args)
     source = _source(config)
-    device, load = _device(args, config), simulate_load.load_of(args, config, server, args.request_rate)
+    spec, device = families.spec_from_config(source.config), _device(args, config)
+    if args.calibrate:
+        return simulate_calibrate.run_calibration(args, config, device, spec)
+    load = _load(args, config, server, spec, args.request_rate)
     begin = time.perf_counter()
-    report = simulate(families.spec_from_config(source.config), config, device, load)
+    report = simulate(spec, config, device, load)
     facts = _facts(args, source, device, report, time.perf_counter() - begin)
     compared = compare(report.figures, args.against) if args.against else []
+    check_unseen(args.against or [], report.pricing.calibrated)
     _print(facts, report, compared)
     _write(args, facts, report, compared)
     return 0 if report.figures["completed"] else 1
@@ -76,12 +84,18 @@ def _trials(name: str, args: argparse.Namespace) -> list[Trial]:
     config, server = engine_config(args), server_config(args)
     spec, device = families.spec_from_config(_source(config).config), _device(args, config)
     rates = sorted(args.sweep_rate) if args.sweep_rate else [args.request_rate]
-    return [Trial(name, rate, spec, config, device, simulate_load.load_of(args, config, server, rate)) for rate in rates]
+    return [Trial(name, rate, spec, config, device, _load(args, config, server, spec, rate)) for rate in rates]
+
+
+def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, spec: DecoderSpec, rate: float | None) -> Load:
+    load = simulate_load.load_of(args, config, server, rate)
+    return replace(load, popularity=simulate_calibrate.popularity(args, spec), front=not args.no_front_end)
 
 
 def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
     from headrace.bench.report import print_facts, print_figures, table
     from headrace.bench.statistics import failure_reasons
+    from headrace.planner.against import COLUMNS
 
     print_facts(facts)
     print()
@@ -89,8 +103,9 @@ def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared
     for reason, count in failure_reasons(report.samples).items():
         print(f"failed: {count} x {reason}")
     if compared:
-        rows = [[each.figure, each.simulated, each.measured, f"{each.error:+.1%}"] for each in compared]
-        print(f"\n{table(('figure', 'simulated', 'measured', 'error'), rows)}")
+        print(f"\n{table(COLUMNS, [each.row() for each in compared])}")
+    for each in report.facts["extrapolated"]:
+        print(f"extrapolated: {each}")
 
 
 def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
@@ -99,7 +114,7 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
     if args.output_json:
         errors = {f"error_of_{each.figure}": each.error for each in compared}
         requests = [asdict(sample) for sample in report.samples]
-        write_json(args.output_json, {"facts": facts, **report.figures, **errors, "requests": requests})
+        write_json(args.output_json, {"facts": facts, "prices": report.facts, **report.figures, **errors, "requests": requests})
     if args.plot:
         from headrace.bench.serve import plot_distributions
 
@@ -121,7 +136,8 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     from headrace.worker.host import available_memory, physical_cores
 
     threads = config.device.threads or physical_cores()[0]
-    return find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
+    found = find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
+    return simulate_calibrate.with_prices(args, found)
 
 
 def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float) -> dict[str, Any]:
@@ -131,8 +147,15 @@ def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report
     chosen = ", ".join(f"{each.name} {each.value}" for each in report.decisions)
     return machine_facts(
         str(device),
+        prices=_prices(report),
         shape=simulate_load.shape(args, len(report.samples)),
         server=f"simulated, model {source.name}",
         engine=f"{chosen}; KV {blocks}",
         took=f"{seconds:.1f} s of this machine for {report.figures['duration']:.1f} s",
     )
+
+
+def _prices(report: Report) -> str:
+    facts = report.facts
+    fitted = f" ({facts['fitted_parameters']} fitted parameters)" if facts["fitted_parameters"] else ""
+    return f"{facts['prices']}{fitted}{'; EXTRAPOLATED, see below' if facts['extrapolated'] else ''}"

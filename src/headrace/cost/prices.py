@@ -41,16 +41,21 @@ class Slowness:
 
 @dataclass(frozen=True, slots=True)
 class HostPrices:
-    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins. ``launch``: of a step with parts of prompts
-    whose kernels the host launches one by one, while the device is at it already; such a step ends no sooner."""
+    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of that.
+
+    ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it already; such a step ends
+    no sooner.
+    """
 
     step: float = 0.0
     row: float = 0.0
     added: float = 0.0
+    token: float = 0.0
     launch: float = 0.0
 
-    def seconds(self, rows: int, added: int) -> float:
-        return self.step + self.row * rows + self.added * added
+    def seconds(self, rows: int, added: int = 0, tokens: int = 0) -> float:
+        """``added`` new sequences that begin with so many ``tokens``."""
+        return self.step + self.row * rows + self.added * added + self.token * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ class Classes:
     def names(self) -> tuple[str, ...]:
         """What is said of a class behind a parameter's name; nothing of the only one."""
         edges = (0, *self.bounds)
-        kinds = [f" of {low + 1} to {high} tokens" for low, high in pairwise(edges)]
+        kinds = [f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}" for low, high in pairwise(edges)]
         kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
         kinds = [f"{each}, no prompts" for each in kinds] if self.apart else kinds
         return (*(kinds or [" without prompts" if self.apart else ""]), *([" with prompts"] if self.apart else []))

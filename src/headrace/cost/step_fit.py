@@ -25,7 +25,7 @@ from headrace.cost.nnls import nnls
 from headrace.cost.prices import Slowness, StepPrices
 
 LEAST_STEPS = 20
-TOLD_APART = 0.03  # of a column's length that no other column explains
+TOLD_APART = 0.1  # of a column's length that no other column explains
 LEAST_WEIGHTED = 0.01  # relative errors below are all alike
 _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
@@ -96,7 +96,8 @@ def fit_steps(observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: f
 
 
 class _Columns:
-    """The unknowns in the order in which ``_prices`` reads them: pairs of (bytes, FLOPs) first, then what is linear alone."""
+    """The unknowns in the order in which ``_prices`` reads them: pairs of (bytes, FLOPs) first, then what is linear alone (attention of prompts
+    is: what it reads, it reads for many tokens)."""
 
     def __init__(self, observed: Sequence[Observed], assumed: StepPrices, bandwidth: float, rate: float, least: float) -> None:
         self._observed, self._assumed, self._least = observed, assumed, least
@@ -123,7 +124,7 @@ class _Columns:
             before = len(self._columns) - 2 if index else None
             self._pair(f"attention of single tokens{name}", (decode * (self._place == index)[:, None])[None], assumed.decode[index], before)
         self._pair("experts", self._amounts("experts")[None], assumed.experts)
-        self._pair("attention of prompts", self._amounts("prompts")[None], assumed.prompts)
+        self._columns.append(_Column("attention of prompts, FLOPs", self._amounts("prompts")[None, :, 1], assumed.prompts.flops, least=self._least))
         for index, name in enumerate(names):
             self._add(f"a step{name}, seconds", self._place == index, assumed.fixed[index])
         traffic = [each.work.others + each.work.activations for each in self._observed]
@@ -150,10 +151,10 @@ class _Columns:
 def _prices(values: np.ndarray, assumed: StepPrices) -> StepPrices:
     classes = len(assumed.classes.names)
     numbers = [float(each) for each in values]
-    pairs = [Slowness(*numbers[index : index + 2]) for index in range(0, 2 * (2 * classes + 2), 2)]
-    rest = numbers[2 * len(pairs) :]
+    pairs = [Slowness(*numbers[index : index + 2]) for index in range(0, 2 * (2 * classes + 1), 2)]
+    prompts, *rest = numbers[2 * len(pairs) :]
     return replace(
-        assumed, products=tuple(pairs[:classes]), decode=tuple(pairs[classes : 2 * classes]), experts=pairs[-2], prompts=pairs[-1],
+        assumed, products=tuple(pairs[:classes]), decode=tuple(pairs[classes : 2 * classes]), experts=pairs[-1], prompts=Slowness(0.0, prompts),
         fixed=tuple(rest[:classes]), others=rest[classes], activations=rest[classes], sampled=rest[classes + 1],
     )  # fmt: skip
 

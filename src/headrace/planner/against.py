@@ -1,51 +1,100 @@
-"""A simulated run beside a measured one of the same workload: the error of each figure.
+"""A simulated run beside measured ones of the same workload: the error of each figure, and whether it is within what may be asked.
+
+    bound of a p99    20 %
+    of the others     10 %, or twice the spread of the measured runs where that is more
 
 What lives here: reading what ``headrace bench serve --output-json`` wrote, and comparing. What may not: running either, printing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cost.calibrated import CalibratedSteps
 from headrace.errors import ConfigError
 
 COMPARED = (
     "duration",
     "output_throughput",
+    "mean_step_ms",
     *(f"{which}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for which in ("mean", "median", "p99")),
 )
 SAME_LOAD = ("completed", "total_input_tokens", "total_output_tokens")
 ALLOWED = 0.02  # by which the two loads may differ
+BOUND, TAIL_BOUND, SPREADS = 0.10, 0.20, 2.0
+COLUMNS = ("figure", "simulated", "measured", "error", "spread", "bound", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """``error``: simulated / measured - 1."""
+    """``measured``: the mean of the runs. ``spread``: (highest − lowest) / mean of them; None of a single run, which gives no verdict."""
 
     figure: str
     simulated: float
     measured: float
+    spread: float | None = None
 
     @property
     def error(self) -> float:
+        """Simulated / measured − 1."""
         return self.simulated / self.measured - 1.0
 
+    @property
+    def bound(self) -> float:
+        return TAIL_BOUND if self.figure.startswith("p99") else max(BOUND, SPREADS * (self.spread or 0.0))
 
-def compare(simulated: Mapping[str, Any], path: Path) -> list[Compared]:
-    """Every figure that both have. Raises ConfigError where the file is not such a run, or one of another load."""
-    measured = _read(path)
+    @property
+    def holds(self) -> bool:
+        return abs(self.error) <= self.bound
+
+    def row(self) -> list[Any]:
+        """As a line under COLUMNS."""
+        spread = "one run" if self.spread is None else f"{self.spread:.1%}"
+        verdict = "" if self.spread is None else "holds" if self.holds else "MISSED"
+        return [self.figure, self.simulated, self.measured, f"{self.error:+.1%}", spread, f"{self.bound:.0%}", verdict]
+
+
+def compare(simulated: Mapping[str, Any], paths: Sequence[Path]) -> list[Compared]:
+    """Every figure that all have. Raises ConfigError where a file is not such a run, or one of another load."""
+    measured = [_read(path) for path in paths]
+    for path, each in zip(paths, measured, strict=True):
+        _check_same_load(simulated, path, each)
+    return compare_figures(simulated, measured)
+
+
+def compare_figures(simulated: Mapping[str, Any], measured: Sequence[Mapping[str, float]]) -> list[Compared]:
+    """Figures of one load, simulated and measured once or more."""
+    found = []
+    for name in COMPARED:
+        values = [each[name] for each in measured if each.get(name)]
+        if simulated.get(name) and len(values) == len(measured):
+            mean = sum(values) / len(values)
+            found.append(Compared(name, simulated[name], mean, (max(values) - min(values)) / mean if len(values) > 1 else None))
+    return found
+
+
+def check_unseen(paths: Sequence[Path], calibrated: CalibratedSteps | None) -> None:
+    """A run that prices were fitted to says nothing about them. Raises ConfigError."""
+    fitted = {run.sha256: run.name for run in calibrated.runs} if calibrated is not None else {}
+    for path in paths:
+        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest())
+        if name is not None:
+            raise ConfigError(f"--against {path} is {name}, which the prices were fitted to; hold them against a run of another workload.")
+
+
+def _check_same_load(simulated: Mapping[str, Any], path: Path, measured: Mapping[str, float]) -> None:
     for name in SAME_LOAD:
         if abs(measured[name] - simulated[name]) > ALLOWED * simulated[name]:
             raise ConfigError(
                 f"--against {path}: its {name} is {measured[name]:g}, this run's {simulated[name]:g}, so the two are not the same load; "
                 f"simulate with the flags that the run was measured with."
             )
-    found = [Compared(name, simulated[name], measured[name]) for name in COMPARED if name in simulated and measured.get(name)]
-    return [each for each in found if each.simulated]
 
 
 def _read(path: Path) -> dict[str, float]:
@@ -57,4 +106,7 @@ def _read(path: Path) -> dict[str, float]:
     missing = [name for name in SAME_LOAD if name not in figures]
     if missing:
         raise ConfigError(f"--against {path} has no {', '.join(missing)}; give what headrace bench serve --output-json wrote.")
+    wrong = [name for name, value in figures.items() if not math.isfinite(value) or value < 0]
+    if wrong:
+        raise ConfigError(f"--against {path} has {wrong[0]} = {figures[wrong[0]]}, which is no number of at least 0; measure it again.")
     return figures

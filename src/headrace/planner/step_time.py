@@ -68,15 +68,15 @@ class StepTime:
         saved = self._sharing.observe(plan) if self._sharing is not None else ()
         load = self._cost_model.load_of(plan, saved)
         rows = len(plan.rows)
-        return self.of_load(load, rows=rows, added=len(plan.rows_added), alone=plan.counts.count(1) == rows)
+        host = self._prices.host.seconds(rows, len(plan.rows_added), sum(len(new.token_ids) for new in plan.rows_added))
+        return self.of_load(load, rows=rows, host_seconds=host, alone=plan.counts.count(1) == rows)
 
-    def of_load(self, load: StepLoad, *, rows: int = 1, added: int = 0, alone: bool = True) -> StepPrice:
-        """``rows`` sequences, ``added`` of them new; ``alone``: each computes a single token."""
+    def of_load(self, load: StepLoad, *, rows: int = 1, host_seconds: float = 0.0, alone: bool = True) -> StepPrice:
+        """``rows`` sequences; ``alone``: each computes a single token."""
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, alone)
-        host = self._prices.host
-        launch = 0.0 if alone and self._prices.classes.apart else host.launch
-        return StepPrice(seconds, floor, moved, flops, host.seconds(rows, added), launch)
+        launch = 0.0 if alone and self._prices.classes.apart else self._prices.host.launch
+        return StepPrice(seconds, floor, moved, flops, host_seconds, launch)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
@@ -86,7 +86,7 @@ class StepTime:
         saved = self._sharing.latest if self._sharing is not None else ()
         sums = self._sums(StepLoad(rows, rows, seen, seen, seen, saved), alone=True)  # type: ignore[arg-type]  # columns: a number for each step
         host = self._prices.host
-        before, launch = host.seconds(rows, 0), 0.0 if self._prices.classes.apart else host.launch
+        before, launch = host.seconds(rows), 0.0 if self._prices.classes.apart else host.launch
         seconds, floor, moved, flops = (np.broadcast_to(column, steps).tolist() for column in sums)
         return [StepPrice(*each, before, launch) for each in zip(seconds, floor, moved, flops, strict=True)]
 

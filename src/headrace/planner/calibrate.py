@@ -1,0 +1,176 @@
+"""Prices of this engine's steps on a device, from runs of it: ``headrace simulate --calibrate RUN``.
+
+    what                      from which steps
+    slownesses, a step's      those whose time is the device's own: not those that waited for launches
+    launches                  those that the device had ended as soon as the last kernel was launched
+    the host                  those that came right after another: the time between two, less what the device or launching took
+
+What lives here: from recorded runs to calibrated steps, and to what is said of them. What may not: reading files (runs.py), the fit itself
+(cost/step_fit.py), simulating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, same_device
+from headrace.cost.cost_model import CostModel
+from headrace.cost.nnls import nnls
+from headrace.cost.prices import HostPrices
+from headrace.cost.run_facts import RunFacts, shape_of
+from headrace.cost.step_fit import LEAST_STEPS, Observed, Parameter, fit_steps
+from headrace.errors import ConfigError
+from headrace.planner.devices import Device, classes_of
+from headrace.planner.runs import RecordedRun, RecordedStep
+
+LAUNCHED_LATE = 1e-3  # s: a step that ends so soon after its last launch may have waited for it
+LEAST_LIMIT = 0.95  # on a card nothing is quicker than its limits, which were measured to a few parts in a hundred
+_HOST_ROUNDS, _HOST_FLOOR = 20, 2e-5  # s: differences below are all alike
+
+
+def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel) -> CalibratedSteps:
+    """``cost_model``: of the runs' model, at the device's limits. Raises ConfigError where the runs are not of it, or say too little."""
+    facts = runs[0].facts
+    for run in runs:
+        _check_same(run, facts, device, cost_model)
+    steps = [step for run in runs for step in run.steps]
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"{_names(runs)} has {len(steps)} whole steps, and at least {LEAST_STEPS} are needed; let the engine run longer.")
+    own = [step for step in steps if not _waits_for_launches(step, facts)]
+    if len(own) < LEAST_STEPS:
+        raise ConfigError(
+            f"Of the {len(steps)} steps of {_names(runs)} only {len(own)} were not waiting for launches, and at least {LEAST_STEPS} are needed: "
+            f"this device is hardly busy with this model. Give it longer prompts or more sequences at once."
+        )
+    return _fitted(runs, steps, own, device, cost_model)
+
+
+def _fitted(
+    runs: Sequence[RecordedRun], steps: Sequence[RecordedStep], own: Sequence[RecordedStep], device: Device, cost_model: CostModel
+) -> CalibratedSteps:
+    facts, profile = runs[0].facts, device.profile
+    bandwidth, rate = profile.read_bandwidth, profile.gemm_rate(facts.dtype)
+    classes = classes_of(device.kind, eager=bool(facts.switches.get("enforce_eager")))
+    assumed = device.efficiency.prices(0, classes=classes)
+    observed = [Observed(cost_model.work(step.load), step.load.tokens, step.load.sampled, step.alone, step.seconds) for step in own]
+    found = fit_steps(observed, assumed, bandwidth=bandwidth, rate=rate, least=0.0 if device.kind == "cpu" else LEAST_LIMIT)
+    host, host_parameters = fit_host(runs, steps)
+    return CalibratedSteps(
+        device=facts.device,
+        model=facts.model,
+        shape=facts.shape,
+        dtype=facts.dtype,
+        switches=dict(facts.switches),
+        bandwidth=bandwidth,
+        rate=rate,
+        prices=replace(found.prices, host=host),
+        front=None,
+        parameters=(*found.parameters, *host_parameters),
+        covered=_covered(steps),
+        runs=tuple(FittedRun(run.sha256, run.name, len(run.steps)) for run in runs),
+        median_error=found.median_error,
+        p90_error=found.p90_error,
+        steps=len(own),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        version=facts.engine,
+    )
+
+
+def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
+    facts, shape = run.facts, shape_of(cost_model.spec)
+    if not same_device(device.profile.identity, facts.device):
+        measured, asked = _described(facts), f"{device.profile.identity.name} with {device.profile.identity.threads} threads"
+        raise ConfigError(f"The run {run.name} is of {measured}, but --device is {asked}; name the device that the run was measured on.")
+    if facts.shape != shape or facts.dtype != cost_model.dtype:
+        raise ConfigError(
+            f"The run {run.name} is of another model: {facts.shape}, {facts.dtype}; --model is {shape}, {cost_model.dtype}. "
+            f"Name the model that the run was measured with."
+        )
+    if (facts.overlap, dict(facts.switches)) != (first.overlap, dict(first.switches)):
+        raise ConfigError(
+            f"The run {run.name} was measured with overlap {facts.overlap} and {dict(facts.switches) or 'no switches'}, the first one with overlap "
+            f"{first.overlap} and {dict(first.switches) or 'no switches'}; calibrate each by itself."
+        )
+
+
+def _described(facts: RunFacts) -> str:
+    return f"{facts.device.name} with {facts.device.threads} threads"
+
+
+def _names(runs: Sequence[RecordedRun]) -> str:
+    return " and ".join(run.name for run in runs)
+
+
+def _covered(steps: Sequence[RecordedStep]) -> Covered:
+    return Covered(max(step.load.tokens for step in steps), max(step.rows for step in steps), max(step.longest for step in steps))
+
+
+# --- launches and the host
+
+
+def _launched(step: RecordedStep, facts: RunFacts) -> bool:
+    """Kernel by kernel, beside the device: neither replayed as a graph nor computed by the submitting thread."""
+    return facts.device.kind != "cpu" and (bool(facts.switches.get("enforce_eager")) or not step.alone)
+
+
+def _waits_for_launches(step: RecordedStep, facts: RunFacts) -> bool:
+    return _launched(step, facts) and step.ended < step.queued + LAUNCHED_LATE
+
+
+def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tuple[HostPrices, tuple[Parameter, ...]]:
+    """Seconds a step, a sequence, a new sequence and its tokens, by least absolute errors; and of launching a step kernel by kernel."""
+    rows = [[1.0, step.rows, step.added, step.added_tokens, seconds] for run in runs for step, seconds in _between(run)]
+    values, errors, count = _least_absolute(np.array(rows)) if len(rows) >= LEAST_STEPS else (np.zeros(4), np.zeros(4), 0)
+    launch, spread, launched = _launch_seconds([step for step in steps if _launched(step, runs[0].facts)])
+    note = "" if count else f"fewer than {LEAST_STEPS} steps came right after another; taken to be nothing"
+    names = ("a step", "a sequence", "a new sequence", "a token of one")
+    named = tuple(f"the host, {name}, seconds" for name in names)
+    parameters = [Parameter(name, float(value), float(error), count, note) for name, value, error in zip(named, values, errors, strict=True)]
+    none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
+    parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
+    step, row, added, token = (float(each) for each in values)
+    return HostPrices(step, row, added, token, launch), tuple(parameters)
+
+
+def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
+    """Each step with the seconds that the host worked from its scheduling to that of the next, where there was work all the time."""
+    waits = [(step.step_id, step.waited) for step in run.steps]
+    depth = run.facts.overlap
+    collected = dict(waits)
+    found = []
+    for step, following in pairwise(run.steps):
+        if following.step_id != step.step_id + 1 or not following.continuous:
+            continue
+        taken = collected.get(step.step_id - depth, 0.0)
+        taken += step.seconds if run.facts.inline else 0.0
+        taken += step.queued - step.submitted if _launched(step, run.facts) else 0.0
+        found.append((step, max(0.0, following.scheduled - step.scheduled - taken)))
+    return found
+
+
+def _least_absolute(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    design, target = rows[:, :-1], rows[:, -1]
+    weights = np.ones(len(target))
+    for _ in range(_HOST_ROUNDS):
+        values = nnls(design * weights[:, None], target * weights)
+        weights = 1.0 / np.sqrt(np.maximum(np.abs(design @ values - target), _HOST_FLOOR))
+    spread = float(np.median(np.abs(design @ values - target))) / 0.6745
+    inverse = np.linalg.pinv(design.T @ design)
+    return values, np.sqrt(np.maximum(np.diag(inverse), 0.0)) * spread, len(target)
+
+
+def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
+    """From handing over to the end, of steps that wait for nothing else (where there are none: the quickest launches seen); how far half of
+    them lie from that; and how many they are."""
+    if not steps:
+        return 0.0, 0.0, 0
+    late = [step.ended - step.submitted for step in steps if step.ended < step.queued + LAUNCHED_LATE]
+    taken = late or [step.queued - step.submitted for step in steps]
+    found = median(late) if late else float(np.percentile(taken, 5))
+    return found, median(abs(each - found) for each in taken), len(taken)

@@ -1,0 +1,158 @@
+"""Measured steps of a run of the engine, read from its trace (``--trace FILE`` of any command).
+
+What lives here: reading and judging such a file. What may not: fitting (calibrate.py), writing traces (trace.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.cost.cost_model import StepLoad
+from headrace.cost.run_facts import EVENT, RunFacts, read_facts
+from headrace.errors import ConfigError
+
+REMEDY = "give a trace that the engine wrote: headrace serve|bench|generate … --trace FILE"
+_HOST, _DEVICE = 1, 2  # tracks
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence computed one token.
+    ``continuous``: there was work all the time since the step before. ``waited``: of collecting, what the host did not work."""
+
+    step_id: int
+    load: StepLoad
+    rows: int
+    added: int
+    added_tokens: int
+    alone: bool
+    longest: int
+    continuous: bool
+    seconds: float
+    ended: float
+    scheduled: float
+    submitted: float
+    queued: float
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """``sha256`` of the file's content; ``dropped``: steps that failed or whose record is not whole."""
+
+    facts: RunFacts
+    steps: tuple[RecordedStep, ...]
+    sha256: str
+    name: str
+    dropped: int
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Raises ConfigError when the file is no trace of steps with their loads."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"The run {path} cannot be read ({error.strerror}); {REMEDY}.") from error
+    facts, host, device = _sorted(path, _events(path, content))
+    steps = [_step(path, event, host.get(event["args"]["step"], {})) for event in device]
+    whole = [each for each in steps if each is not None]
+    return RecordedRun(facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, len(steps) - len(whole))
+
+
+def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
+    """One a line; the closing bracket may be missing, and the last line may be torn."""
+    lines = content.decode("utf-8", errors="replace").split("\n")
+    if lines[0].strip() not in ("[", "[]"):
+        raise ConfigError(f"The run {path} is no trace of this engine (it begins with {lines[0][:30]!r}); {REMEDY}.")
+    for number, line in enumerate(lines[1:], start=2):
+        text = line.strip().rstrip(",")
+        if text in ("", "]"):
+            continue
+        try:
+            event = json.loads(text)
+        except ValueError as error:
+            if number >= len(lines) - 1:
+                return
+            raise ConfigError(f"The run {path} is broken in line {number} ({error}); {REMEDY}.") from error
+        if isinstance(event, dict):
+            yield event
+
+
+Host = dict[int, dict[str, tuple[float, float]]]  # step → slice → begin and end, s
+
+
+def _sorted(path: Path, events: Iterable[dict[str, Any]]) -> tuple[RunFacts, Host, list[dict[str, Any]]]:
+    facts: RunFacts | None = None
+    host: Host = {}
+    device: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("name") == EVENT:
+            facts = _facts(path, event.get("args"))
+        elif event.get("cat") == "step" and event.get("tid") in (_HOST, _DEVICE):
+            args, begin, length = _times(path, event)
+            if event["tid"] == _HOST:
+                host.setdefault(args["step"], {})[str(event.get("name"))] = (begin, begin + length)
+            else:
+                device.append({**event, "begin": begin, "length": length})
+    if facts is None:
+        raise ConfigError(
+            f"The trace {path} does not say which model and device it is of: it was written by an earlier version, or on a device "
+            f"without a profile. Measure the device (headrace doctor --profile) and write the trace again."
+        )
+    return facts, host, device
+
+
+def _facts(path: Path, stored: Any) -> RunFacts:
+    try:
+        return read_facts(stored)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"The run {path} does not describe itself as this version reads it ({error}); {REMEDY}.") from error
+
+
+def _times(path: Path, event: Mapping[str, Any]) -> tuple[dict[str, Any], float, float]:
+    """Arguments, begin and length in seconds. Raises ConfigError for what is no time."""
+    args, begin, length = event.get("args"), event.get("ts"), event.get("dur")
+    if not isinstance(args, dict) or not isinstance(args.get("step"), int):
+        raise ConfigError(f"The run {path} has a step without a number ({str(event)[:80]}); {REMEDY}.")
+    for what, value in (("begins at", begin), ("takes", length)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ConfigError(f"In the run {path} step {args['step']} {what} {value} µs, which is no time; {REMEDY}.")
+    assert begin is not None and length is not None
+    return args, begin * 1e-6, length * 1e-6
+
+
+def _step(path: Path, event: Mapping[str, Any], host: Mapping[str, tuple[float, float]]) -> RecordedStep | None:
+    args, load = event["args"], event["args"].get("load")
+    if load is None:
+        raise ConfigError(f"The run {path} does not say what step {args['step']} had to do; {REMEDY} on a device with a profile.")
+    if event.get("name") == "failed" or not {"schedule", "submit", "collect"} <= host.keys():
+        return None
+    seconds = _number(path, args, "measured ms", args.get("measured ms")) * 1e-3
+    tokens, rows = int(_number(path, args, "tokens", args.get("tokens"))), int(_number(path, args, "rows", args.get("rows")))
+    if not seconds or not tokens:
+        return None
+    groups = {name: tuple(_number(path, args, name, each) for each in load.get(name) or ()) for name in ("pairs", "keys", "lone", "saved")}
+    sampled = int(_number(path, args, "sampled", args.get("sampled")))
+    (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
+    return RecordedStep(
+        args["step"], StepLoad(tokens, sampled, **groups), rows, *_added(path, args, load), args.get("single tokens") == rows,
+        int(load.get("longest", 0)), bool(load.get("continuous")), seconds, event["begin"] + event["length"],
+        scheduled, submitted, queued, collected - awaited,
+    )  # fmt: skip
+
+
+def _added(path: Path, args: Mapping[str, Any], load: Mapping[str, Any]) -> tuple[int, int]:
+    """New sequences, and the tokens they begin with."""
+    return int(_number(path, args, "added", load.get("added"))), int(_number(path, args, "added tokens", load.get("added tokens")))
+
+
+def _number(path: Path, args: Mapping[str, Any], name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"In the run {path} step {args['step']} has {name} = {value!r}, not a number of at least 0; {REMEDY}.")
+    return float(value)
