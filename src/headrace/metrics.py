@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from headrace.cost.online_fit import OnlineFit
 from headrace.cost.speed import Line, StepSpeed, Tail
+from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.request import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the web process counts without pricing: it need not load numpy
-    from headrace.cost.cost_model import CostModel, StepCost
+    from headrace.cost.cost_model import CostModel, StepCost, StepLoad
 
 # Upper bounds in seconds. Time to first token spans a cached prompt to a queue of minutes; gaps between tokens are finer.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -154,9 +155,19 @@ class DeviceTimeline:
 class StepRecorder:
     """Hears of every step, keeps the last ``capacity`` records and running sums. Without a cost model only times are kept."""
 
-    def __init__(self, cost_model: CostModel | None = None, *, capacity: int = 1024, promise: float | None = None) -> None:
-        """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted."""
+    def __init__(
+        self,
+        cost_model: CostModel | None = None,
+        *,
+        capacity: int = 1024,
+        promise: float | None = None,
+        calibrated: Callable[[StepLoad, bool], float] | None = None,
+    ) -> None:
+        """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted.
+        ``calibrated``: seconds of a load (and whether it is of single tokens alone) by what was fitted to earlier runs here."""
         self._cost_model = cost_model
+        self._calibrated = calibrated
+        self._errors = {"learned": FadingError(), "calibrated": FadingError()}
         self.promise = promise
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._timeline = DeviceTimeline()
@@ -232,6 +243,9 @@ class StepRecorder:
         predicted = self._predicted(kind, cost)  # before this step teaches anything: its error is that of a true prediction
         if not failed:
             self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
+            self._errors["learned"].observe(predicted, measured)
+            if self._calibrated is not None and plan.step_id % CALIBRATED_EVERY == 0:
+                self._errors["calibrated"].observe(self._calibrated(load, decodes == rows), measured)
         return StepRecord(
             plan.step_id, rows, decodes, load.tokens, sampled, cost.bytes, cost.flops,
             cost.floor_seconds, predicted, measured, host_seconds, fraction, failed, cost.overlapped_floor_seconds, *placed,
@@ -282,6 +296,7 @@ class StepRecorder:
             "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
             "promise_seconds": self.promise,
             "promise_tail": self._tail.ratio,
+            "prediction_errors": {name: each.as_dict() for name, each in self._errors.items() if each.count},
             "idle_share": sums["idle_seconds"] / (sums["idle_seconds"] + measured) if measured > 0 else 0.0,
             "histograms": {
                 "step_seconds": self.step_seconds.as_dict(),
@@ -325,6 +340,7 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
     for name, key, help in counters:
         lines += render_value(prefix + name, summary[key], "counter", help)
     lines += _render_promise(summary, prefix)
+    lines += _render_errors(summary["prediction_errors"], prefix)
     lines += _render_last(summary["last_step"], prefix)
     lines += render_value(prefix + "device_idle_share", summary["idle_share"], "gauge", "idle / (idle + measured) seconds since the start")
     histograms = summary["histograms"]
@@ -333,6 +349,17 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
     lines += render_histogram(prefix + "step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
     lines += render_histogram(prefix + "step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
     return "\n".join(lines) + "\n"
+
+
+def _render_errors(errors: Mapping[str, Mapping[str, float]], prefix: str) -> Iterable[str]:
+    """By which prediction: what this engine learns as it goes, or what was calibrated here before."""
+    names = (
+        ("step_prediction_error", "signed", "predicted / measured - 1 of the last steps, fading: above 0, steps are quicker than predicted"),
+        ("step_prediction_absolute_error", "absolute", "the same without its sign"),
+    )
+    for name, key, help in names if errors else ():
+        yield from (f"# HELP {prefix}{name} {help}", f"# TYPE {prefix}{name} gauge")
+        yield from (f'{prefix}{name}{{prediction="{which}"}} {each[key]}' for which, each in errors.items())
 
 
 def _render_promise(summary: Mapping[str, Any], prefix: str) -> Iterable[str]:

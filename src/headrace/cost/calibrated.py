@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.prices import FrontPrices, StepPrices, prices_from
 from headrace.cost.profile import DeviceIdentity, profile_folder
 from headrace.cost.run_facts import ModelShape, shape_of
@@ -23,6 +24,7 @@ from headrace.spec import DecoderSpec
 
 VERSION = 1
 SUFFIX = ".calibrated.json"
+SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,18 @@ def find_calibrated(device: DeviceIdentity, folders: Sequence[Path]) -> list[Cal
             if same_device(device, each.device):
                 found.setdefault(path.name, each)
     return list(found.values())
+
+
+def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoad, bool], float]:
+    """Seconds of a load on that device, and of launching it where the host does that kernel by kernel (the flag: single tokens alone)."""
+    prices, bandwidth, rate = found.prices, found.bandwidth, found.rate
+
+    def price(load: StepLoad, alone: bool) -> float:
+        work = cost_model.work(load)
+        seconds = prices.seconds(work, bandwidth, rate, tokens=load.tokens, sampled=load.sampled, alone=alone)
+        return float(max(seconds, 0.0 if alone and prices.classes.apart else prices.host.launch))
+
+    return price
 
 
 def best_calibrated(

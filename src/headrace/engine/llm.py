@@ -20,6 +20,7 @@ from typing import Any, cast
 from headrace.builders import mark_of
 from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
+from headrace.cost.run_facts import cascades, facts_of, switches_of
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.engine.grammar import Vocabulary, vocabulary_of
@@ -110,7 +111,6 @@ def _create_trace(
     if floors is None:
         return StepTrace(file, recorder, core.stats, name=name)
     from headrace import __version__
-    from headrace.cost.run_facts import cascades, facts_of
     from headrace.cost.sharing import SharedBlocks
 
     facts = facts_of(floors, config.device, model=source.name, engine=__version__)
@@ -153,7 +153,8 @@ def _load(
     limits = DeviceLimits(device)
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
-    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype, promise=config.scheduler.max_step_seconds)
+    promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
+    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype, promise=promise, switches=switches)
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.cost.calibrated import CalibratedSteps, find_calibrated
+from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
 from headrace.errors import ConfigError
@@ -24,7 +24,6 @@ GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
-SHIPPED = Path(__file__).parent / "calibrated"  # fitted to our own runs
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/cpu/native.py)
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/triton/flat_forms.json); steps of single tokens are graphs
 

@@ -6,17 +6,23 @@ What lives here: putting model shape, KV groups and device profile together. Wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from headrace.config import Decision
-from headrace.cost.cost_model import CostModel
-from headrace.cost.profile import DeviceProfile
+from headrace.cost.calibrated import SHIPPED, best_calibrated, find_calibrated, price_of
+from headrace.cost.cost_model import CostModel, StepLoad
+from headrace.cost.profile import DeviceProfile, profile_folder
 from headrace.engine.executor import ExecutorInfo
+from headrace.errors import ConfigError
 from headrace.metrics import StepRecorder
 from headrace.models import families
 from headrace.worker.profile import resolve_profile
+
+_log = logging.getLogger(__name__)
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -34,12 +40,30 @@ class DeviceLimits:
 
 
 def create_recorder(
-    model_config: Mapping[str, Any], info: ExecutorInfo, limits: DeviceLimits, *, dtype: str, promise: float | None = None
+    model_config: Mapping[str, Any],
+    info: ExecutorInfo,
+    limits: DeviceLimits,
+    *,
+    dtype: str,
+    promise: float | None = None,
+    switches: Mapping[str, Any] | None = None,
 ) -> tuple[StepRecorder, Decision]:
-    """``dtype`` is the one weights are held in; ``promise``: seconds a step may take (--max-step-ms)."""
+    """``dtype`` is the one weights are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them."""
     profile, decision = limits.found
     if profile is None:
         return StepRecorder(promise=promise), decision
     groups = [group.spec for group in info.kv_groups]
     cost_model = CostModel(families.spec_from_config(model_config), groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
-    return StepRecorder(cost_model, promise=promise), decision
+    return StepRecorder(cost_model, promise=promise, calibrated=find_price(cost_model, switches or {})), decision
+
+
+def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:
+    """What was calibrated on this device for this very model, precision and these switches; files that cannot be read are passed over, with a
+    word: an engine starts without them."""
+    try:
+        found = find_calibrated(cost_model.profile.identity, folders or (profile_folder(), SHIPPED))
+    except ConfigError as error:
+        _log.warning("%s", error)
+        return None
+    best, other = best_calibrated(found, cost_model.spec, cost_model.dtype, switches)
+    return price_of(best, cost_model) if best is not None and not other else None
