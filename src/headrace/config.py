@@ -188,6 +188,7 @@ class DeviceConfig:
     trace: str | None = option(None, "write what host and device did, step by step, into this file, for ui.perfetto.dev", metavar="FILE")
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
+    last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")

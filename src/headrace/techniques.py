@@ -85,6 +85,14 @@ TECHNIQUES = (
         off_means="every sequence of a step is padded to the longest",
     ),
     Technique(
+        name="last_layer_pruning",
+        source="the LM head only where a token is wanted, taken one layer further; no paper that we know of",
+        switch="device.last_layer_pruning",
+        off=False,
+        improves="prefill tokens/s: of the last layer, only keys and values are needed of tokens that nobody samples from",
+        off_means="the last layer computes every token of a prompt, also those that nobody reads",
+    ),
+    Technique(
         name="chunked_prefill",
         source="Sarathi-Serve (Agrawal et al., OSDI 24), section 4: stall-free batching",
         switch="scheduler.chunked_prefill",

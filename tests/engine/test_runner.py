@@ -63,14 +63,17 @@ def test_greedy_tokens_equal_transformers(name: str, request: pytest.FixtureRequ
 def test_chunks_padding_and_recomputing_change_no_token(name: str, params: SamplingParams, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     executor, padded = worker_for(model), worker_for(model, device={"token_concatenation": False})
-    whole, chunked, filled_up, recomputed = (_prompts(params=params) for _ in range(4))
+    unpruned = worker_for(model, device={"last_layer_pruning": False})
+    whole, chunked, filled_up, recomputed, to_the_end = (_prompts(params=params) for _ in range(5))
     generate(executor, whole, 10)
     generate(executor, chunked, 10, chunk=5)
     generate(padded, filled_up, 10, chunk=5)
+    generate(unpruned, to_the_end, 10, chunk=5)
     _generate_without_cache(executor, recomputed, 10)
     assert _outputs(chunked) == _outputs(whole)
     assert _outputs(filled_up) == _outputs(whole)
     assert _outputs(recomputed) == _outputs(whole)
+    assert _outputs(to_the_end) == _outputs(whole)
 
 
 def _generate_without_cache(executor: Executor, sequences: Sequence[Planned], num_tokens: int) -> None:

@@ -67,7 +67,10 @@ def draw_mode(rng: random.Random, *, failing: bool = True) -> Mode:
         "scheduling_policy": rng.choice(("fcfs", "priority")),
         "disabled_kernels": rng.choice(((), NATIVE)),
     }
-    for switch in ("prefix_caching", "kv_caching", "token_concatenation", "paged_allocation", "chunked_prefill", "continuous_batching"):
+    switches = (
+        "prefix_caching", "kv_caching", "token_concatenation", "last_layer_pruning", "paged_allocation", "chunked_prefill", "continuous_batching",
+    )  # fmt: skip
+    for switch in switches:
         name = "enable_prefix_caching" if switch == "prefix_caching" else switch
         keywords[name] = rng.random() < (0.8 if switch in ("kv_caching", "continuous_batching") else 0.6)
     keywords["batch_invariant"] = not keywords["disabled_kernels"] and rng.random() < 0.2
@@ -122,7 +125,10 @@ def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...]
 
 def features(mode: Mode, params: SamplingParams) -> dict[str, bool]:
     """What a trial has of what row 17 of the reliability checks names, as far as there is more than one way of it here."""
-    switches = ("enable_prefix_caching", "chunked_prefill", "token_concatenation", "paged_allocation", "continuous_batching", "kv_caching")
+    switches = (
+        "enable_prefix_caching", "chunked_prefill", "token_concatenation", "last_layer_pruning", "paged_allocation", "continuous_batching",
+        "kv_caching",
+    )  # fmt: skip
     return {
         **{name: mode.keywords[name] for name in switches},
         "preemption": mode.keywords["num_blocks"] * mode.keywords["block_size"] < 3 * LONGEST,

@@ -25,6 +25,7 @@ ABLATIONS = (
     "kv_caching",
     "continuous_batching",
     "token_concatenation",
+    "last_layer_pruning",
     "chunked_prefill",
     "paged_allocation",
     "prefix_caching",

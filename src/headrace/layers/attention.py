@@ -74,8 +74,10 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
-    ) -> Tensor:  # [tokens, hidden]
-        return self.output.forward(self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache))
+        wanted: Tensor | None = None,  # [n]: tokens whose results are read; None: all
+    ) -> Tensor:  # [tokens, hidden], or [n, hidden]
+        attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache)
+        return self.output.forward(attended if wanted is None else attended[wanted])
 
     @property
     def fuses(self) -> bool:

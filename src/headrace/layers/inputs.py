@@ -28,8 +28,12 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Inputs of one forward pass over packed tokens."""
+    """Inputs of one forward pass over packed tokens.
+
+    ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them.
+    """
 
     token_ids: Tensor  # [tokens], int64
     positions: Tensor  # [tokens], int64
     attention: tuple[AttentionInputs, ...]  # one per KV group
+    wanted: Tensor | None = None  # [n], int32; at least one

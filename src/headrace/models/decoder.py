@@ -121,9 +121,12 @@ class Block(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+        wanted: Tensor | None = None,  # [n]: in the last block, the tokens whose results are read; None: all
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm.forward(x, residual)
-        x = self.attention.forward(x, positions, inputs, k_cache, v_cache)
+        x = self.attention.forward(x, positions, inputs, k_cache, v_cache, wanted)
+        if wanted is not None:
+            residual = residual[wanted]
         if self.post_attention_norm is not None:
             x, _ = self.post_attention_norm.forward(x)
         x, residual = self.feed_forward_norm.forward(x, residual)
@@ -185,6 +188,7 @@ class Decoder(nn.Module):
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
 
+        Of ``inputs.wanted`` tokens only, where it names them: beyond its attention, the last block computes no others.
         ``kv_caches``: one tensor a KV group, [blocks, layers, 2, kv_heads, block_size, head_dim].
         """
         positions = inputs.positions
@@ -196,6 +200,7 @@ class Decoder(nn.Module):
         ]
         if self._fuses and len(x) <= MOST_ROWS:
             x, residual = self._fused_blocks(x, inputs, halves), None
+            x = x if inputs.wanted is None else x[inputs.wanted]
         else:
             x, residual = self._blocks(x, inputs, halves)
         hidden, _ = self.norm.forward(x, residual)
@@ -206,7 +211,8 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for block, group, place in self._steps:
             k_cache, v_cache = halves[group][place], halves[group][place + 1]
-            x, residual = block.forward(x, residual, inputs.positions, inputs.attention[group], k_cache, v_cache)
+            wanted = inputs.wanted if block is self._steps[-1][0] else None
+            x, residual = block.forward(x, residual, inputs.positions, inputs.attention[group], k_cache, v_cache, wanted)
         return x, residual
 
     def _fused_blocks(self, x: Tensor, inputs: ForwardInputs, halves: Halves) -> Tensor:

@@ -12,7 +12,7 @@ slots, and which packed token's logits each sample needs. What may not: row stat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,30 @@ class Packing:
     context: Ints  # [w]: keys the chunk's last query sees
     chunk: Ints  # [t]: the chunk each packed token belongs to
     position: Ints  # [t]: its position in the sequence; -1 for dummies
+    wanted: Ints | None = None  # [n]: the packed tokens whose hidden states are computed to the end, ascending; None: all
 
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token
         return self.query_start[1:] - 1
 
+    def hidden_rows(self, chunks: Ints) -> Ints:
+        """Where the hidden states of these chunks' last tokens lie among those that were computed."""
+        last = self.last[chunks]
+        return last if self.wanted is None else np.searchsorted(self.wanted, last).astype(np.int32)
 
-def pack(plan: StepPlan, *, padded: bool) -> Packing:
+
+def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
+    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all."""
+    packing = _pack(plan, padded)
+    if not prune or plan.prompt_logprobs:
+        return packing
+    wanted = packing.last[np.unique(np.asarray(plan.sample_work, dtype=np.int32))]
+    if len(wanted) == len(packing.chunk):
+        return packing
+    return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))  # kernels take no empty tensors
+
+
+def _pack(plan: StepPlan, padded: bool) -> Packing:
     starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
     if (counts == 1).all():  # a decode step: nothing to lay out
         every = np.arange(len(counts) + 1, dtype=np.int32)
@@ -67,9 +84,12 @@ class Gather:
         staging = Staging(self._rows.device)
         for part in (np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position):
             staging.put(part)
-        row, query_start, context, chunk, position = staging.ship()
+        if packing.wanted is not None:
+            staging.put(packing.wanted)
+        row, query_start, context, chunk, position, *wanted = staging.ship()
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
-        return self.gathered(row, query_start, context, chunk, position, longest_query, longest_context)
+        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context)
+        return replace(gathered, wanted=wanted[0]) if wanted else gathered
 
     def gathered(
         self,

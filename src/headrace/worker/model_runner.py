@@ -84,6 +84,7 @@ class ModelRunner:
     """Runs plans over one decoder, one KV cache and one set of rows.
 
     ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
+    ``prune``: the last layer computes no more than is read (of a prompt, its last token).
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModelRunner:
         *,
         max_logits_rows: int,
         padded: bool,
+        prune: bool = False,
         clock: Clock,
         graphs: DecodeGraphs | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class ModelRunner:
         self._sampler = Sampler(rows, kernels)
         self._max_logits_rows = max_logits_rows
         self._padded = padded
+        self._prune = prune
         self._clock = clock
         self._device_clock = DeviceClock()
         self._every = array("i", range(len(rows.traits)))
@@ -163,7 +166,7 @@ class ModelRunner:
         self._rows.apply(plan)
         if plan.copy_group:
             self._copy_blocks(plan)
-        packing = pack(plan, padded=self._padded) if plan.rows else None
+        packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
         inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
         if begun is not None:
             begun.record(self._stream)
@@ -249,7 +252,7 @@ class ModelRunner:
             source=source.astype(np.int32),
             masks=_masks_of(masks, piece) if masks.samples else None,
         )
-        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.last[chunks], self._rows.device)]).float(), batch)
+        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.hidden_rows(chunks), self._rows.device)]).float(), batch)
 
     def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""

@@ -247,6 +247,7 @@ class _Start:
             self._kernels,
             max_logits_rows=self._config.scheduler.max_logits_rows,
             padded=not self._config.device.token_concatenation,
+            prune=self._config.device.last_layer_pruning,
             clock=RealClock(),
             graphs=graphs,
         )
