@@ -27,6 +27,7 @@ from headrace.bench.load_flags import (
     swing_of,
 )
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
+from headrace.bench.server_steps import read_steps, step_figures
 from headrace.bench.statistics import Sample, failure_reasons, parse_goodput, spread_of, summarise
 from headrace.bench.workload import (
     Dialogue,
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     limits_here = limits_of(client.host)
     outcome = asyncio.run(_measure(args, client, dialogues))
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
+    figures |= outcome.step_figures
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
     facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")
     print_facts(facts)
@@ -141,6 +143,7 @@ class Outcome:
     seconds: float
     loop_lags: list[float]
     cpu_seconds: float
+    step_figures: dict[str, float]  # of the server's steps; empty where it does not tell
 
 
 async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequence[Dialogue]) -> Outcome:
@@ -148,14 +151,16 @@ async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequ
     as_ids = args.endpoint == "completions" and args.workload != "conversation"  # whose history is text
     generator = LoadGenerator(client, model, args.endpoint, _concurrency(args), as_ids=as_ids)
     await generator.warm_up(dialogues, args.num_warmups)
+    before = await read_steps(client)
     lags: list[float] = []
     meter = asyncio.create_task(_watch_loop(lags))
     cpu, begin = time.process_time(), time.perf_counter()
     await generator.run(dialogues)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     meter.cancel()
+    steps = step_figures(before, await read_steps(client))
     await client.close()
-    return Outcome(model, generator.samples, seconds, lags, cpu)
+    return Outcome(model, generator.samples, seconds, lags, cpu, steps)
 
 
 async def _watch_loop(lags: list[float]) -> None:
