@@ -19,7 +19,7 @@ from typing import Protocol
 
 from headrace.cost.speed import StepSpeed
 
-LEAST_SHARE = 0.05  # of the budget: what a prompt gets beside tokens that fill it by themselves
+LEAST_SHARE = 0.25  # of the budget: what a prompt gets beside tokens that fill it by themselves
 NEAR = 0.03  # of the room may stay empty: the search ends
 SLICE = 16  # tokens: of a second prompt, no less is worth a row of its own
 ROUNDS = 12
