@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.defects:
         found = defects.find_all(args.seeds or 200)
         print(defects.table(found))
-        return 0 if all(each.seed is not None for each in found) else 1
+        return 0 if all(each.seeds is not None for each in found) else 1
     if args.replay is not None:
         return _one(from_text(args.replay.read_text()), args)
     if args.seed is not None:

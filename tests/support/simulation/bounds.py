@@ -1,6 +1,6 @@
 """What each policy promises about order and waiting: the simulation holds it to that.
 
-To add a policy: a line in ``BOUNDS``. One that is not there is held to what holds for all.
+To add a policy: a line in ``BOUNDS``.
 
 What lives here: promises. What may not: engines, how promises are watched (order.py).
 """
@@ -8,30 +8,56 @@ What lives here: promises. What may not: engines, how promises are watched (orde
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.support.simulation.schedule import Asked, Setting
+from tests.support.simulation.schedule import Asked
+
+from headrace.config import SchedulerConfig
+from headrace.scheduler.policies.lengths import FIRST_GUESS
+from headrace.scheduler.policies.qoe import TURN
+from headrace.scheduler.policies.shortest_remaining import PROMPT_SHARE
+
+
+@dataclass(slots=True)
+class Came:
+    """A request as the scheduler met it: what it asked, and the time of the step before which it came."""
+
+    asked: Asked
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """``may_pass(later, earlier)``: a request that came later may be admitted for the first time while the earlier one still waits for that.
-    False for any two of a class: first in, first out within the class. It must not hang on anything but the two.
-    ``most_passed``: how many may pass one request. ``refuses``: it may turn requests away before their first token."""
+    False for any two of a class: first in, first out within the class.
+    ``most_passed(one, older)``: how many may pass it, when these older ones were there as it came. ``refuses``: it may turn requests away."""
 
-    may_pass: Callable[[Asked, Asked], bool]
-    most_passed: Callable[[Setting], float] = lambda setting: math.inf
+    may_pass: Callable[[Came, Came], bool]
+    most_passed: Callable[[Came, Sequence[Came]], float] = lambda one, older: math.inf
     refuses: bool = False
 
 
 UNKNOWN = Bound(lambda later, earlier: True, refuses=True)
+AGEING = SchedulerConfig().ageing
+
+
+def _ages(later: Came, earlier: Came) -> bool:
+    """Not later than what is expected of the earlier one is worth in seconds: what one guesses before anything is known, or has seen."""
+    left = FIRST_GUESS + PROMPT_SHARE * len(earlier.asked.prompt)
+    return (later.at - earlier.at) * AGEING <= left + 1e-6
+
+
+def _turns(one: Came, older: Sequence[Came]) -> float:
+    """Every so many admissions the turn is the oldest one's, who is then not pushed out before it has a new token."""
+    return TURN * (2.0 + sum(1 + each.asked.n * each.asked.max_tokens for each in older))
+
 
 BOUNDS: Mapping[str, Bound] = {
     "fcfs": Bound(lambda later, earlier: False),
-    "priority": Bound(lambda later, earlier: later.priority < earlier.priority),
+    "priority": Bound(lambda later, earlier: later.asked.priority < earlier.asked.priority),
     "deadline": Bound(lambda later, earlier: True, refuses=True),  # due times hang on the stamps of arrivals
-    "fair": Bound(lambda later, earlier: later.tenant != earlier.tenant),
-    "qoe": Bound(lambda later, earlier: True),
-    "shortest-remaining": Bound(lambda later, earlier: True),  # its bound hangs on when they came: tests/unit/test_shortest_remaining.py
+    "fair": Bound(lambda later, earlier: later.asked.tenant != earlier.asked.tenant),
+    "qoe": Bound(lambda later, earlier: True, _turns),
+    "shortest-remaining": Bound(_ages),
 }

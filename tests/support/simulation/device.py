@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tests.support.simulation.broken import Broken, hold
@@ -41,6 +41,20 @@ def info_of(setting: Setting) -> ExecutorInfo:
         for n, g in enumerate(setting.groups)
     )
     return ExecutorInfo(VOCAB, setting.length, setting.rows, groups, "none (keyed hash)", padded=setting.padded)
+
+
+class Forecast:
+    """What a cost model would say: half of a step is its constant, the rest is for eight tokens that see ten keys each."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.windows = tuple(group.window for group in setting.groups)
+        self._half = setting.step_seconds / 2
+
+    def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
+        return self._half * (1.0 + (tokens + sum(pairs) / len(pairs) / 10) / 16)
+
+    def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
+        return self._half * (1.0 + (tokens + attended / 10) / 16)
 
 
 class Device(KeyedHashExecutor):

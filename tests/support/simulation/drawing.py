@@ -49,7 +49,9 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
     def mostly(chance: float) -> bool:
         return rng.random() < chance
 
-    drawn = rng.choice(tuple(POLICIES))
+    drawn, step_seconds, chunked = rng.choice(tuple(POLICIES)), rng.choice((0.0, 0.01, 0.15)), mostly(0.8)
+    forecast, kv_caching = step_seconds > 0 and mostly(0.7), mostly(0.93)
+    bounded = forecast and chunked and kv_caching and mostly(0.3)
     return Setting(
         depth=rng.choice((0, 1, 2)),
         rows=rng.choice((2, 3, 4, 8)),
@@ -58,13 +60,16 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         budget=rng.choice((1, 3, 8, 16, 64)),
         logits_rows=rng.choice((2, 4, 64)),
         policy=policy or drawn,
-        chunked_prefill=mostly(0.8),
+        forecast=forecast,
+        max_step_ms=1e3 * step_seconds * rng.choice((0.6, 1.0, 3.0)) if bounded else None,
+        weighted=mostly(0.3),
+        chunked_prefill=chunked,
         continuous_batching=mostly(0.85),
         prefix_caching=mostly(0.85),
         paged_allocation=mostly(0.85),
-        kv_caching=mostly(0.93),
+        kv_caching=kv_caching,
         padded=mostly(0.1),
-        step_seconds=rng.choice((0.0, 0.01, 0.2)),
+        step_seconds=step_seconds,
         settled=mostly(0.5),
     )
 

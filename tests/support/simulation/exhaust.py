@@ -125,7 +125,7 @@ def _act(life: Life, path: tuple[Action, ...]) -> State:
 def _move(life: Life, action: str) -> None:
     """A half of a turn."""
     core = life.core
-    life.device.collected = None
+    life.device.collected, life.began = None, life.clock.now()
     if action == COLLECT:
         life.take_turn([*core._collect_oldest()])
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.simulation import oracle
 from tests.support.simulation.books import Books
 from tests.support.simulation.broken import Broken, hold
-from tests.support.simulation.device import UNUSABLE, Device, JumpingClock
+from tests.support.simulation.device import UNUSABLE, Device, Forecast, JumpingClock
 from tests.support.simulation.masks import REFUSAL, HashMasks
 from tests.support.simulation.oracle import Library, Line
 from tests.support.simulation.order import OrderWatch
@@ -123,6 +123,7 @@ class Life:
         self.there: set[int] = set()  # requests that the scheduler must know
         self.wishes: list[_Standing] = []  # with aborts and stops that it may not have taken yet
         self.turns = 0
+        self.began = 0.0  # the last turn, on the clock
         self.seen: Counter[str] = Counter()
         self._trace = hashlib.sha256() if traced else None
 
@@ -139,6 +140,8 @@ class Life:
                 max_num_batched_tokens=setting.budget,
                 max_logits_rows=setting.logits_rows,
                 scheduling_policy=setting.policy,
+                max_step_ms=setting.max_step_ms,
+                tenant_weight=("a=2.5",) if setting.weighted else (),
                 chunked_prefill=setting.chunked_prefill,
                 continuous_batching=setting.continuous_batching,
             ),
@@ -149,6 +152,7 @@ class Life:
             clock=self.clock,
             depth=setting.depth,
             masks=self.masks,
+            forecast=Forecast(setting) if setting.forecast else None,
         )
 
     # --- events
@@ -263,7 +267,7 @@ class Life:
         core, self.turns = self.core, self.turns + 1
         idle = core.has_work and not core.scheduler.in_flight and not self.masks.compiling
         self.device.collected = None
-        steps = core.scheduler._next_step
+        steps, self.began = core.scheduler._next_step, self.clock.now()
         outputs = core.step()
         self.take_turn(outputs)
         if idle and core.has_work and not outputs and core.scheduler._next_step == steps and not core._events:
@@ -283,6 +287,7 @@ class Life:
         """Aborts and stops are the scheduler's as soon as it has taken its events."""
         if self.core._events:
             return
+        self.watch.met(self.began)
         for standing in self.wishes:
             for index in list(standing.open) if standing.doomed else standing.cut:
                 self._ended(index, standing)
@@ -294,7 +299,7 @@ class Life:
         if self._trace is not None:
             self._trace.update(repr((key, output.token_ids, output.finished)).encode())
         if output.index not in standing.open:
-            if standing.doomed and self._refusal(standing.asked):
+            if standing.doomed and self._turned_away(key, output):
                 return  # it came and went with one step; the refusal reaches nobody
             raise Broken("ended twice", f"{key} has ended, was cut or left, and gets {output}")
         line = self.lines[key]
@@ -315,6 +320,10 @@ class Life:
             self._ended(key[1], standing)
         elif end is not None:
             raise Broken("answer", f"{key} goes on after its end {end}")
+
+    def _turned_away(self, key: tuple[int, int], output: SequenceOutput) -> bool:
+        refuses = self.watch.bound.refuses or self._refusal(self.standing[key[0]].asked)
+        return bool(refuses) and output.finished is not None and output.finished.reason is FinishReason.ERROR and not self.lines[key].tokens
 
     def _ended(self, index: int, standing: _Standing) -> None:
         standing.open.discard(index)
@@ -372,6 +381,7 @@ class Life:
         self.books.check(self.lines, self.there if settled else None)
 
     def _rows_told(self, plan: StepPlan) -> None:
+        self.watch.met(self.clock.now())
         for new in plan.rows_added:
             self.watch.admitted(new.sequence_id)
         self.seen["copies"] += len(plan.copy_source)

@@ -5,7 +5,7 @@ What lives here: watching. What may not: the promises (bounds.py), blocks and to
 
 from __future__ import annotations
 
-from tests.support.simulation.bounds import BOUNDS, UNKNOWN
+from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.schedule import Asked, Setting
 
@@ -17,45 +17,54 @@ class OrderWatch:
 
     def __init__(self, setting: Setting) -> None:
         self.bound = BOUNDS.get(setting.policy, UNKNOWN)
-        self.live: dict[int, Asked] = {}  # in order of arrival
-        self.waiting: dict[int, Asked] = {}  # of those, never admitted yet
+        self.live: dict[int, Came] = {}  # in order of arrival
+        self.waiting: dict[int, Came] = {}  # of those, never admitted yet
         self.num_passed = 0  # all together
-        self._came: dict[int, int] = {}
+        self._fresh: list[Came] = []  # which no step has met yet
+        self._place: dict[int, int] = {}
+        self._most: dict[int, float] = {}
         self._passed: dict[int, int] = {}
-        self._most = self.bound.most_passed(setting)
         self._first: int | None = None
         self._mark: tuple[int, ...] = ()
         self._stalled = 0
         self._patience = patience(setting)
 
     def arrived(self, number: int, asked: Asked) -> None:
-        self.live[number] = self.waiting[number] = asked
-        self._came[number] = len(self._came)
+        came = Came(asked, 0.0)
+        self._fresh.append(came)
+        self._most[number] = self.bound.most_passed(came, list(self.live.values()))
+        self.live[number] = self.waiting[number] = came
+        self._place[number] = len(self._place)
         self._first = None
+
+    def met(self, now: float) -> None:
+        """Whoever has come is the scheduler's since this moment."""
+        for came in self._fresh:
+            came.at = now
+        self._fresh.clear()
 
     def gone(self, number: int) -> None:
         """Ended, or not wanted any more."""
         if self.live.pop(number, None) is not None:
             self.waiting.pop(number, None)
-            self._passed.pop(number, None)
             self._first = None
 
     def admitted(self, number: int) -> None:
-        asked = self.waiting.pop(number, None)
-        if asked is None:
+        came = self.waiting.pop(number, None)
+        if came is None:
             return
         for other, earlier in self.waiting.items():  # in order of arrival
-            if self._came[other] > self._came[number]:
+            if self._place[other] > self._place[number]:
                 break
-            self._pass(number, asked, other, earlier)
+            self._pass(number, came, other, earlier)
 
-    def _pass(self, number: int, asked: Asked, other: int, earlier: Asked) -> None:
-        if not self.bound.may_pass(asked, earlier):
+    def _pass(self, number: int, came: Came, other: int, earlier: Came) -> None:
+        if not self.bound.may_pass(came, earlier):
             raise Broken("order", f"request {number} begins before request {other}, which came earlier")
         self.num_passed += 1
         self._passed[other] = self._passed.get(other, 0) + 1
-        if self._passed[other] > self._most:
-            raise Broken("starved", f"{self._passed[other]} requests have passed request {other}, {self._most} may")
+        if self._passed[other] > self._most[other]:
+            raise Broken("starved", f"{self._passed[other]} requests have passed request {other}, {self._most[other]:.0f} may")
 
     # --- progress
 
@@ -72,10 +81,10 @@ class OrderWatch:
     def _find_first(self) -> int | None:
         may_pass = self.bound.may_pass
         first = next(iter(self.live), None)
-        for number, asked in self.live.items():
-            if first is not None and number != first and may_pass(asked, self.live[first]):
+        for number, came in self.live.items():
+            if first is not None and number != first and may_pass(came, self.live[first]):
                 first = number
-        if first is None or any(may_pass(asked, self.live[first]) for number, asked in self.live.items() if number != first):
+        if first is None or any(may_pass(came, self.live[first]) for number, came in self.live.items() if number != first):
             return None
         return first
 

@@ -24,7 +24,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """An engine's sizes and switches. ``step_seconds``: what a step takes on the device. ``settled``: records are looked at as they should be
+    """An engine's sizes and switches. ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or
+    less. ``weighted``: a tenant has more weight than others. ``settled``: records are looked at as they should be
     after every event; else as they lie there, so that what is made up for late (scheduler/cohort.py) stays late."""
 
     depth: int = 0
@@ -34,6 +35,9 @@ class Setting:
     budget: int = 16
     logits_rows: int = 4
     policy: str = "fcfs"
+    forecast: bool = False
+    max_step_ms: float | None = None
+    weighted: bool = False
     chunked_prefill: bool = True
     continuous_batching: bool = True
     prefix_caching: bool = True

@@ -73,7 +73,7 @@ class Deadline(DynamicPolicy):
         refusal = self._impossible(sequence, work, self._forecast, standing)
         if refusal is not None:
             return refusal
-        ahead = [(each, self._taken[each].work) for each in standing.waiting.ahead_of(sequence)]
+        ahead = [(each, self._work_ahead(each)) for each in standing.waiting.ahead_of(sequence)]
         found = prospect(sequence, work, ahead, self._forecast, standing, self._past, self._bound(sequence, standing))
         refusal = self._too_late(sequence, found, standing.now) or self._too_slow(sequence, found)
         if refusal is None:
@@ -84,6 +84,11 @@ class Deadline(DynamicPolicy):
         usable = standing.limits.kv_caching and not sequence.wants_scores
         found = standing.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
         return sequence.num_prompt_tokens - found
+
+    def _work_ahead(self, waiting: Sequence) -> int:
+        """Further answers (n > 1) came with a prompt that was computed; one that was pushed out computes all it has."""
+        taken = self._taken.get(waiting)
+        return waiting.num_tokens if taken is None else taken.work
 
     def _bound(self, sequence: Sequence | None, standing: Standing) -> float | None:
         """Seconds a step may take with it."""
