@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.simulated": {"planner", "models"},
     "bench.capacity": {"planner"},
     "bench.overload": {"planner"},
+    "bench.policies": {"planner"},
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence"},

@@ -28,7 +28,7 @@ from headrace.bench.load_flags import (
 )
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
 from headrace.bench.server_steps import read_steps, step_figures
-from headrace.bench.statistics import Sample, failure_reasons, parse_goodput, spread_of, summarise
+from headrace.bench.statistics import Sample, experiences, failure_reasons, parse_goodput, read_reader, spread_of, summarise
 from headrace.bench.workload import (
     Dialogue,
     DrawsLengths,
@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sent.add_argument("--seed", type=int, default=0)
     sent.add_argument("--num-warmups", type=int, default=2, help="requests before timing (default: 2)")
     shown = parser.add_argument_group("figures")
+    shown.add_argument("--expected-ttft", type=float, default=1.0, help="of readers: seconds to the first token that they expect (default: 1)")
+    shown.add_argument("--reading-speed", type=float, default=4.8, help="of readers: tokens a second (default: 4.8)")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request")
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
     limits = parse_goodput(args.goodput)
+    reader = read_reader(args.expected_ttft, args.reading_speed)
     if args.plot:
         load_pyplot()
     dialogues = create_workload(args)
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     limits_here = limits_of(client.host)
     outcome = asyncio.run(_measure(args, client, dialogues))
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
+    figures |= experiences(outcome.samples, reader)
     figures |= outcome.step_figures
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
     facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")

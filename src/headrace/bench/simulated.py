@@ -91,12 +91,12 @@ def _asked(args: argparse.Namespace) -> list[Asked]:
     if args.trace is not None:
         return traced(args.trace, count=args.requests, speed=1.0, max_prompt=args.max_len // 2, max_output=args.max_len // 2)
     draw = np.random.default_rng(args.seed)
-    prompts = _lognormal(draw, args.input, args.requests)
-    outputs = np.minimum(_lognormal(draw, args.output, args.requests), args.max_len // 2)
+    prompts = lognormal(draw, args.input, args.requests)
+    outputs = np.minimum(lognormal(draw, args.output, args.requests), args.max_len // 2)
     return [Asked(int(min(prompt, args.max_len - output)), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-def _lognormal(draw: np.random.Generator, quantiles: tuple[int, int], count: int) -> np.ndarray:
+def lognormal(draw: np.random.Generator, quantiles: tuple[int, int], count: int) -> np.ndarray:
     """Lengths with this median and 90th percentile."""
     median, p90 = quantiles
     drawn = np.exp(math.log(median) + draw.standard_normal(count) * (math.log(p90 / median) / P90))

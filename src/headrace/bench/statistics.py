@@ -13,6 +13,7 @@ What lives here: samples and arithmetic. What may not: clocks, sockets, printing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,13 @@ class Reader:
     speed: float = 4.8
 
 
+def read_reader(ttft: float, speed: float) -> Reader:
+    """Raises ConfigError."""
+    if not 0.0 < ttft < math.inf or not 0.0 < speed < math.inf:
+        raise ConfigError(f"--expected-ttft is {ttft:g} and --reading-speed {speed:g}; give finite numbers above 0.")
+    return Reader(ttft, speed)
+
+
 def experience(sample: Sample, reader: Reader) -> float:
     """QoE, 0 to 1. Token i is expected at e_i = sent + ttft + i / speed and begun at r_i, when it is here and the one before is read:
 
@@ -109,7 +117,7 @@ def experience(sample: Sample, reader: Reader) -> float:
 
 
 def experiences(samples: Sequence[Sample], reader: Reader) -> dict[str, float]:
-    """``mean_qoe``, ``p10_qoe`` (nine of ten readers have it better) and the share of those at 0.9 and above."""
+    """``mean_qoe``, ``p10_qoe`` (nine of ten readers have it better) and the share of those at 0.9 and above. Failed requests count, as 0."""
     values = np.asarray([experience(sample, reader) for sample in samples] or [0.0])
     return {"mean_qoe": float(values.mean()), "p10_qoe": float(np.percentile(values, 10)), "good_qoe_share": float((values >= 0.9).mean())}
 
@@ -122,14 +130,9 @@ def spread_of(values: Sequence[float], name: str, percentiles: Sequence[float] =
 
 
 def summarise(
-    samples: Sequence[Sample],
-    duration: float,
-    limits: Mapping[str, float] | None = None,
-    percentiles: Sequence[float] = (99.0,),
-    reader: Reader | None = None,
+    samples: Sequence[Sample], duration: float, limits: Mapping[str, float] | None = None, percentiles: Sequence[float] = (99.0,)
 ) -> dict[str, Any]:
-    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as failures, but
-    for the experience of readers (where one is given), who have none of them."""
+    """The figures of a run of ``duration`` seconds, under the names that serving benchmarks use. Failures count only as failures."""
     good = [sample for sample in samples if sample.error is None and sample.arrivals]
     outputs = sum(sample.output_tokens for sample in good)
     prompts = sum(sample.prompt_tokens for sample in good)
@@ -146,8 +149,6 @@ def summarise(
     }
     if limits:
         summary["request_goodput"] = sum(meets(sample, limits) for sample in good) / duration
-    if reader is not None:
-        summary |= experiences(samples, reader)
     series = {
         "ttft": [sample.ttft for sample in good],
         "tpot": [sample.tpot for sample in good if sample.tpot is not None],

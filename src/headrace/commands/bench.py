@@ -53,6 +53,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "arena": Benchmark("headrace.bench.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True),
     "capacity": Benchmark("headrace.bench.capacity", "requests a second within a bound on the time between tokens, simulated"),
     "overload": Benchmark("headrace.bench.overload", "requests served in time when more are asked than a device can do, simulated"),
+    "policies": Benchmark("headrace.bench.policies", "orders of service, each by its own measure, over a whole load curve, simulated"),
     "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("headrace.bench.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("headrace.bench.stream_rate", "tokens a second one server streams, nothing computed"),

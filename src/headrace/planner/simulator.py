@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.bench.statistics import Sample
+from headrace.bench.statistics import Reader, Sample, experiences
 from headrace.clock import VirtualClock
 from headrace.config import Decision, EngineConfig
 from headrace.cost.cost_model import CostModel
@@ -83,6 +83,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps, front=front).run()
     figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorder)
+    figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
     decisions = (*decisions, Decision("dtype", placement.dtype, "as the engine would choose"))
     longest = max(each.prompt + each.output for each in load.asked)
     return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)
