@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,13 @@ from headrace.bench.workload import (
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 REQUESTS = 64  # without --num-prompts
 CLOSED_LOOP = 8  # clients
+POINTS = 400  # of a drawn curve
+LEAST_DRAWN = 0.1  # ms: an axis of powers has no 0
+DISTRIBUTIONS: Mapping[str, Callable[[Sample], Sequence[float]]] = {
+    "TTFT": lambda sample: [sample.ttft],
+    "ITL": lambda sample: sample.gaps,
+    "E2E": lambda sample: [sample.e2e],
+}
 TICK = 0.01  # s between looks at how late the client's own loop is
 
 
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output_json:
         write_json(args.output_json, {"facts": facts, **figures, "requests": [asdict(sample) for sample in outcome.samples]})
     if args.plot:
-        plot_distributions(args.plot, facts, outcome.samples)
+        plot_distributions(args.plot, facts, {"measured": outcome.samples})
     return 0 if figures["completed"] else 1
 
 
@@ -125,10 +132,9 @@ def _drawn(args: argparse.Namespace, count: int, lengths: DrawsLengths, seeds: M
 
 
 def _shape(args: argparse.Namespace, count: int) -> str:
-    what = (
-        f"trace {args.trace.name}, {count} requests" if args.workload == "trace" else f"{args.workload}, {count} requests, {lengths_in_words(args)}"
-    )
-    return f"{what}, {args.endpoint}; {arrivals_in_words(args, _concurrency(args))}"
+    what = f"trace {args.trace.name}" if args.workload == "trace" else f"{args.workload}, {lengths_in_words(args)}"
+    many = "conversations" if args.workload == "conversation" else "requests"
+    return f"{what}, {count} {many}, {args.endpoint}; {arrivals_in_words(args, _concurrency(args))}"
 
 
 def _concurrency(args: argparse.Namespace) -> float:
@@ -183,17 +189,19 @@ def _print_problems(samples: Sequence[Sample], figures: Mapping[str, Any]) -> No
         print(f"note: this client used {share} of a core, so the figures may be its own limit; spread the load over several clients")
 
 
-def plot_distributions(path: Path, facts: Mapping[str, Any], samples: Sequence[Sample]) -> None:
-    """Cumulative distributions of TTFT, ITL and E2E."""
-    good = [sample for sample in samples if sample.error is None and sample.arrivals]
-    series = {
-        "TTFT": [sample.ttft for sample in good],
-        "ITL": [gap for sample in good for gap in sample.gaps],
-        "E2E": [sample.e2e for sample in good],
-    }
+def plot_distributions(path: Path, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Sample]]) -> None:
+    """Cumulative distributions of TTFT, ITL and E2E, a curve a run."""
     panels = []
-    for name, values in series.items():
-        ordered = sorted(values)
-        points = [(value * 1e3, (index + 1) / len(ordered)) for index, value in enumerate(ordered)]
-        panels.append({"x": f"{name} (ms)", "y": "share of requests" if name != "ITL" else "share of gaps", "curves": {name: points}})
+    for name, of in DISTRIBUTIONS.items():
+        curves = {run: _cumulative([value for sample in samples if sample.error is None and sample.arrivals for value in of(sample)])
+                  for run, samples in runs.items()}  # fmt: skip
+        panels.append({"x": f"{name} (ms)", "y": "share of requests" if name != "ITL" else "share of gaps", "curves": curves, "log": "x"})
     plot_curves(path, facts["shape"], panels, note=f"{facts['server']}; client {facts['machine']}; {facts['date']}")
+
+
+def _cumulative(seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """(milliseconds, share of them that are no longer), at most POINTS of them; the slowest is always one."""
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    places = sorted({round(last * step / (POINTS - 1)) for step in range(POINTS)}) if last > 0 else range(last + 1)
+    return [(max(ordered[place] * 1e3, LEAST_DRAWN), (place + 1) / (last + 1)) for place in places]

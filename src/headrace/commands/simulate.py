@@ -116,9 +116,11 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
         requests = [asdict(sample) for sample in report.samples]
         write_json(args.output_json, {"facts": facts, "prices": report.facts, **report.figures, **errors, "requests": requests})
     if args.plot:
+        from headrace.bench.saved import read_samples
         from headrace.bench.serve import plot_distributions
 
-        plot_distributions(args.plot, facts, report.samples)
+        measured = {f"measured ({path.stem})": read_samples(path) for path in args.against or ()}
+        plot_distributions(args.plot, facts, {"simulated": report.samples, **measured})
 
 
 def _source(config: EngineConfig) -> ModelSource:
