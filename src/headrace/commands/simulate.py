@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.commands import simulate_calibrate, simulate_curve, simulate_load
+from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request, as bench serve does")
     shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
     simulate_curve.add_arguments(parser)
+    simulate_reports.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     config, server = engine_config(args), server_config(args)
     source = _source(config)
     spec, device = families.spec_from_config(source.config), _device(args, config)
+    if simulate_reports.asked(args):
+        return simulate_reports.run(args, config, device, spec)
     if args.calibrate:
         return simulate_calibrate.run_calibration(args, config, device, spec)
     load = _load(args, config, server, spec, args.request_rate)

@@ -24,6 +24,7 @@ GB, GIB, TERA = 10**9, 2**30, 1e12
 HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/cpu/native.py)
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/triton/flat_forms.json); steps of single tokens are graphs
 
@@ -87,6 +88,7 @@ class Device:
     efficiency: Efficiency
     host_seconds: float
     calibrated: tuple[CalibratedSteps, ...] = ()
+    host_link: float | None = None  # bytes/s between its memory and the host's, one way, as published; None: they are one, or nobody knows
 
     @property
     def kind(self) -> str:
@@ -108,27 +110,27 @@ class Device:
 def known_devices() -> dict[str, Device]:
     """The catalogue. Rates are those of dense products with sums in float32."""
     return {
-        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured"),
-        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80),
-        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80),
-        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48),
-        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24),
+        "h200": _card("NVIDIA H200", 4.47, {"bfloat16": 798, "float16": 798, "float32": 54}, 140 * GIB, "measured", PCIE_5),
+        "h100": _published("NVIDIA H100 SXM", 3.35, {"bfloat16": 989, "float16": 989, "float32": 67}, 80, PCIE_5),
+        "a100": _published("NVIDIA A100 SXM", 2.039, {"bfloat16": 312, "float16": 312, "float32": 19.5}, 80, PCIE_4),
+        "l40s": _published("NVIDIA L40S", 0.864, {"bfloat16": 362, "float16": 362, "float32": 91.6}, 48, PCIE_4),
+        "rtx4090": _published("NVIDIA GeForce RTX 4090", 1.008, {"bfloat16": 165, "float16": 165, "float32": 82.6}, 24, PCIE_4),
     }
 
 
-def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int) -> Device:
+def _published(name: str, bandwidth: float, rates: Mapping[str, float], memory_gb: int, host_link: float) -> Device:
     lowered = {dtype: rate * REACHED_RATE for dtype, rate in rates.items()}
-    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published")
+    return _card(name, bandwidth * REACHED_BANDWIDTH, lowered, memory_gb * GB, "published", host_link)
 
 
-def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str) -> Device:
+def _card(name: str, bandwidth: float, rates: Mapping[str, float], memory: int, source: str, host_link: float) -> Device:
     """``bandwidth`` in TB/s, ``rates`` in TFLOP/s."""
     read = bandwidth * TERA
     gemm = {dtype: rate * TERA for dtype, rate in rates.items()}
     profile = DeviceProfile(
         identity=DeviceIdentity(kind="cuda", name=name, threads=0), read_bandwidth=read, copy_bandwidth=read, gemm_rates=gemm, source=source
     )
-    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS)
+    return Device(name, profile, memory, GPU_EFFICIENCY, GPU_HOST_SECONDS, host_link=host_link)
 
 
 def classes_of(kind: str, *, eager: bool = False) -> Classes:
@@ -148,7 +150,7 @@ def find_device(name: str, *, threads: int, memory: int | None, free_memory: int
 def _find(name: str, threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:
     known = known_devices()
     if name.endswith(".json"):
-        return _of_profile(load_profile(Path(name)), memory, free_memory)
+        return device_of(load_profile(Path(name)), memory, free_memory)
     key = name.lower().replace(" ", "").replace("-", "").removeprefix("nvidia")
     if key == HERE:
         return _this_cpu(threads, memory, free_memory, folder)
@@ -165,10 +167,11 @@ def _this_cpu(threads: int, memory: int | None, free_memory: int, folder: Path |
         raise ConfigError(
             f"This CPU was never measured with {threads} threads (nothing in {where}); measure it with: headrace doctor --profile --no-load"
         )
-    return _of_profile(profile, memory, free_memory)
+    return device_of(profile, memory, free_memory)
 
 
-def _of_profile(profile: DeviceProfile, memory: int | None, free_memory: int) -> Device:
+def device_of(profile: DeviceProfile, memory: int | None, free_memory: int) -> Device:
+    """A device by its profile alone. Raises ConfigError for a card without ``memory``."""
     if profile.identity.kind == "cpu":
         return Device(profile.identity.name, profile, memory or free_memory, CPU_EFFICIENCY, CPU_HOST_SECONDS)
     if memory is None:

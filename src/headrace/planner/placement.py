@@ -35,7 +35,7 @@ def place(spec: DecoderSpec, config: EngineConfig, device: Device) -> Placement:
     """``config`` is resolved. Raises ConfigError or OutOfMemory with the numbers."""
     from headrace.worker.memory import Room, plan_kv
 
-    dtype = _dtype(spec, config, device)
+    dtype = dtype_of(spec, config, device)
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
     purposes = _purposes(spec, config, device, ELEMENT_BYTES[dtype])
     _check_fits(spec, device, available, purposes)
@@ -57,7 +57,7 @@ def place(spec: DecoderSpec, config: EngineConfig, device: Device) -> Placement:
     return Placement(info, dtype, specs)
 
 
-def _dtype(spec: DecoderSpec, config: EngineConfig, device: Device) -> str:
+def dtype_of(spec: DecoderSpec, config: EngineConfig, device: Device) -> str:
     """As the engine would choose; ``cpu`` is this one."""
     from headrace.worker.settings import resolve_dtype
 

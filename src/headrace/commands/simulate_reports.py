@@ -1,0 +1,151 @@
+"""``headrace simulate --advise`` and ``--four-costs``: reports about a model on a device that need no load.
+
+What lives here: their flags, their tables, and the simulated sweep beside the advice. What may not: the arithmetic (planner/).
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.flags import parse_size
+
+if TYPE_CHECKING:
+    from headrace.planner.advice import Advice
+    from headrace.planner.devices import Device
+    from headrace.planner.four_costs import Costs, Row
+    from headrace.planner.priced import Priced
+    from headrace.spec import DecoderSpec
+
+GIB = 2**30
+SWEPT_TOKENS = 1_000_000  # of keys, at most, in one point of the sweep: it computes their prompts, too
+CONTEXT = 2048
+ALL = (-1,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    reports = parser.add_argument_group("reports (they need no load)")
+    reports.add_argument(
+        "--advise", type=parse_size, nargs="?", const=CONTEXT, metavar="CONTEXT",
+        help=f"how many sequences of so many tokens are worth their memory, and what a second engine would add (default: {CONTEXT})",
+    )  # fmt: skip
+    reports.add_argument(
+        "--four-costs", type=parse_size, nargs="*", metavar="CONTEXT",
+        help="what long contexts cost: prompt, users at once, a token, a switch between users (default: 4k to 1M)",
+    )  # fmt: skip
+    reports.add_argument("--host-link", type=parse_size, metavar="SIZE", help="bytes a second between device and host, one way, for --four-costs")
+
+
+def asked(args: argparse.Namespace) -> bool:
+    return args.advise is not None or args.four_costs is not None
+
+
+def run(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
+    from headrace.bench.report import machine_facts, print_facts, write_json
+    from headrace.planner.priced import priced
+
+    if args.host_link is not None and args.host_link < 1:
+        raise ConfigError(f"--host-link is {args.host_link}; give bytes a second, at least 1.")
+    found = priced(spec, config, device)
+    facts = machine_facts(str(device), model=f"{args.model or args.model_argument}, {found.dtype}")
+    print_facts(facts)
+    written: dict[str, Any] = {"facts": facts}
+    if args.four_costs is not None:
+        written["four_costs"] = _show_costs(found, args.four_costs, args.host_link)
+    if args.advise is not None:
+        written["advice"] = _show_advice(found, args.advise)
+    if args.output_json:
+        write_json(args.output_json, written)
+    return 0
+
+
+# --- four costs
+
+
+def _show_costs(found: Priced, contexts: list[int], host_link: float | None) -> list[dict[str, Any]]:
+    from headrace.bench.report import table
+    from headrace.planner.four_costs import CONTEXTS, four_costs
+
+    rows, notes = four_costs(found, contexts or CONTEXTS, host_link=host_link)
+    columns = ("context", "KV GiB", "prompt s", "users", "token ms", "token ms, all", "switch s")
+    for title, which in (("at the peak, all memory but the weights for keys and values", "peak"), ("by this engine", "engine")):
+        print(f"\n{title}:\n{table(columns, [_cells(row, getattr(row, which)) for row in rows])}")
+    for note in notes:
+        print(f"note: {note}")
+    return [asdict(row) for row in rows]
+
+
+def _cells(row: Row, costs: Costs | None) -> list[Any]:
+    start: list[Any] = [row.context, row.kv_bytes / GIB]
+    if costs is None:
+        return [*start, *[None] * 5]
+    full = costs.full * 1e3 if costs.full is not None else None
+    return [*start, costs.prompt, costs.users, costs.own * 1e3, full, costs.switch]
+
+
+# --- advice
+
+
+def _show_advice(found: Priced, context: int) -> dict[str, Any]:
+    from headrace.bench.report import table
+    from headrace.planner.advice import advise
+
+    advice = advise(found, context)
+    batches = sorted({1, max(1, advice.knee // 4), max(1, advice.knee // 2), advice.knee, min(2 * advice.knee, advice.most), advice.most})
+    points = [_point(found, batch, context) for batch in batches]
+    columns = ("sequences", "step ms", "tokens/s", "simulated ms", "error")
+    print(f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}")
+    for line in sentences(advice):
+        print(line)
+    return {**asdict(advice), "points": points}
+
+
+def sentences(advice: Advice) -> list[str]:
+    """The advice in words."""
+    share = advice.tokens_a_second / advice.most_tokens_a_second
+    if advice.knee == advice.most:
+        knee = f"Memory ends before the knee: all {advice.most:,} sequences that fit are worth it ({advice.tokens_a_second:,.0f} tokens/s)."
+        spare = "No KV memory is spare."
+    else:
+        knee = (
+            f"The knee is at {advice.knee:,} sequences: {advice.tokens_a_second:,.0f} tokens/s, {share:.0%} of what the {advice.most:,} "
+            f"that fit would give, at {advice.step * 1e3:.1f} ms a token (--max-num-seqs {advice.knee})."
+        )
+        spare = f"Beyond it lie {advice.spare_blocks:,} blocks, {advice.spare_bytes / GIB:.1f} GiB of KV: they buy the last {1 - share:.0%}."
+    return [knee, spare, _of_replica(advice)]
+
+
+def _of_replica(advice: Advice) -> str:
+    size = f"{advice.replica_bytes / GIB:.1f} GiB each"
+    if not advice.replica_fits:
+        return f"A second engine does not fit: two with {advice.knee:,} sequences take {size}."
+    gain = f"two with {advice.knee:,} sequences ({size}) would give at most {advice.replica_ratio:.2f} times one with all memory"
+    return f"A second engine {'would use the slack' if advice.replica_pays else 'would not pay'}: {gain}."
+
+
+def _point(found: Priced, batch: int, context: int) -> dict[str, Any]:
+    predicted = found.decode_seconds(batch, context)
+    simulated = _simulated(found, batch, context) if batch * context <= SWEPT_TOKENS else None
+    error = f"{predicted / simulated - 1:+.1%}" if simulated else None
+    point = {"sequences": batch, "step ms": predicted * 1e3, "tokens/s": batch / predicted}
+    return {**point, "simulated ms": simulated * 1e3 if simulated else None, "error": error}
+
+
+def _simulated(found: Priced, batch: int, context: int) -> float | None:
+    """The time between tokens while all of them write, through the engine's own scheduler; None where the context is too short to tell."""
+    from headrace.planner.simulator import Load, simulate
+    from headrace.planner.workload import Asked
+
+    most = found.config.scheduler.max_num_batched_tokens or 1
+    steps = -(-batch * context // max(1, most - batch)) + 2  # until the last prompt is computed
+    prompt = context - steps // 2 - 8
+    if prompt < 1:
+        return None
+    scheduler = replace(found.config.scheduler, max_num_seqs=batch, max_num_batched_tokens=max(most, 2 * batch))
+    load = Load([Asked(prompt, steps + 24, at=0.0)] * batch, max_queue=batch, front=False)
+    report = simulate(found.spec, replace(found.config, scheduler=scheduler), found.device, load)
+    return median(report.samples[-1].gaps[4:20])
