@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     source = _source(config)
     spec, device = families.spec_from_config(source.config), _device(args, config)
     if simulate_reports.asked(args):
-        return simulate_reports.run(args, config, device, spec)
+        return simulate_reports.run_reports(args, config, device, spec)
     if args.calibrate:
         return simulate_calibrate.run_calibration(args, config, device, spec)
     load = _load(args, config, server, spec, args.request_rate)

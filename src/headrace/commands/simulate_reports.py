@@ -44,7 +44,7 @@ def asked(args: argparse.Namespace) -> bool:
     return args.advise is not None or args.four_costs is not None
 
 
-def run(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
+def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
     from headrace.bench.report import machine_facts, print_facts, write_json
     from headrace.planner.priced import priced
 
