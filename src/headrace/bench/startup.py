@@ -145,7 +145,7 @@ def served_start(flags: Sequence[str]) -> dict[str, float]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
         try:
             return asyncio.run(_first_requests(f"http://127.0.0.1:{port}", server, begin))
-        except _Ended as ended:
+        except ServerEnded as ended:
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines() or ["no message"]
             raise BenchFailed(f"headrace serve ended with status {server.returncode}: {lines[-1]}") from ended
@@ -153,7 +153,7 @@ def served_start(flags: Sequence[str]) -> dict[str, float]:
             _stop(server)
 
 
-class _Ended(Exception):
+class ServerEnded(BenchFailed):
     """The server ended before it was ready."""
 
 
@@ -169,7 +169,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 async def _first_requests(url: str, server: subprocess.Popen[bytes], begin: float) -> dict[str, float]:
     client = HttpClient(url, timeout=READY_TIMEOUT)
-    model = await _ready(client, server)
+    model = await await_ready(client, server)
     ready = time.perf_counter() - begin
     generator = LoadGenerator(client, model, "completions", 1, as_ids=True)
     await generator.run(random_dialogues(6, Lengths(32, 8), vocab_size=1000))
@@ -181,12 +181,12 @@ async def _first_requests(url: str, server: subprocess.Popen[bytes], begin: floa
     return {"serve: ready": ready, "serve: first token after ready": first, "serve: first token, later requests": median(later)}
 
 
-async def _ready(client: HttpClient, server: subprocess.Popen[bytes]) -> str:
-    """Waits for /ready; the model's name. Raises BenchFailed when the server ends or takes too long."""
+async def await_ready(client: HttpClient, server: subprocess.Popen[bytes]) -> str:
+    """Waits for /ready; the model's name. Raises BenchFailed when it takes too long, ServerEnded when the server ends."""
     deadline = time.perf_counter() + READY_TIMEOUT
     while time.perf_counter() < deadline:
         if server.poll() is not None:
-            raise _Ended
+            raise ServerEnded("The server ended before it was ready.")
         try:
             if (await client.get("/ready")).status == 200:
                 models: Any = (await client.get("/v1/models")).json()

@@ -47,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "rival": Benchmark("headrace.bench.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
     "startup": Benchmark("headrace.bench.startup", "from the command to readiness, taken apart"),
     "table": Benchmark("headrace.bench.table", "every row of the performance table, beside its floor and a peer's figure", behind=True),
+    "truth": Benchmark("headrace.bench.truth", "how true a simulation is here: prices fitted to one load, held against another", behind=True),
     "profile": Benchmark("headrace.bench.profile_page", "where a start's time goes and where a step's, on one page", behind=True),
     "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", run="run_command"),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),

@@ -76,7 +76,8 @@ def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that submits them."""
+    """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that submits them.
+    ``read_bandwidth`` and ``gemm_rate``: the limits that the engine knew, bytes/s and FLOP/s."""
 
     model: str
     shape: ModelShape
@@ -84,6 +85,8 @@ class RunFacts:
     dtype: str
     overlap: int
     engine: str  # its version
+    read_bandwidth: float
+    gemm_rate: float
     switches: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,9 +99,9 @@ class RunFacts:
 
 def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine: str) -> RunFacts:
     """``config`` is resolved."""
-    return RunFacts(
-        model, shape_of(cost_model.spec), cost_model.profile.identity, cost_model.dtype, config.overlap or 0, engine, switches_of(config)
-    )
+    profile, dtype = cost_model.profile, cost_model.dtype
+    limits = profile.read_bandwidth, profile.gemm_rate(dtype)
+    return RunFacts(model, shape_of(cost_model.spec), profile.identity, dtype, config.overlap or 0, engine, *limits, switches_of(config))
 
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:

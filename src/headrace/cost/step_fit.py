@@ -1,8 +1,9 @@
-"""Prices of steps from steps that were measured: the slownesses of prices.py, none negative, by least squares on relative errors.
+"""Prices of steps from steps that were measured: the slownesses of prices.py, none negative, by the least sum of |log(predicted / measured)|.
 
 A kind of work takes the larger of two times, so which of the two decides is guessed, the rest is linear, and the guess is made anew from what
-came out, until it stays (from several beginnings; the best end counts). Steps that were disturbed weigh little: each is weighted by one over
-its own error, which makes it the least sum of errors, not of squares.
+came out, until it stays (from several beginnings; the best end counts). Each round is a least-squares problem in which a step weighs one over
+its own error, so that disturbed steps weigh little, and its unit is the mean (geometric) of what was predicted and measured: a step that took
+twice as long as predicted is as wrong as one that took half.
 
 Slownesses may be held to at least ``least``: on a device whose memory is far larger than its caches, nothing is quicker than the limit, and what
 takes longer than that is told apart from what a step costs beside.
@@ -27,6 +28,7 @@ from headrace.cost.prices import Slowness, StepPrices
 LEAST_STEPS = 20
 TOLD_APART = 0.1  # of a column's length that no other column explains
 LEAST_WEIGHTED = 0.01  # relative errors below are all alike
+MOST_OFF = 10.0  # times: beyond, all are as wrong
 _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 
@@ -86,9 +88,10 @@ def fit_steps(observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: f
     columns, counts = made.all(), made.counts
     measured = np.array([each.seconds for each in observed])
     ends = [_descend(columns, measured, counts, beginning) for beginning in _FLOPS_BEGINNINGS]
-    values, parameters = min(ends, key=lambda end: float(_errors(columns, end[0], measured) @ counts))
-    errors = _errors(columns, values, measured)
-    bias = float(_predicted(columns, values).sum() / measured.sum() - 1.0)
+    values, parameters = min(ends, key=lambda end: float(_errors(_predicted(columns, end[0]), measured) @ counts))
+    predicted = _predicted(columns, values)
+    errors = np.abs(predicted / measured - 1.0)
+    bias = float(predicted.sum() / measured.sum() - 1.0)
     return FittedSteps(_prices(values, assumed), parameters, float(np.median(errors)), float(np.percentile(errors, 90)), bias)
 
 
@@ -170,10 +173,12 @@ def _descend(columns: Sequence[_Column], measured: np.ndarray, counts: np.ndarra
     for _ in range(_ROUNDS):
         before = values
         values, parameters = _solve(columns, _deciding(columns, values), measured, weights)
-        errors = _errors(columns, values, measured)
+        predicted = _predicted(columns, values)
+        errors = _errors(predicted, measured)
         if best is None or errors @ counts < best[0]:
             best = float(errors @ counts), values, parameters
-        weights = np.sqrt(counts / np.maximum(errors, LEAST_WEIGHTED)) / measured
+        unit = np.sqrt(measured * np.clip(predicted, measured / MOST_OFF, measured * MOST_OFF))
+        weights = np.sqrt(counts / np.maximum(errors, LEAST_WEIGHTED)) / unit
         if np.allclose(before, values, rtol=1e-6, atol=0.0):
             break
     assert best is not None
@@ -260,6 +265,7 @@ def _predicted(columns: Sequence[_Column], values: np.ndarray) -> np.ndarray:
     return total
 
 
-def _errors(columns: Sequence[_Column], values: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.abs(_predicted(columns, values) / measured - 1.0)
+def _errors(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """|log(predicted / measured)|, up to that of MOST_OFF."""
+    found: np.ndarray = np.abs(np.log(np.clip(predicted / measured, 1.0 / MOST_OFF, MOST_OFF)))
     return found

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from headrace.builders import mark_of
 from headrace.clock import RealClock
-from headrace.config import Decision, EngineConfig
+from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import cascades, facts_of, switches_of
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
@@ -98,24 +98,25 @@ def create_engine(
         speed=recorder.speed,
     )
     info = describe(config, source, core, eos, decisions)
-    trace = _create_trace(file, config, source, core, recorder, info) if file is not None else None
+    trace = create_trace(file, config.device, source, core, recorder, info) if file is not None else None
     if trace is not None:
         core.observe(trace)
     return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
 
 
-def _create_trace(
-    file: TraceFile, config: EngineConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
+def create_trace(
+    file: TraceFile, config: DeviceConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
 ) -> StepTrace:
+    """An observer that writes this engine's steps down. ``config`` is resolved; nothing is running."""
     name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
     if floors is None:
         return StepTrace(file, recorder, core.stats, name=name)
     from headrace import __version__
     from headrace.cost.sharing import SharedBlocks
 
-    facts = facts_of(floors, config.device, model=source.name, engine=__version__)
+    facts = facts_of(floors, config, model=source.name, engine=__version__)
     groups, heads = [group.spec for group in core.executor.info.kv_groups], floors.spec.num_heads // floors.spec.num_kv_heads
-    sharing = SharedBlocks(groups, heads) if cascades(config.device, facts.device.kind, facts.dtype) else None
+    sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
     return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
 
 
