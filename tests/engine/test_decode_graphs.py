@@ -109,7 +109,7 @@ def noted(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[...
 
 def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[str] = []
-    for name in ("forward", "draw"):
+    for name in ("compute", "draw"):
         real = getattr(DecodeGraphs, name)
         monkeypatch.setattr(DecodeGraphs, name, noted(replays, name, real))
     with recorded_executor(graphed=True) as (executor, _, decoder):
@@ -118,11 +118,11 @@ def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.Monkey
         replays.clear()
         decoder.fault = RuntimeError("decoding must not call the decoder")
         decode(executor, planner, [plain])
-        assert replays == ["forward", "draw"]
+        assert replays == ["compute", "draw"]
         decode(executor, planner, [plain, warm])
-        assert replays[2:] == ["forward", "draw"]
+        assert replays[2:] == ["compute", "draw"]
         decode(executor, planner, [counted])
-        assert replays[4:] == ["forward"], "a row with penalties is left to the sampler"
+        assert replays[4:] == ["compute"], "a row with penalties is left to the sampler"
         planner.add(third)
         with pytest.raises(StepFailed):  # a mixed step is eager: it meets the fault
             run(executor, planner.plan([(plain, len(plain.ids) - 1, 1), (third, 0, 2)]))
@@ -412,9 +412,9 @@ def _next_row(token_ids: torch.Tensor, row: torch.Tensor, *rest: Any) -> torch.T
     return store_tokens(token_ids, (row + 1) % len(token_ids), *rest)
 
 
-def _stale_contexts(self: DecodeGraphs, bucket: int, rows: Any, contexts: Any) -> None:
+def _stale_contexts(self: DecodeGraphs, rows: Any, contexts: Any) -> int:
     """Lengths as they were when the bucket was captured."""
-    _real_ship(self, bucket, rows, np.minimum(contexts, 3))
+    return _real_write(self, rows, np.minimum(contexts, 3))
 
 
 def _too_small(self: DecodeGraphs, count: int) -> int | None:
@@ -422,20 +422,25 @@ def _too_small(self: DecodeGraphs, count: int) -> int | None:
     return max(size for size in self._buckets if size <= count)
 
 
-def _early(self: DecodeGraphs, count: int, how: Any) -> Any:
-    """The result of the replay before."""
-    captured = self._draw[self._bucket(count), how]  # type: ignore[index]
-    before = captured.result.clone()
-    captured.graph.replay()
-    return before[:count]
+def _early(self: DecodeGraphs, bucket: int, count: int, how: Any) -> Any:
+    """The result of the step before."""
+    _real_draw(self, bucket, count, how)
+    return self._mailbox._answers[self._mailbox._at - 1][:count]
 
 
-_real_ship, _real_gathered = DecodeGraphs._ship, Gather.gathered
+def _ahead(self: DecodeGraphs, bucket: int) -> None:
+    """The host counts one step more than the device."""
+    self._mailbox._at = (self._mailbox._at + 1) % len(self._mailbox.slots)
+    _real_compute(self, bucket)
+
+
+_real_write, _real_compute, _real_draw, _real_gathered = DecodeGraphs.write, DecodeGraphs.compute, DecodeGraphs.draw, Gather.gathered
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "rows that fill up write KV": (Gather, "gathered", _writes_slot_0),
     "stale block tables": (Gather, "gathered", _frozen_table),
     "tokens of another row": (RecordableKernels, "stored", staticmethod(_next_row)),
-    "stale lengths": (DecodeGraphs, "_ship", _stale_contexts),
+    "stale lengths": (DecodeGraphs, "write", _stale_contexts),
+    "the host is a step ahead": (DecodeGraphs, "compute", _ahead),
     "a bucket too small": (DecodeGraphs, "_bucket", _too_small),
     "the last step's tokens": (DecodeGraphs, "draw", _early),
     "every row is drawn greedily": (model_runner, "draw_of", lambda traits: Draw.GREEDY),
@@ -507,3 +512,28 @@ def test_every_capture_is_made_with_scratch_of_its_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(RecordedGraph, "capture_begin", begin)
     with recorded_executor(graphed=True):
         assert inside == [True, False]
+
+
+def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of a cohort share their arrays; a row that changes hands in between brings other wishes."""
+    looks: list[object] = []
+    real = model_runner.draw_of
+    monkeypatch.setattr(model_runner, "draw_of", lambda traits: looks.append(None) or real(traits))
+    with recorded_executor(graphed=True) as (executor, _, _):
+        planner, (one, other) = Planner(executor.info.kv_groups), sequences(2, 7)
+        prefill(executor, planner, [one, other])
+        looks.clear()
+        first = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, other)])
+        take(run(executor, first), [one, other])
+        for _ in range(3):
+            again = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, other)])
+            shared = {name: getattr(first, name) for name in ("rows", "counts", "sample_work", "sample_rows")}
+            take(run(executor, replace(again, **shared)), [one, other])
+        assert len(looks) == 1
+        anew = Planned(other.row, other.ids[:4], WARM, 9)
+        planner.add(anew)
+        take(run(executor, planner.plan([(anew, 0, 4)])), [anew])
+        again = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, anew)])
+        take(run(executor, replace(again, **shared)), [one, anew])
+        assert len(looks) == 2
+    assert [anew.output] == alone([anew])

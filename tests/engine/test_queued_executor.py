@@ -11,14 +11,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from headrace.engine.executor import Ticket
 from headrace.errors import StepFailed
+from headrace.kernels.rows import fetch_step, store_tokens
 from headrace.request import StepPlan, StepResult, TokenMasks
-from headrace.worker import pinned
+from headrace.worker.pinned import Mailbox
 from headrace.worker.queued_executor import QueuedExecutor
 from support.recorded_graphs import info_of
 
@@ -143,7 +143,7 @@ def test_a_closed_executor_waits_for_the_device_gives_memory_back_and_runs_nothi
         executor.submit(plan_of(1))
 
 
-# --- the ring ---------------------------------------------------------------------------------------------------------
+# --- the mailbox ------------------------------------------------------------------------------------------------------
 
 
 class Queue:
@@ -160,62 +160,77 @@ class Queue:
 
     def event(self) -> Any:
         mark = SimpleNamespace(at=0)
-        return SimpleNamespace(record=lambda: setattr(mark, "at", len(self.work)), synchronize=lambda: self.run(mark.at))
+        return SimpleNamespace(record=lambda stream: setattr(mark, "at", len(self.work)), synchronize=lambda: self.run(mark.at))
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     made = Queue()
-    cuda = SimpleNamespace(Event=made.event)
-    pageable = SimpleNamespace(zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), int32=torch.int32, cuda=cuda)
-    monkeypatch.setattr(pinned, "torch", pageable)
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
     return made
 
 
-def ship(ring: pinned.PinnedRing, queue: Queue, value: int, arrived: list[int]) -> None:
-    with ring.slot() as host:
-        host[:] = value
-        source = ring.tensor
-        queue.work.append(lambda: arrived.append(int(source[0])))
+def mailbox_of(slots: int = 4) -> Mailbox:
+    return Mailbox((3, 2), (2, 2), torch.device("cpu"), Any, slots)
+
+
+def send(mailbox: Mailbox, queue: Queue, value: int, arrived: list[int]) -> None:
+    """A step that is told ``value`` and answers with its negative."""
+    mailbox.next()[:] = value
+    step = torch.zeros(3, 2, dtype=torch.int32)
+    nowhere, tokens = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+
+    def compute() -> None:
+        fetch_step(mailbox.inward, mailbox.turn, step)
+        arrived.append(int(step[2, 1]))
+        tokens.fill_(-arrived[-1])
+        store_tokens(torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere, tokens, nowhere == 0, mailbox.outward, mailbox.turn)
+
+    queue.work.append(compute)
+    mailbox.queued()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_a_buffer_is_not_written_again_before_its_copy_has_run(queue: Queue, slots: int) -> None:
-    ring = pinned.PinnedRing((3,), slots)
-    arrived: list[int] = []
+def test_a_slot_is_not_written_again_before_it_has_been_fetched(queue: Queue, slots: int) -> None:
+    mailbox, arrived = mailbox_of(slots), list[int]()
     for value in range(1, 20):
-        ship(ring, queue, value, arrived)
+        send(mailbox, queue, value, arrived)
         assert len(queue.work) - queue.done <= slots
     queue.run(len(queue.work))
     assert arrived == list(range(1, 20))
 
 
-def test_nobody_waits_while_there_are_buffers_left(queue: Queue) -> None:
-    ring = pinned.PinnedRing((3,))
-    arrived: list[int] = []
+def test_nobody_waits_while_there_are_slots_left_and_answers_stay_until_they_are_read(queue: Queue) -> None:
+    mailbox, arrived, answers = mailbox_of(), list[int](), []
     for value in range(4):
-        ship(ring, queue, value, arrived)
+        send(mailbox, queue, value, arrived)
+        answers.append(mailbox.answer)
     assert queue.done == 0, "three steps in flight and the next one's inputs fit"
+    queue.run(4)
+    assert [answer.tolist() for answer in answers] == [[[-value, 1], [-value, 1]] for value in range(4)]
 
 
-def test_a_ring_that_does_not_wait_is_noticed(queue: Queue) -> None:
+def test_a_mailbox_that_does_not_wait_is_noticed(queue: Queue) -> None:
     """The negative control: events that never wait."""
-    ring = pinned.PinnedRing((3,), 2)
-    arrived: list[int] = []
-    for event in ring._copied:
+    mailbox, arrived = mailbox_of(2), list[int]()
+    for event in mailbox._fetched:
         event.synchronize = lambda: None  # type: ignore[method-assign]
     for value in range(1, 7):
-        ship(ring, queue, value, arrived)
+        send(mailbox, queue, value, arrived)
     queue.run(len(queue.work))
     assert arrived != list(range(1, 7))
 
 
-def test_the_buffer_given_out_is_the_one_that_is_copied_from(queue: Queue) -> None:
-    ring = pinned.PinnedRing((4,))
-    for value in range(6):
-        with ring.slot() as host:
-            host[:] = np.arange(4) + value
-            assert ring.tensor.tolist() == [value, value + 1, value + 2, value + 3]
+def test_after_a_step_that_never_ran_both_sides_begin_again(queue: Queue) -> None:
+    mailbox, arrived = mailbox_of(), list[int]()
+    send(mailbox, queue, 1, arrived)
+    mailbox.next()  # its launch failed
+    queue.run(1)
+    mailbox.restart()
+    for value in (2, 3, 4):
+        send(mailbox, queue, value, arrived)
+    queue.run(4)
+    assert arrived == [1, 2, 3, 4]
 
 
 def masked(step_id: int) -> StepPlan:

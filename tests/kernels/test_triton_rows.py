@@ -55,3 +55,26 @@ def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  #
     wanted = torch.zeros(5, 6, dtype=torch.int32)
     wanted[4, 5], wanted[0, 3] = 11, 14  # place 0 (padding) and place 6 (beyond the row) go nowhere
     assert token_ids.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_what_the_host_wrote_is_fetched_slot_by_slot(count: int) -> None:
+    ring = torch.randint(-1, 1000, (3, 3, 304), dtype=torch.int32)
+    for fetch in (rows.fetch_step, twins.fetch_step):
+        turn, shipped = torch.zeros(1, dtype=torch.int32), torch.full((3, 304), 7, dtype=torch.int32)
+        for slot in (0, 1, 2, 0):
+            fetch(ring, turn, shipped[:, :count])
+            assert shipped[:, :count].tolist() == ring[slot, :, :count].tolist() and (shipped[:, count:] == 7).all()
+            assert turn.item() == (slot + 1) % 3
+
+
+@pytest.mark.parametrize("store", [rows.store_tokens, twins.store_tokens])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_tokens_are_left_for_the_host_in_the_slot_of_their_step(store, turn: int) -> None:  # type: ignore[no-untyped-def]
+    token_ids, ring = torch.zeros(200, 6, dtype=torch.int32), torch.full((3, 304, 2), -7, dtype=torch.int32)
+    row, tokens = torch.arange(200, dtype=torch.int32), torch.arange(200) + 3
+    store(token_ids, row, row * 0 + 2, tokens, tokens % 2 == 0, ring, torch.tensor([turn], dtype=torch.int32))
+    slot = (turn - 1) % 3
+    assert ring[slot, :200].tolist() == [[token, int(token % 2 == 0)] for token in range(3, 203)]
+    ring[slot, :200] = -7
+    assert (ring == -7).all() and token_ids[:, 2].tolist() == list(range(3, 203))

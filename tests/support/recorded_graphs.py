@@ -25,7 +25,7 @@ from headrace.kernels.rows import store_tokens
 from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan
 from headrace.spec import KVGroup, KVKind, KVSpec
-from headrace.worker import graphs, model_runner, pinned
+from headrace.worker import graphs, model_runner
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner, Sampled
@@ -116,15 +116,13 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    pageable = SimpleNamespace(zeros=lambda size, dtype, pin_memory: torch.zeros(size, dtype=dtype), int32=torch.int32, cuda=torch.cuda)
-    monkeypatch.setattr(pinned, "torch", pageable)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
     monkeypatch.setattr(graphs, "scratch_of_graphs", lambda device: nullcontext())
 
 
 def _copied(step: Sampled) -> Sampled:
     """What a copy to the host is on a CPU: what is computed later does not show in it."""
-    return replace(step, samples=tuple(replace(each, picked=each.picked.clone()) for each in step.samples))
+    return replace(step, samples=tuple(replace(each, picked=torch.as_tensor(each.picked).clone()) for each in step.samples))
 
 
 class SlotDecoder:

@@ -9,7 +9,8 @@ Operations and the facts a call site should state (unstated facts are taken as "
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
 ``fused_linear`` (dtype, in_features, out_features, gated),
-``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``gather_inputs``, ``store_tokens`` (dtype, int32).
+``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``fetch_step``, ``gather_inputs``,
+``store_tokens`` (dtype, int32).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "score_tokens": triton.SCORE_TOKENS,
         "gather_inputs": triton.GATHER_INPUTS,
         "store_tokens": triton.STORE_TOKENS,
+        "fetch_step": triton.FETCH_STEP,
     }
 )
 
@@ -75,6 +77,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "score_tokens": sampling.score_tokens,
         "gather_inputs": rows.gather_inputs,
         "store_tokens": rows.store_tokens,
+        "fetch_step": rows.fetch_step,
     }
 )
 

@@ -1,6 +1,7 @@
-"""Between rows and a step, on the device: the torch twins of gathering a step's inputs from rows and of writing picked tokens into them.
+"""Between the host, rows and a step, on the device: the torch twins of fetching what the host has written for a step, of gathering its inputs
+from rows, and of writing picked tokens into them and for the host.
 
-What lives here: those two. What may not: what a row is (worker/rows.py), which rows take part, picking.
+What lives here: those three. What may not: what a row is (worker/rows.py), which rows take part, picking.
 """
 
 from __future__ import annotations
@@ -38,10 +39,26 @@ def store_tokens(
     place: Tensor,  # [n], int32: where in the row the token goes; beyond the row's length (and below 1): nowhere
     tokens: Tensor,  # [n], int64
     usable: Tensor,  # [n], bool
+    ring: Tensor | None = None,  # [slots, n or more, 2], int32, written: where the host looks, else in what is returned
+    turn: Tensor | None = None,  # [1], int32, with it: the slot after this step's
 ) -> Tensor:
-    """Writes picked tokens into their rows, where the next step finds them. Returns (token, usable) for the host, [n, 2] int32."""
+    """Writes picked tokens into their rows, where the next step finds them, and (token, usable) for the host. Returns that, [n, 2] int32; with
+    ``ring`` nothing of use."""
     at = place.long()
     inside = (at >= 1) & (at < token_ids.shape[1])
     at, row = torch.where(inside, at, 0), row.long()
     token_ids[row, at] = torch.where(inside, tokens.int(), token_ids[row, at])
-    return torch.stack((tokens.int(), usable.int()), dim=1)
+    picked = torch.stack((tokens.int(), usable.int()), dim=1)
+    if ring is not None and turn is not None:
+        ring[:, : len(picked)].index_copy_(0, (turn - 1).remainder(ring.shape[0]).long(), picked[None])
+    return picked
+
+
+def fetch_step(
+    ring: Tensor,  # [slots, 3, width], int32: where the host writes
+    turn: Tensor,  # [1], int32: the slot of this step, written: of the next one
+    step: Tensor,  # [3, n], int32, written: row, position and context of each row of the step
+) -> None:
+    """Copies the slot's first ``n`` columns."""
+    step.copy_(ring.index_select(0, turn.long())[0, :, : step.shape[1]])
+    turn.add_(1).remainder_(ring.shape[0])

@@ -1,10 +1,10 @@
-"""CUDA graphs of decode steps: everything between a step's numbers and its hidden states, or its tokens, launched as one.
+"""CUDA graphs of decode steps: everything between a step's numbers on the host and its hidden states, or its tokens there, launched as one.
 
 A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host. For
-every batch bucket graphs are captured when an engine starts: one gathers the inputs from rows and computes the forward pass, others go
-from there to tokens written into rows, one for each kind of draw (rows with more on their minds are sampled eagerly, and so are buckets
-whose logits would be more than a step may hold). Rows that fill a batch up to its bucket are of no sequence: they see no keys, write
-none (slot -1) and store no token.
+every batch bucket graphs are captured when an engine starts: one fetches what the host has written (pinned.py), gathers the inputs from
+rows and computes the forward pass, others go from there to tokens written into rows and delivered to the host, one for each kind of draw
+(rows with more on their minds are sampled eagerly, and so are buckets whose logits would be more than a step may hold). Rows that fill a
+batch up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
 """
@@ -12,7 +12,7 @@ What lives here: the buckets, their static inputs, capture and replay. What may 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,11 +25,12 @@ from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
 from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.inputs import Gather
-from headrace.worker.pinned import PinnedRing
+from headrace.worker.pinned import Mailbox
 from headrace.worker.rows import Ints, Rows
 from headrace.worker.sampler import Draw, Sampler
 
-_ROW, _POSITION, _CONTEXT = range(3)  # what the host ships for each row of a step
+_ROW, _POSITION, _CONTEXT = range(3)  # what the host writes for each row of a step
+_NOBODY = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
 
 
@@ -48,7 +49,7 @@ def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One graph and what every replay of it writes."""
+    """One graph and the hidden states that every replay of it writes."""
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
@@ -80,9 +81,12 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(rows.device)
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
-        self._draw: dict[tuple[int, Draw], _Captured] = {}  # each writes (token, usable), [bucket, 2] int32
+        self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
-        self._staging = PinnedRing((3, width), stream=torch.cuda.current_stream(rows.device))
+        self._fetch: Callable[..., None] = kernels.choose("fetch_step", dtype=torch.int32)
+        self._mailbox = Mailbox((3, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
+        for slot in self._mailbox.slots:  # until a step writes there, rows of no sequence
+            slot[_POSITION] = -1
         self._shipped = torch.zeros((3, width), dtype=torch.int32, device=rows.device)
         self._every = torch.arange(width + 1, dtype=torch.int32, device=rows.device)
 
@@ -115,12 +119,11 @@ class DecodeGraphs:
             self._draw.clear()
 
     def _capture_each(self, buckets: Sequence[int]) -> None:
-        nothing = np.zeros(0, np.int32)
         for bucket in buckets:
-            self._ship(bucket, nothing, nothing)
             if not self._forward:
                 self._run_eagerly(bucket)
             self._capture(bucket)
+        self.restart()
 
     def _run_eagerly(self, bucket: int) -> None:
         """What a graph will hold, once: first-use costs are paid outside of captures."""
@@ -135,27 +138,42 @@ class DecodeGraphs:
 
     def draws(self, count: int) -> bool:
         """Whether there are graphs for the tokens of so many rows too."""
-        return self._bucket(count) is not None and (self._bucket(count), Draw.GREEDY) in self._draw
+        return (self._bucket(count), Draw.GREEDY) in self._draw
 
-    def forward(self, rows: Ints, contexts: Ints) -> Tensor:
-        """Hidden states of a step in which ``rows`` compute one token each and then see ``contexts`` keys: [rows, hidden].
+    def restart(self) -> None:
+        """After steps that may have been launched in part: the host and the device agree again on whose turn it is."""
+        torch.cuda.synchronize(self._rows.device)
+        self._mailbox.restart()
 
-        The result is overwritten by the next replay; work queued on the stream before sees it. There must be a graph for so many.
+    def write(self, rows: Ints, contexts: Ints) -> int:
+        """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys; ``compute`` must follow.
+
+        Returns the bucket. There must be a graph for so many.
         """
-        bucket = self._bucket(len(rows))
-        assert bucket is not None, f"no graph serves {len(rows)} rows"
-        self._ship(bucket, rows, contexts)
-        captured = self._forward[bucket]
-        captured.graph.replay()
-        return captured.result[: len(rows)]
+        count, bucket = len(rows), self._bucket(len(rows))
+        assert bucket is not None, f"no graph serves {count} rows"
+        host = self._mailbox.next()
+        host[_ROW, :count] = rows
+        np.subtract(contexts, 1, out=host[_POSITION, :count])
+        host[_CONTEXT, :count] = contexts
+        if count < bucket:
+            host[:, count:bucket] = _NOBODY
+        return bucket
 
-    def draw(self, count: int, how: Draw) -> Tensor:
-        """Tokens of the step just computed, written into its rows; (token, usable) of each, [count, 2] int32."""
-        bucket = self._bucket(count)
-        assert bucket is not None, "draw follows a forward that had a graph"
-        captured = self._draw[bucket, how]
-        captured.graph.replay()
-        return captured.result[:count]
+    def compute(self, bucket: int) -> None:
+        """The forward pass of the step just written."""
+        self._forward[bucket].graph.replay()
+        self._mailbox.queued()
+
+    def hidden(self, bucket: int, count: int) -> Tensor:
+        """What ``compute`` brings: [count, hidden]. The next one overwrites it; work queued before sees it."""
+        return self._forward[bucket].result[:count]
+
+    def draw(self, bucket: int, count: int, how: Draw) -> Ints:
+        """Tokens of the step just computed, written into its rows. Returns where (token, usable) of each will be on the host once the step
+        has ended, [count, 2] int32, until more steps are queued than can be in flight."""
+        self._draw[bucket, how].replay()
+        return self._mailbox.answer[:count]
 
     def _bucket(self, count: int) -> int | None:
         at = bisect_left(self._buckets, count)
@@ -165,30 +183,23 @@ class DecodeGraphs:
         """None where the logits of so many rows must not exist at once: they are sampled in pieces."""
         return tuple(Draw) if bucket <= self._max_logits_rows else ()
 
-    def _ship(self, bucket: int, rows: Ints, contexts: Ints) -> None:
-        """One copy: row, position and context of each row of the bucket; filled up with rows of no sequence."""
-        count = len(rows)
-        with self._staging.slot() as host:
-            host[_ROW, :count], host[_ROW, count:bucket] = rows, 0
-            host[_POSITION, :count], host[_POSITION, count:bucket] = contexts - 1, -1
-            host[_CONTEXT, :count], host[_CONTEXT, count:bucket] = contexts, 0
-            self._shipped.copy_(self._staging.tensor, non_blocking=True)
-
     def _columns(self, bucket: int) -> Tensor:
-        """[3, bucket]: what was shipped; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
+        """[3, bucket]: what was fetched; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
         return self._shipped[:, :bucket]
 
     def _hidden(self, bucket: int) -> Tensor:
         columns, every = self._columns(bucket), self._every
+        self._fetch(self._mailbox.inward, self._mailbox.turn, columns)
         inputs = self._gather.gathered(
             columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, self._max_model_len
         )
         return self._decoder.forward(inputs, self._kv_caches)
 
-    def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> Tensor:
+    def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> None:
         columns = self._columns(bucket)
         # A row of no sequence has context 0, and no token is ever stored there.
-        return self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how)
+        mailbox = self._mailbox
+        self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
         forward = torch.cuda.CUDAGraph()
@@ -198,8 +209,8 @@ class DecodeGraphs:
         for how in self._draws_of(bucket):
             graph = torch.cuda.CUDAGraph()
             with self._recorded(graph):
-                picked = self._drawn(bucket, hidden, how)
-            self._draw[bucket, how] = _Captured(graph, picked)
+                self._drawn(bucket, hidden, how)
+            self._draw[bucket, how] = graph
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

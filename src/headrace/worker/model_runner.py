@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
@@ -25,10 +26,11 @@ from headrace.request import StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
-from headrace.worker.rows import Rows, ship
+from headrace.worker.rows import Ints, Rows, ship
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 
 _NO_MASKS = TokenMasks()
+_MOST_IN_FLIGHT = 8  # steps whose events are looked at: more than there ever are, and the one before them
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
 
 
@@ -41,25 +43,41 @@ class Computes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
-    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states.
+class Drawn:
+    """A step that graphs take as a whole: its plan's arrays, its rows once more as they are written, how its tokens are drawn."""
 
-    ``graphed``: by a graph, and others go on from there.
-    """
+    rows: array[int]
+    counts: array[int]
+    sample_work: array[int]
+    sample_rows: array[int]
+    on_host: Ints  # [rows]
+    how: Draw
+
+    def is_of(self, plan: StepPlan) -> bool:
+        """By identity: arrays of plans do not change."""
+        return plan.rows is self.rows and plan.counts is self.counts and plan.sample_work is self.sample_work and plan.sample_rows is self.sample_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states, nor has a ``drawn`` one: a graph of
+    ``bucket`` rows computes them, and another goes on from there."""
 
     plan: StepPlan
     started: float  # seconds, the runner's clock
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden]
-    graphed: bool = False
+    drawn: Drawn | None = None
+    bucket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that is queued as far as its hidden states; ``begun`` is a CUDA event at its beginning."""
+    """A step that is queued as far as its hidden states; ``begun`` and ``ended`` are CUDA events for its beginning and end."""
 
     step: Forwarded
     begun: torch.cuda.Event
+    ended: torch.cuda.Event  # not recorded yet
     computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
 
 
@@ -111,6 +129,8 @@ class ModelRunner:
         self._prune = prune
         self._clock = clock
         self._device_clock = DeviceClock()
+        self._last_drawn: Drawn | None = None
+        self._events = _pairs_of_events()
         self._every = array("i", range(len(rows.traits)))
         # Where steps are queued. Asking torch for it each time takes longer than recording an event.
         self._stream = torch.cuda.current_stream(rows.device) if rows.device.type == "cuda" else None
@@ -131,7 +151,7 @@ class ModelRunner:
             return self.read(self.sample(step, masks))
 
     def launch(self, plan: StepPlan) -> Sampled:
-        """Queues the whole step and the copies of its results to the host; waits for nothing. On CUDA alone."""
+        """Queues the whole step and what brings its results to the host; waits for nothing. On CUDA alone."""
         with torch.inference_mode():
             return self._queue_sample(self._queue_forward(plan), _NO_MASKS)
 
@@ -146,16 +166,16 @@ class ModelRunner:
             return self._queue_sample(launched, masks)
 
     def _queue_forward(self, plan: StepPlan) -> Launched:
-        begun = torch.cuda.Event(enable_timing=True)
-        step = self.forward(plan, begun)
-        return Launched(step, begun, _recorded() if plan.masked else None)
+        begun, ended = next(self._events)
+        return Launched(self.forward(plan, begun), begun, ended, _recorded() if plan.masked else None)
 
     def _queue_sample(self, launched: Launched, masks: TokenMasks) -> Sampled:
         pause = None if launched.computed is None else (launched.computed, _recorded())
-        arrived = torch.cuda.Event(enable_timing=True)
-        step = _to_host(self.sample(launched.step, masks))
-        arrived.record(self._stream)
-        return replace(step, begun=launched.begun, arrived=arrived, pause=pause)
+        step = self.sample(launched.step, masks)
+        if launched.step.drawn is None:
+            step = _to_host(step)
+        launched.ended.record(self._stream)
+        return Sampled(step.plan, step.started, step.samples, step.prompt, launched.begun, launched.ended, pause)
 
     def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
         """Edits rows, copies blocks, computes every planned token.
@@ -166,8 +186,22 @@ class ModelRunner:
         self._rows.apply(plan)
         if plan.copy_group:
             self._copy_blocks(plan)
+        drawn = self._drawn(plan)
+        if drawn is not None and self.graphs is not None:
+            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1)
+            if begun is not None:
+                begun.record(self._stream)
+            self.graphs.compute(bucket)
+            return Forwarded(plan, started, None, None, drawn, bucket)
+        return self._compute(plan, started, begun)
+
+    def _compute(self, plan: StepPlan, started: float, begun: torch.cuda.Event | None) -> Forwarded:
+        """A step that goes on eagerly from its hidden states."""
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
         inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
+        bucket = 0
+        if packing is not None and inputs is None and self.graphs is not None:
+            bucket = self.graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context)
         if begun is not None:
             begun.record(self._stream)
         if packing is None:
@@ -175,7 +209,8 @@ class ModelRunner:
         if inputs is not None:
             return Forwarded(plan, started, packing, self._decoder.forward(inputs, self._kv_caches))
         assert self.graphs is not None
-        return Forwarded(plan, started, packing, self.graphs.forward(np.asarray(plan.rows, dtype=np.int32), packing.context), graphed=True)
+        self.graphs.compute(bucket)
+        return Forwarded(plan, started, packing, self.graphs.hidden(bucket, len(plan.rows)))
 
     def _graphed(self, plan: StepPlan, packing: Packing) -> bool:
         """Whether every chunk is one token and there is a graph for so many."""
@@ -183,11 +218,11 @@ class ModelRunner:
 
     def sample(self, step: Forwarded, masks: TokenMasks = _NO_MASKS) -> Sampled:
         """Picks a token for every sampled row, within its mask if it has one, and scores the prompts that asked for it."""
+        if step.drawn is not None and self.graphs is not None:
+            tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
+            return Sampled(step.plan, step.started, (Samples(tokens),))
         if step.packing is None or step.hidden is None:
             return Sampled(step.plan, step.started)
-        count = len(step.plan.rows)
-        if step.graphed and self.graphs is not None and self.graphs.draws(count) and (how := self._draw_of(step.plan)) is not None:
-            return Sampled(step.plan, step.started, (Samples(self.graphs.draw(count, how)),))
         samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece, masks) for piece in self._pieces(len(step.plan.sample_rows)))
         prompt = tuple(
             (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
@@ -199,11 +234,13 @@ class ModelRunner:
         taken = None
         if step.begun is not None and step.arrived is not None:
             taken = self._device_clock.wait(step.begun, step.arrived, step.pause)
+        elif self._stream is not None:
+            self._stream.synchronize()
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         errors: dict[int, str] = {}
         for samples in step.samples:
-            first, table = len(tokens), samples.picked.cpu().numpy()
+            first, table = len(tokens), samples.picked if isinstance(samples.picked, np.ndarray) else samples.picked.cpu().numpy()
             usable = table[:, 1]
             tokens += zip(table[:, 0].tolist())  # one-tuples
             if not usable.all():
@@ -221,6 +258,9 @@ class ModelRunner:
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are."""
         self._rows.clear()
+        self._last_drawn = None
+        if self.graphs is not None:
+            self.graphs.restart()
 
     # --- parts of forward
 
@@ -229,6 +269,24 @@ class ModelRunner:
             self._kv_caches[group][target].copy_(self._kv_caches[group][source], non_blocking=True)
 
     # --- parts of sample
+
+    def _drawn(self, plan: StepPlan) -> Drawn | None:
+        """How graphs take the whole step; None where it wants more than they do. Its rows have been edited.
+
+        Steps of the same rows have the same arrays as a rule, and are not looked at again.
+        """
+        last = self._last_drawn
+        if last is None or plan.rows_added or plan.prompt_logprobs or not last.is_of(plan):
+            self._last_drawn = last = self._look_at(plan)
+        return last
+
+    def _look_at(self, plan: StepPlan) -> Drawn | None:
+        count = len(plan.rows)
+        if self.graphs is None or not count or plan.counts.count(1) != count or not self.graphs.draws(count):
+            return None
+        how = self._draw_of(plan)
+        arrays = plan.rows, plan.counts, plan.sample_work, plan.sample_rows
+        return None if how is None else Drawn(*arrays, np.asarray(plan.rows, dtype=np.int32), how)
 
     def _draw_of(self, plan: StepPlan) -> Draw | None:
         """How every chunk gets the token after its own, where nothing else is asked for."""
@@ -266,6 +324,11 @@ class ModelRunner:
             yield self._sampler.score(logits, targets, num_best)
 
 
+def _pairs_of_events() -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    """A step's beginning and end, made once and used in turn: making one takes as long as recording it."""
+    yield from cycle([(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_MOST_IN_FLIGHT)])
+
+
 def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -289,7 +352,7 @@ def _to_host(step: Sampled) -> Sampled:
     def scores_home(scores: Scores | None) -> Scores | None:
         return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
 
-    samples = tuple(Samples(home(each.picked), scores_home(each.scores)) for each in step.samples)
+    samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
     prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
     return replace(step, samples=samples, prompt=prompt)
 

@@ -74,12 +74,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was sampled, still on the device: (token, usable) of each sample.
+    """What was sampled, still on the device, or on its way to where ``picked`` is on the host: (token, usable) of each sample.
 
     A row that is not usable had NaN or +inf among its logits, or nothing left to pick.
     """
 
-    picked: Tensor  # [samples, 2], int32
+    picked: Tensor | Ints  # [samples, 2], int32
     scores: Scores | None = None
 
 
@@ -113,10 +113,9 @@ class Sampler:
         self._count(tokens, batch, traits)
         return Samples(picked, scores)
 
-    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw) -> Tensor:
-        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at ``positions`` [n] int32.
-
-        Decides nothing on the host, so that a graph can hold it; (token, usable) of each, [n, 2] int32.
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw, ring: Tensor, turn: Tensor) -> None:
+        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at ``positions`` [n] int32, and
+        for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so that a graph can hold it.
         """
         logits = logits if how is Draw.GREEDY else logits.float()  # the largest is the same one
         peak, tokens = self._greedy(logits)
@@ -124,8 +123,7 @@ class Sampler:
             temperature = self._rows.float_params(rows.long())[:, _FLOAT["temperature"]]
             drawn = self._pick_group(logits, peak, rows.long(), positions.long(), how is Draw.FILTERED)
             tokens = torch.where(temperature > 0.0, drawn, tokens)
-        picked: Tensor = self._store(self._rows.token_ids, rows, positions, tokens, peak.isfinite())
-        return picked
+        self._store(self._rows.token_ids, rows, positions, tokens, peak.isfinite(), ring, turn)
 
     def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see ``score_tokens``."""

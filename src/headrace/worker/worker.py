@@ -50,6 +50,7 @@ STEP_SITES = (
     ("pick_tokens", torch.float32),
     ("score_tokens", torch.float32),
     ("store_tokens", torch.int32),
+    ("fetch_step", torch.int32),
 )
 
 

@@ -151,20 +151,22 @@ class PagedAttention:
     def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
 
-        They share nothing, so threads may make them at once. ``windows`` of all layers; how many sequences a step has makes no difference.
+        They share nothing, so threads may make them at once. Those that take longest to compile come first. ``windows`` of all layers; how
+        many sequences a step has makes no difference.
         """
         many, kinds = _rows(self.group) // self.group + 1, {window is not None: window for window in windows}.values()
         return [
-            self._rehearsal(q_heads, block_size, window, soft_cap, sequences, length)
+            self._rehearsal(q_heads, block_size, window, soft_cap, sequences, length, planned=planned)
+            for sequences, length, planned in ((FEWEST, 1, True), (FEWEST, 1, False), (1, 1, True), (1, many, True), (1, 1, False))
             for window in kinds
-            for sequences, length in ((1, 1), (FEWEST, 1), (1, many))
             if length == many or not self.batch_invariant
-            if length == 1 or sequences == 1
         ]
 
     def _rehearsal(
-        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, sequences: int, length: int
+        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, sequences: int, length: int, *, planned: bool
     ) -> Callable[[], object]:
+        """``planned``: over an empty plan; else the plan alone is made."""
+
         def launch() -> object:
             alone = replace(self)  # with scratch memory of its own
             kv_heads, tokens = q_heads // self.group, sequences * length
@@ -176,6 +178,11 @@ class PagedAttention:
             table = torch.arange(blocks, dtype=torch.int32, device=self.device).repeat(sequences, 1)
             slots = torch.zeros(tokens, dtype=torch.int64, device=self.device)
             inputs = AttentionInputs(table, starts, contexts, slots, block_size, length, length)
+            few, tiles = _rows(self.group) // self.group, decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=sequences >= FEWEST)
+            programs = tiles.programs * self.processors
+            if not planned:
+                return plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, alone._ticket)
+            alone._plans[window] = inputs, plan.empty_plan(inputs, window, programs, self.group, alone._ticket)
             return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap)
 
         return launch

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.runtime.cache import triton_key
 
 from headrace.builders import DONE
 from headrace.kernels.triton.toolchain import prepare_identities
@@ -83,6 +84,8 @@ def _fork(numbers: list[int], mine: int) -> None:
 
 
 def main(numbers: list[int]) -> None:
+    triton_key()  # what every compilation finds once for its process: a hash of the compiler's files, its front end's modules, identities
+    import_module("triton.compiler.code_generator")
     prepare_identities()
     for mine in numbers:
         _fork(numbers, mine)

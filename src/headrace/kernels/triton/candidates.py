@@ -5,6 +5,7 @@ What lives here: the ordered lists, and what declines a call site before a kerne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -49,10 +50,10 @@ def can_chain(site: Site) -> bool:
     return site.programmatic and not site.batch_invariant and torch.cuda.get_device_capability(site.device) >= (9, 0)
 
 
-def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: bool = False) -> Accept:
+def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: int = 0) -> Accept:
     """``name`` of a file here, for call sites of a known element type that ``accept`` does not decline.
 
-    A name that starts with ``create_`` makes the callable from the site; any other is the callable. ``chained``: for few rows it can
+    A name that starts with ``create_`` makes the callable from the site; any other is the callable. ``chained``: for so many rows it can
     be launched while the kernel before still runs.
     """
 
@@ -66,18 +67,18 @@ def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[
             return declined
         found = getattr(import_module(f"headrace.kernels.triton.{module}"), name)
         if chained and can_chain(site):
-            return partial(_chained, found)
+            return partial(_chained, found, chained)
         made: Callable[..., Any] = found(site) if name.startswith("create_") else found
         return made
 
     return create
 
 
-def _chained(found: Callable[..., Any], first: torch.Tensor, *rest: Any) -> Any:
+def _chained(found: Callable[..., Any], most: int, first: torch.Tensor, *rest: Any) -> Any:
     """Few rows are a chain of short kernels. More wait for products of torch's, beside which kernels let in early are in the way:
     8 and 3 % of a step of 256 and 128 rows of an 8B model, on an H200.
     """
-    return found(first, *rest, programmatic=len(first) <= MOST_ROWS)
+    return found(first, *rest, programmatic=len(first) <= most)
 
 
 def _heads(site: Site) -> Any:
@@ -185,12 +186,12 @@ def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batc
 
 LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False) + _candidate(_linear, "linears")
 FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
-RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=True), "norms")
-LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=True), "norms")
-ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write", chained=True), "rotary_writes")
+RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=MOST_ROWS), "norms")
+LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=MOST_ROWS), "norms")
+ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write", chained=MOST_ROWS), "rotary_writes")
 ACTIVATION = _candidate(_kernel("activation", "activation"), "activations")
 GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation"), "activations")
-EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=True), "embeddings")
+EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=sys.maxsize), "embeddings")  # no product runs before it: one kernel for all
 PAGED_ATTENTION = _candidate(_cascade, "attentions", CASCADE, batch_invariant=False) + _candidate(
     _kernel("attention", "create_paged_attention", _heads), "attentions"
 )
@@ -201,3 +202,4 @@ PICK_TOKENS = _candidate(_kernel("sampling", "pick_tokens"), "picks")
 SCORE_TOKENS = _candidate(_kernel("sampling", "score_tokens"), "picks")
 GATHER_INPUTS = _candidate(_kernel("rows", "gather_inputs", dtypes=INTEGERS), "gathers")
 STORE_TOKENS = _candidate(_kernel("rows", "store_tokens", dtypes=INTEGERS), "stores")
+FETCH_STEP = _candidate(_kernel("rows", "fetch_step", dtypes=INTEGERS), "fetches")

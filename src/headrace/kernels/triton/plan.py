@@ -214,7 +214,7 @@ def make_plan(
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
     spans = torch.empty((programs, FIELDS.value), dtype=torch.int32, device=device)
     ahead = torch.empty(sequences + 1, dtype=torch.int32, device=device)
-    cascade = ticket is not None and window is None and sequences >= FEWEST and members(group) > 1  # so chunks are fewer than sequences
+    cascade = _may_share(inputs, window, group, ticket)
     shared = torch.empty((LINES, sequences), dtype=torch.int32, device=device) if cascade else None
     _plan_kernel[(sequences if cascade else 1,)](
         inputs.block_table, inputs.query_start, inputs.context_len, spans, ahead,
@@ -225,3 +225,16 @@ def make_plan(
         FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=256, BLOCK_K=16, BLOCK_I=32, PDL=False, num_warps=4,
     )  # fmt: skip
     return Plan(spans, shared)
+
+
+def empty_plan(inputs: AttentionInputs, window: int | None, programs: int, group: int, ticket: Tensor | None) -> Plan:
+    """As ``make_plan`` would make it for these arguments, but that nobody does anything by it."""
+    device = inputs.context_len.device
+    spans = torch.zeros((programs, FIELDS.value), dtype=torch.int32, device=device)
+    spans[:, [FIRST_0.value, FIRST_1.value]] = 1  # behind the last ones: there are none
+    cascade = _may_share(inputs, window, group, ticket)
+    return Plan(spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None)
+
+
+def _may_share(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+    return ticket is not None and window is None and inputs.context_len.shape[0] >= FEWEST and members(group) > 1  # chunks < sequences

@@ -76,10 +76,9 @@ def embeddings(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     def look_up(tokens: int, scale: float | None) -> object:
         return run(_zeros(site, tokens, dtype=torch.int64), _zeros(site, 1, spec.hidden_size), scale)
 
-    for tokens in _counts(site):
-        yield f"{tokens} tokens", partial(look_up, tokens, spec.embedding_scale)
-        if spec.rope is None:
-            yield f"{tokens} positions", partial(look_up, tokens, None)
+    yield "tokens", partial(look_up, _TOKENS, spec.embedding_scale)
+    if spec.rope is None:
+        yield "positions", partial(look_up, _TOKENS, None)
 
 
 def attentions(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
@@ -163,6 +162,10 @@ def stores(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         return run(_zeros(site, _TOKENS, sizes.max_model_len), at, at.clone(), at.long(), at == 0)
 
     yield "step", store
+
+
+def fetches(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
+    yield "step", lambda: run(_zeros(site, 2, 3, _TOKENS), _zeros(site, 1), _zeros(site, 3, _TOKENS))
 
 
 def _corner(size: int) -> int:

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Between rows and a step: one launch gathers a step's inputs, one writes its tokens back.
+"""Between the host, rows and a step: one launch fetches what the host wrote, one gathers a step's inputs, one writes its tokens back.
 
-What lives here: both kernels. What may not: what a row is (worker/rows.py), which rows take part, picking.
+What lives here: these kernels. What may not: what a row is (worker/rows.py), which rows take part, picking.
 
     program        0 … chunks − 1                     then                                     rows on the device are read by index:
     work           one chunk's block table, copied    _TOKENS packed tokens each: id,          a captured step finds what the host
@@ -62,8 +62,10 @@ def gather_inputs(
     return ids, positions, slots, block_table
 
 
-@launchable(do_not_specialize=["ids_row", "length", "count"])
-def _store_kernel(ids_ptr, row_ptr, place_ptr, tokens_ptr, usable_ptr, out_ptr, ids_row, length, count, BLOCK: tl.constexpr):
+@launchable(do_not_specialize=["ids_row", "length", "slots", "out_slot", "count"])
+def _store_kernel(
+    ids_ptr, row_ptr, place_ptr, tokens_ptr, usable_ptr, out_ptr, turn_ptr, ids_row, length, slots, out_slot, count, BLOCK: tl.constexpr
+):  # fmt: skip
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = each < count
     place = tl.load(place_ptr + each, mask=live, other=-1)
@@ -71,15 +73,39 @@ def _store_kernel(ids_ptr, row_ptr, place_ptr, tokens_ptr, usable_ptr, out_ptr, 
     token = tl.load(tokens_ptr + each, mask=live, other=0).to(tl.int32)
     usable = tl.load(usable_ptr + each, mask=live, other=0).to(tl.int32)
     tl.store(ids_ptr + row * ids_row + place, token, mask=live & (place >= 1) & (place < length))
-    tl.store(out_ptr + 2 * each, token, mask=live)
-    tl.store(out_ptr + 2 * each + 1, usable, mask=live)
+    out = out_ptr + (tl.load(turn_ptr) + slots - 1) % slots * out_slot
+    tl.store(out + 2 * each, token, mask=live)
+    tl.store(out + 2 * each + 1, usable, mask=live)
 
 
-def store_tokens(token_ids: Tensor, row: Tensor, place: Tensor, tokens: Tensor, usable: Tensor) -> Tensor:
+def store_tokens(
+    token_ids: Tensor, row: Tensor, place: Tensor, tokens: Tensor, usable: Tensor, ring: Tensor | None = None, turn: Tensor | None = None
+) -> Tensor:
     """As kernels/rows.py says."""
     count = row.shape[0]
-    picked = torch.empty((count, 2), dtype=torch.int32, device=row.device)
+    picked = torch.empty((count, 2), dtype=torch.int32, device=row.device) if ring is None else ring
+    slots, slot = (1, 0) if ring is None else (ring.shape[0], ring.stride(0))
     _store_kernel[(triton.cdiv(count, 128),)](
-        token_ids, row, place, tokens, usable, picked, token_ids.stride(0), token_ids.shape[1], count, BLOCK=128, num_warps=1
-    )
+        token_ids, row, place, tokens, usable, picked, row if turn is None else turn, token_ids.stride(0), token_ids.shape[1],
+        slots, slot, count, BLOCK=128, num_warps=1,
+    )  # fmt: skip
     return picked
+
+
+@launchable(do_not_specialize=["slots", "ring_slot", "ring_row", "step_row", "count"])
+def _fetch_kernel(ring_ptr, turn_ptr, step_ptr, slots, ring_slot, ring_row, step_row, count, COLUMNS: tl.constexpr):
+    turn = tl.load(turn_ptr)
+    tl.debug_barrier()  # every thread has read it before one writes it
+    row = tl.arange(0, 4)
+    for begin in range(0, count, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        inside = (row < 3)[:, None] & (column < count)[None, :]
+        # The host's memory, which it changes between launches: never out of a cache.
+        value = tl.load(ring_ptr + turn * ring_slot + row[:, None] * ring_row + column[None, :], mask=inside, other=0, volatile=True)
+        tl.store(step_ptr + row[:, None] * step_row + column[None, :], value, mask=inside)
+    tl.store(turn_ptr, (turn + 1) % slots)
+
+
+def fetch_step(ring: Tensor, turn: Tensor, step: Tensor) -> None:
+    """As kernels/rows.py says."""
+    _fetch_kernel[(1,)](ring, turn, step, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), step.shape[1], COLUMNS=256, num_warps=4)
