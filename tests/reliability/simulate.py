@@ -36,7 +36,8 @@ EVERY = 20.0  # seconds between two lines of a sweep
 def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if args.exhaust:
-        print(exhaust.explore())
+        for depth in (0, 1, 2):
+            print(exhaust.explore(depth), flush=True)
         return 0
     if args.defects:
         found = defects.find_all(args.seeds or 200)

@@ -71,6 +71,7 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         padded=mostly(0.1),
         step_seconds=step_seconds,
         settled=mostly(0.5),
+        journalled=mostly(0.1),
     )
 
 

@@ -95,10 +95,10 @@ def explore(depth: int = 1, *, most_actions: int = 10**6, fails: int = 1) -> Exp
 
 
 def _actions(life: Life, path: tuple[Action, ...], fails: int) -> Iterator[Action]:
-    core, came = life.core, len(life.standing)
+    core, came = life.core, len(life.answers.standing)
     if came < len(ASKED):
         yield Add(came, ASKED[came])
-    for number, standing in life.standing.items():
+    for number, standing in life.answers.standing.items():
         if standing.open and not standing.doomed:
             yield Abort(number)
     if life.device.fail_next is None and sum(isinstance(each, Fail) for each in path) < fails:
@@ -234,7 +234,7 @@ def _state(life: Life) -> State:
     written = tuple((step - base, tuple(node.hash for node in nodes)) for step, nodes in sorted(cache._written.items()))
     steps = tuple((each.plan.rows_added == (), [s.request_id for s in each.work], each.plan.starts.tobytes()) for each in scheduler.in_flight)
     tickets = tuple(submitted.ticket.result is None for submitted in core._fifo)  # type: ignore[attr-defined]
-    wishes = tuple((number, standing.doomed, bool(standing.open)) for number, standing in life.standing.items())
+    wishes = tuple((number, standing.doomed, bool(standing.open)) for number, standing in life.answers.standing.items())
     rows = (len(scheduler.roster.free_rows), tuple(step - base for step, _ in scheduler.roster._leaving_rows))
     rest = (core._failed, life.device.broken, life.device.fail_next, tuple(sorted(map(repr, core._events))), tuple(blocks[b] for b in pool._cached))
     return sequences, nodes, leaving, written, repr(steps), tickets, wishes, rows, rest, len(pool._free)

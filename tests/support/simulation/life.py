@@ -1,7 +1,7 @@
 """One engine's life: a schedule's events happen to it, everything is looked at after each, and in the end everybody has ended.
 
-What lives here: the life, what every output is held against, the trace that a replay must repeat byte by byte.
-What may not: drawing (drawing.py), the invariants' own accounts (books.py, order.py, device.py).
+What lives here: the life, the trace that a replay must repeat byte by byte.
+What may not: drawing (drawing.py), what must hold (answers.py, books.py, order.py, device.py).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import traceback
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.simulation import oracle
+from tests.support.simulation.answers import Answers
 from tests.support.simulation.books import Books
 from tests.support.simulation.broken import Broken, hold
-from tests.support.simulation.device import UNUSABLE, Device, Forecast, JumpingClock
-from tests.support.simulation.masks import REFUSAL, HashMasks
-from tests.support.simulation.oracle import Library, Line
+from tests.support.simulation.device import Device, Forecast, JumpingClock
+from tests.support.simulation.masks import HashMasks
 from tests.support.simulation.order import OrderWatch
 from tests.support.simulation.schedule import (
     TURN,
@@ -41,8 +41,9 @@ from tests.support.simulation.schedule import (
 )
 
 from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore
-from headrace.request import Expectations, Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StructuredOutputs
+from headrace.engine.core import EngineCore, create_scheduler
+from headrace.engine.journal import Journal, replay
+from headrace.request import Expectations, Request, SamplingParams, SequenceOutput, StepPlan, StructuredOutputs
 
 GRAMMAR = StructuredOutputs(regex="[ab]+")  # stands for all: what it allows is the oracle's
 HERE = str(Path(__file__).parent)
@@ -92,18 +93,6 @@ def _kind(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name if frames else '?'}"
 
 
-@dataclass(slots=True)
-class _Standing:
-    """What is known of one request from outside."""
-
-    number: int
-    asked: Asked
-    open: set[int]  # answers that have not ended
-    entered: bool = False  # handed to the scheduler
-    doomed: bool = False  # whoever asked has gone, and is told nothing more once the scheduler knows
-    cut: dict[int, int] = field(default_factory=dict)  # answer → tokens that stay
-
-
 class Life:
     """See the module."""
 
@@ -112,19 +101,16 @@ class Life:
         self.clock = JumpingClock(1e6)
         self.device = Device(setting, self.clock, self._rows_told)
         self.masks = HashMasks(self._grammar_of, self._arrived)
+        self.forecast = Forecast(setting) if setting.forecast else None
+        self.journal = Journal() if setting.journalled else None
+        self.plans: list[StepPlan] = []  # where there is a journal
         self.core = self._create_core()
-        self.limit = self.core.scheduler.max_sequence_tokens
         self.watch = OrderWatch(setting)
         self.books = Books(self.core.scheduler, self.device, settled=setting.settled)
-        self.library = Library()
-        self.standing: dict[int, _Standing] = {}
-        self.lines: dict[tuple[int, int], Line] = {}
-        self.scored: dict[int, int] = {}
-        self.there: set[int] = set()  # requests that the scheduler must know
-        self.wishes: list[_Standing] = []  # with aborts and stops that it may not have taken yet
         self.turns = 0
         self.began = 0.0  # the last turn, on the clock
         self.seen: Counter[str] = Counter()
+        self.answers = Answers(setting, self.device, self.watch, self.core.scheduler.max_sequence_tokens, self.seen)
         self._trace = hashlib.sha256() if traced else None
 
     @property
@@ -132,27 +118,16 @@ class Life:
         return self._trace.hexdigest() if self._trace is not None else ""
 
     def _create_core(self) -> EngineCore:
-        setting = self.setting
         return EngineCore(
             self.device,
-            scheduler=SchedulerConfig(
-                max_num_seqs=setting.rows,
-                max_num_batched_tokens=setting.budget,
-                max_logits_rows=setting.logits_rows,
-                scheduling_policy=setting.policy,
-                max_step_ms=setting.max_step_ms,
-                tenant_weight=("a=2.5",) if setting.weighted else (),
-                chunked_prefill=setting.chunked_prefill,
-                continuous_batching=setting.continuous_batching,
-            ),
-            cache=CacheConfig(
-                enable_prefix_caching=setting.prefix_caching, paged_allocation=setting.paged_allocation, kv_caching=setting.kv_caching
-            ),
+            scheduler=_scheduler_config(self.setting),
+            cache=_cache_config(self.setting),
             eos_token_ids=frozenset({oracle.EOS}),
             clock=self.clock,
-            depth=setting.depth,
+            depth=self.setting.depth,
             masks=self.masks,
-            forecast=Forecast(setting) if setting.forecast else None,
+            forecast=self.forecast,
+            journal=self.journal,
         )
 
     # --- events
@@ -167,7 +142,7 @@ class Life:
             case Abort(number):
                 self._abort(number)
             case Disconnect(client):
-                for number in [number for number, standing in self.standing.items() if standing.asked.client == client]:
+                for number in [number for number, standing in self.answers.standing.items() if standing.asked.client == client]:
                     self._abort(number)
             case Finish():
                 self._finish(event)
@@ -187,7 +162,7 @@ class Life:
 
     def end(self) -> None:
         """No more events but turns, and what was still to fail: everybody ends, and nothing is left."""
-        work = sum(len(each.asked.prompt) + each.asked.max_tokens * each.asked.n for each in self.standing.values() if each.open)
+        work = sum(len(each.asked.prompt) + each.asked.max_tokens * each.asked.n for each in self.answers.standing.values() if each.open)
         for _ in range(400 + 20 * work):
             if not self.core.has_work:
                 break
@@ -195,56 +170,29 @@ class Life:
         self._check_rest()
 
     def _add(self, number: int, asked: Asked) -> None:
-        if number in self.standing:
-            return
-        made = _request(number, asked, self.clock.now() + asked.stamp)
-        prompt = oracle.chain(asked.prompt)
-        for index in range(asked.n):
-            self.lines[number, index] = Line(asked, index, prompt, self.limit)
-        self.standing[number] = _Standing(number, asked, set(range(asked.n)))
-        self.library.add(self.lines[number, 0])
-        self.core.add(made)
-        if asked.compiles is None:
-            self._arrived(made)
+        if number not in self.answers.standing:
+            made = _request(number, asked, self.clock.now() + asked.stamp)
+            self.answers.ask(number, asked)
+            self.core.add(made)
+            if asked.compiles is None:
+                self.answers.enter(number)
 
     def _arrived(self, request: Request) -> None:
-        """It is the scheduler's from now on. Who is refused at once is in nobody's way."""
-        standing = self.standing[request.request_id]
-        standing.entered = True
-        self.there.add(request.request_id)
-        if not self._refusal(standing.asked):
-            self.watch.arrived(request.request_id, standing.asked)
-
-    def _refusal(self, asked: Asked) -> str:
-        """A part of what it must be refused with; empty where it must not be."""
-        if asked.refused:
-            return REFUSAL
-        if not 1 <= len(asked.prompt) < self.limit:
-            return "the prompt has"
-        return "n is" if asked.n > self.setting.rows else ""
+        self.answers.enter(request.request_id)
 
     def _grammar_of(self, number: int) -> tuple[int, bool]:
-        asked = self.standing[number].asked
+        asked = self.answers.standing[number].asked
         return asked.compiles or 0, asked.refused
 
     def _abort(self, number: int) -> None:
         self.core.abort(number)
-        standing = self.standing.get(number)
-        if standing is not None and standing.open:
-            standing.doomed = True
-            self.wishes.append(standing)
-            self.watch.gone(number)
-            self.seen["aborts"] += 1
+        self.answers.leave(number)
 
     def _finish(self, event: Finish) -> None:
-        """As the output processor says it: of an answer that is told of and has not ended, once."""
-        standing, line = self.standing.get(event.number), self.lines.get((event.number, event.index))
-        if standing is None or line is None or standing.doomed or event.index not in standing.open or event.index in standing.cut or not line.tokens:
-            return
-        keep = standing.cut[event.index] = min(event.keep, len(line.tokens))
-        self.core.finish(event.number, event.index, keep)
-        self.wishes.append(standing)
-        self.seen["stops"] += 1
+        """As the output processor says it."""
+        keep = self.answers.try_cut(event.number, event.index, event.keep)
+        if keep is not None:
+            self.core.finish(event.number, event.index, keep)
 
     def _rebuild(self) -> None:
         if not self.core.scheduler.in_flight:
@@ -254,9 +202,9 @@ class Life:
 
     def _look(self, number: int) -> None:
         state, stats = self.core.explain(number), self.core.stats()
-        standing = self.standing.get(number)
+        standing = self.answers.standing.get(number)
         if state is not None and standing is not None and state.num_outputs and not standing.cut:
-            told = [len(self.lines[number, index].tokens) for index in range(standing.asked.n)]
+            told = [len(self.answers.lines[number, index].tokens) for index in range(standing.asked.n)]
             hold(sum(state.num_outputs) <= sum(told), "look", f"request {number}: {state.num_outputs} outputs are said, {told} were told")
         hold(0 <= stats.num_used_blocks <= stats.num_blocks and stats.num_running >= 0 <= stats.num_waiting, "look", str(stats))
 
@@ -275,119 +223,37 @@ class Life:
 
     def take_turn(self, outputs: Iterable[SequenceOutput]) -> None:
         """What a turn, or a part of it, has brought about."""
-        self._settle_wishes()
+        if not self.core._events:
+            self.watch.met(self.began)
+            self.answers.settle()
         scheduler, failed = self.core.scheduler, self.device.collected is not None and self.device.result is None
         self.seen["cohort"] += scheduler._cohort is not None
         self.seen["failed"] += failed
         for output in outputs:
-            self._take(output)
+            self._note(output)
+            self.answers.take(output)
         self.watch.turned(scheduler, failed=failed)
-
-    def _settle_wishes(self) -> None:
-        """Aborts and stops are the scheduler's as soon as it has taken its events."""
-        if self.core._events:
-            return
-        self.watch.met(self.began)
-        for standing in self.wishes:
-            for index in list(standing.open) if standing.doomed else standing.cut:
-                self._ended(index, standing)
-        self.wishes.clear()
-
-    def _take(self, output: SequenceOutput) -> None:
-        """One output: it is of an open answer, its tokens are the next ones, and it ends where it must."""
-        key, standing = (output.request_id, output.index), self.standing[output.request_id]
-        if self._trace is not None:
-            self._trace.update(repr((key, output.token_ids, output.finished)).encode())
-        if output.index not in standing.open:
-            if standing.doomed and self._turned_away(key, output):
-                return  # it came and went with one step; the refusal reaches nobody
-            raise Broken("ended twice", f"{key} has ended, was cut or left, and gets {output}")
-        line = self.lines[key]
-        end = None
-        for token in output.token_ids:
-            wanted, end = line.expect()
-            if token != wanted:
-                raise Broken("answer", f"{key}: token {len(line.tokens)} is {token}, not {wanted}")
-            line.take(token)
-        if output.num_cached_tokens:
-            self._check_hit(key, standing.asked, output.num_cached_tokens)
-        if output.prompt_logprobs:
-            self._check_scores(output, standing.asked)
-        if len(output.logprobs) != (len(output.token_ids) if standing.asked.logprobs is not None else 0):
-            raise Broken("answer", f"{key}: {len(output.logprobs)} logprobs for {len(output.token_ids)} tokens")
-        if output.finished is not None:
-            self._check_end(key, output.finished, end)
-            self._ended(key[1], standing)
-        elif end is not None:
-            raise Broken("answer", f"{key} goes on after its end {end}")
-
-    def _turned_away(self, key: tuple[int, int], output: SequenceOutput) -> bool:
-        refuses = self.watch.bound.refuses or self._refusal(self.standing[key[0]].asked)
-        return bool(refuses) and output.finished is not None and output.finished.reason is FinishReason.ERROR and not self.lines[key].tokens
-
-    def _ended(self, index: int, standing: _Standing) -> None:
-        standing.open.discard(index)
-        if not standing.open:
-            self.there.discard(standing.number)
-            self.watch.gone(standing.number)
-
-    # --- what outputs are held against
-
-    def _check_end(self, key: tuple[int, int], finished: Finished, end: oracle.End | None) -> None:
-        found = (finished.reason, finished.message if finished.reason is FinishReason.ERROR else finished.stop_reason)
-        self.seen[finished.reason.value] += 1
-        self.seen["preemptions"] += finished.num_preemptions
-        if finished.reason is FinishReason.ERROR:
-            self._check_error(key, finished)
-        elif found != end:
-            raise Broken("answer", f"{key} ended with {found}, not {end}")
-        elif self.standing[key[0]].asked.scored and key[1] == 0:
-            hold(self.scored.get(key[0], 0) == len(self.standing[key[0]].asked.prompt) - 1, "scores", f"{key} ended, and not all of it was scored")
-
-    def _check_error(self, key: tuple[int, int], finished: Finished) -> None:
-        """Only by a cause that is known: a step that failed and computed it, an unusable row, a grammar's dead end, a refusal."""
-        asked, message = self.standing[key[0]].asked, finished.message or ""
-        plan, result = self.device.collected, self.device.result
-        if message in (UNUSABLE, oracle.NOTHING_ALLOWED):
-            hold(result is not None and message in result.errors.values(), "error", f"{key}: {message}, though the step has no such row")
-            hold(message == UNUSABLE or self.lines[key].expect()[1] == (FinishReason.ERROR, message), "error", f"{key}: {message}, wrongly")
-        elif self._refusal(asked):
-            hold(self._refusal(asked) in message, "error", f"{key}: {message!r} instead of a refusal that says {self._refusal(asked)!r}")
-        elif plan is not None and result is None and key[0] in self.device.fallen:
-            self.seen["fell with a step"] += 1
-        else:
-            turned_away = self.watch.bound.refuses and not self.lines[key].tokens
-            hold(turned_away, "error", f"{key} ended with {message!r}, and nothing has failed")
-            self.seen["turned away"] += 1
-
-    def _check_hit(self, key: tuple[int, int], asked: Asked, count: int) -> None:
-        self.seen["hits"] += 1
-        allowed = self.setting.prefix_caching and self.setting.kv_caching and not asked.scored
-        if not allowed or count >= len(asked.prompt) or not self.library.holds(asked, count):
-            raise Broken("prefix", f"{key}: {count} tokens of {len(asked.prompt)} are said to be cached")
-
-    def _check_scores(self, output: SequenceOutput, asked: Asked) -> None:
-        """Each position of the prompt but the first, once and in order."""
-        known = self.scored.get(output.request_id, 0)
-        told = [entry.token_ids[0] for entry in output.prompt_logprobs]
-        self.scored[output.request_id] = known + len(told)
-        if not asked.scored or output.index or tuple(told) != asked.prompt[known + 1 : known + 1 + len(told)]:
-            raise Broken("scores", f"request {output.request_id}: positions {known} to {known + len(told)} are {told}")
 
     # --- what is looked at after every event
 
     def check(self) -> None:
         settled = not (self.core._events or self.core.scheduler._rejected)
-        self.books.check(self.lines, self.there if settled else None)
+        self.books.check(self.answers.lines, self.answers.there if settled else None)
 
     def _rows_told(self, plan: StepPlan) -> None:
         self.watch.met(self.clock.now())
         for new in plan.rows_added:
             self.watch.admitted(new.sequence_id)
         self.seen["copies"] += len(plan.copy_source)
+        if self.journal is not None:
+            self.plans.append(plan)
         if self._trace is not None:
             for numbers in (plan.rows, plan.starts, plan.counts, plan.sample_rows, plan.table_row, plan.table_block, plan.copy_target):
                 self._trace.update(numbers.tobytes())
+
+    def _note(self, output: SequenceOutput) -> None:
+        if self._trace is not None:
+            self._trace.update(repr((output.request_id, output.index, output.token_ids, output.finished)).encode())
 
     def _check_rest(self) -> None:
         """Nothing runs, nothing is held, everybody has ended once, and what was scored was scored whole."""
@@ -397,8 +263,36 @@ class Life:
         hold(not any(left), "blocks", f"running, waiting, used blocks, leaving blocks are {left} at rest")
         hold(len(core.scheduler.roster.free_rows) == self.setting.rows, "rows", f"{core.scheduler.roster.free_rows} at rest")
         hold(not self.masks.followed or core.scheduler.requests.keys() >= self.masks.followed, "masks", f"{self.masks.followed} are still followed")
-        lost = [number for number, standing in self.standing.items() if standing.open]
+        lost = [number for number, standing in self.answers.standing.items() if standing.open]
         hold(not lost, "requests", f"{lost} never ended")
+        if self.journal is not None:
+            self._check_journal(self.journal)
+
+    def _check_journal(self, journal: Journal) -> None:
+        """A fresh scheduler that is told the same plans the same. It is not told of rows that were lost."""
+        if not self.seen["rebuilds"]:
+            configs = _scheduler_config(self.setting), _cache_config(self.setting)
+            fresh = create_scheduler(self.device, *configs, frozenset({oracle.EOS}), b"", self.forecast)
+            replayed = [plan for plan in replay(journal, fresh) if plan is not None]
+            hold(replayed == self.plans, "journal", f"{len(replayed)} plans are not the {len(self.plans)} that were made")
+            self.seen["journals"] += 1
+
+
+def _scheduler_config(setting: Setting) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=setting.rows,
+        max_num_batched_tokens=setting.budget,
+        max_logits_rows=setting.logits_rows,
+        scheduling_policy=setting.policy,
+        max_step_ms=setting.max_step_ms,
+        tenant_weight=("a=2.5",) if setting.weighted else (),
+        chunked_prefill=setting.chunked_prefill,
+        continuous_batching=setting.continuous_batching,
+    )
+
+
+def _cache_config(setting: Setting) -> CacheConfig:
+    return CacheConfig(enable_prefix_caching=setting.prefix_caching, paged_allocation=setting.paged_allocation, kv_caching=setting.kv_caching)
 
 
 def _request(number: int, asked: Asked, arrival: float) -> Request:

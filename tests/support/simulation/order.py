@@ -100,5 +100,6 @@ def patience(setting: Setting) -> int:
     """Turns in which the first in order may stand still: what is in flight comes back, and, where others' single tokens or whole prompts may
     fill a step before it, until those have ended."""
     pipeline = 4 * (setting.depth + 2)
-    crowded = setting.budget <= setting.rows or setting.padded or not setting.chunked_prefill or not setting.continuous_batching
+    whole = setting.padded or not (setting.chunked_prefill and setting.kv_caching)
+    crowded = whole or setting.budget <= setting.rows or not setting.continuous_batching
     return pipeline + (2 * setting.length if crowded else 0)

@@ -24,9 +24,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """An engine's sizes and switches. ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or
-    less. ``weighted``: a tenant has more weight than others. ``settled``: records are looked at as they should be
-    after every event; else as they lie there, so that what is made up for late (scheduler/cohort.py) stays late."""
+    """An engine's sizes and switches.
+
+    ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or less. ``weighted``: one tenant has
+    more weight than others. ``settled``: records are looked at as they should be after every event; else as they lie there, so that what is
+    made up for late (scheduler/cohort.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same.
+    """
 
     depth: int = 0
     rows: int = 4
@@ -46,6 +49,7 @@ class Setting:
     padded: bool = False
     step_seconds: float = 0.0
     settled: bool = True
+    journalled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,9 @@ class ShortestRemaining(DynamicPolicy):
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
-        self._arrived.setdefault(sequence, now)
+        if sequence not in self._arrived:  # a further answer (n > 1) has waited as long as the first
+            came = (at for each, at in self._arrived.items() if each.request_id == sequence.request_id)
+            self._arrived[sequence] = next(came, now)
         self._look(sequence)
 
     def left(self, sequence: Sequence, now: float) -> None:
