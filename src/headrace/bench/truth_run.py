@@ -120,8 +120,7 @@ class _Measured:
 
 def run_offline(config: EngineConfig, runs: Mapping[str, Sequence[Part]], folder: Path) -> dict[str, Ran]:
     """One engine, all runs after one another, each with other ids: no HTTP, as LLM.generate. Raises what the engine raises."""
-    from headrace.engine.llm import LLM, create_trace
-    from headrace.trace import TraceFile
+    from headrace.engine.llm import LLM, trace_into
 
     found, salts = {}, itertools.count(_PRIMES, _PRIMES)
     with LLM.from_config(config) as llm:
@@ -130,7 +129,7 @@ def run_offline(config: EngineConfig, runs: Mapping[str, Sequence[Part]], folder
         _warm_up(engine.core, next(salts), vocab)
         for name, parts in runs.items():
             trace = folder / f"{name}.trace.json"
-            observer = create_trace(TraceFile(str(trace)), device, engine.source, engine.core, engine.recorder, engine.info)
+            observer = trace_into(str(trace), engine, device)
             files = {part.name: folder / f"{name}.{part.name}.json" for part in parts}
             for part in parts:
                 _drive(engine.core, observer, part, next(salts), vocab, files[part.name])

@@ -98,16 +98,16 @@ def create_engine(
         speed=recorder.speed,
     )
     info = describe(config, source, core, eos, decisions)
-    trace = create_trace(file, config.device, source, core, recorder, info) if file is not None else None
+    trace = _create_trace(file, config.device, source, core, recorder, info) if file is not None else None
     if trace is not None:
         core.observe(trace)
     return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
 
 
-def create_trace(
+def _create_trace(
     file: TraceFile, config: DeviceConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
 ) -> StepTrace:
-    """An observer that writes this engine's steps down. ``config`` is resolved; nothing is running."""
+    """Writes this engine's steps down. ``config`` is resolved; nothing is running."""
     name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
     if floors is None:
         return StepTrace(file, recorder, core.stats, name=name)
@@ -118,6 +118,11 @@ def create_trace(
     groups, heads = [group.spec for group in core.executor.info.kv_groups], floors.spec.num_heads // floors.spec.num_kv_heads
     sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
     return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
+
+
+def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
+    """An observer that writes an idle engine's steps from now on into a file of its own. ``config`` is resolved. Raises ConfigError."""
+    return _create_trace(TraceFile(path), config, engine.source, engine.core, engine.recorder, engine.info)
 
 
 def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
