@@ -1,7 +1,7 @@
 """``headrace bench overload``: what a device still serves in time when more is asked of it than it can do.
 
 After Mooncake (Qin et al., FAST 25, §7): goodput is requests whose first token and whose tokens thereafter came within their targets, a second
-of the time in which requests came. It is shown from below what the device can do to three times as much, on the same requests at the same times,
+of the whole run, the last answer's end included. It is shown from below what the device can do to three times as much, on the same requests at the same times,
 through the engine's own scheduler on simulated devices: first come, first served as it stands; the same with steps bounded in time; and
 ``deadline``, which goes by what is due and turns away what it predicts to be late.
 
@@ -67,22 +67,22 @@ def saturated(bench: simulated.Bench, limits: Mapping[str, float]) -> float:
 
 def _points(bench: simulated.Bench, load: float, rate: float, limits: Mapping[str, float]) -> list[dict[str, Any]]:
     asked = bench.at_rate(rate)
-    span = asked[-1].at or 1.0
     points = []
     for name, config in ways(limits).items():
         figures, samples = bench.run(config, asked)
         served = [sample for sample in samples if sample.error is None]
-        good = sum(meets(sample, limits) for sample in served)
+        good = [sample for sample in served if meets(sample, limits)]
+        seconds = figures["duration"]
         points.append(
             {
                 "load": load,
                 "requests/s": rate,
                 "way": name,
-                "good/s": good / span,
-                "good tokens/s": sum(each.prompt_tokens + each.output_tokens for each in served if meets(each, limits)) / span,
-                "good": f"{good / len(samples):.0%}",
+                "good/s": len(good) / seconds,
+                "good tokens/s": sum(each.prompt_tokens + each.output_tokens for each in good) / seconds,
+                "good": f"{len(good) / len(samples):.0%}",
                 "refused": f"{1 - len(served) / len(samples):.0%}",
-                "late": f"{(len(served) - good) / len(samples):.0%}",
+                "late": f"{(len(served) - len(good)) / len(samples):.0%}",
                 "median first token ms": figures["median_ttft_ms"],
                 "p99 first token ms": figures["p99_ttft_ms"],
             }

@@ -61,6 +61,10 @@ class Past:
     def take(self, tokens: int) -> None:
         self.answer += 0.02 * (tokens - self.answer)
 
+    def whole_of(self, sequence: Sequence) -> float:
+        """Tokens that its answer is expected to have."""
+        return max(1.0, min(self.answer, sequence.max_num_tokens - sequence.num_prompt_tokens))
+
     def left_of(self, sequence: Sequence) -> float:
         """Tokens that a sequence still writes, as things stand: never none."""
         most = sequence.max_num_tokens - len(sequence.token_ids)
@@ -123,7 +127,7 @@ def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], st
     running = standing.running
     if not running:
         return 0.0
-    ends_a_second = len(running) / (past.answer * gap)
+    ends_a_second = sum(1.0 / past.whole_of(each) for each in running) / gap
     rows = sum(each.request.params.n for each, _ in before) + sequence.request.params.n - len(standing.free_rows)
     coming = sum(tokens + past.left_of(each) for each, tokens in before) + work + past.left_of(sequence)
     growing = sum(past.left_of(each) for each in running) / 2  # while some grow, others end
