@@ -15,12 +15,12 @@ from typing import Any
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
-from headrace.engine.output import RequestDelta
+from headrace.engine.output import RequestDelta, refusal_of
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
 from headrace.metrics import StepRecorder
 from headrace.models.source import find_model
-from headrace.request import SamplingParams, TokenLogprobs
+from headrace.request import Finished, FinishReason, SamplingParams, TokenLogprobs
 from headrace.server import connection, crowd, lifecycle, stream
 from headrace.server.run import run_server
 
@@ -34,6 +34,9 @@ FAST = 1007  # no waiting between tokens
 HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
 STALLS = 1009  # so for a while, then it goes on
 SCRIPTED = 1010  # says what stands between ⟦ and ⟧ in the prompt, three characters a token, and stops
+
+TURNED_AWAY = 1011  # refused before the first token: it would come too late
+NEVER = 1012  # likewise: it asks for what cannot be
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
@@ -108,6 +111,10 @@ class FakeEngine:
         assert self.tokenizer is not None and prompt.token_ids is not None
         token = prompt.token_ids[position % len(prompt.token_ids)]
         text = {ENDLESS: "x" * 4096, SEPARATORS: "a\u2028b\u2029c\u0085d\U0001f600é"}.get(params.seed or 0, f"tok{position} ")
+        if params.seed in (TURNED_AWAY, NEVER):
+            asked = {"retry_after": 6.2} if params.seed == TURNED_AWAY else {"param": "expected_ttft"}
+            finished = Finished(FinishReason.ERROR, message="It would come after 8.2 s.", **asked)
+            return RequestDelta(index, "", (), finish_reason="error", error=finished.message, refusal=refusal_of(finished), last=True)
         delta = RequestDelta(index, text, (token,))
         if params.logprobs is not None:
             best = tuple(range(params.logprobs))

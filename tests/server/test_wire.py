@@ -15,6 +15,7 @@ from support.serving import Server, events_of, post_bytes, read_until, read_unti
 
 # The behaviours of fake_engine.py, by seed.
 SILENT, DIES, STEP_FAILS, DEFECT, ENDLESS, SEPARATORS, FAST = range(1001, 1008)
+TURNED_AWAY, NEVER = 1011, 1012
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"prompt": "hello there"}
@@ -294,3 +295,14 @@ def test_metrics_have_both_names_and_a_fixed_number_of_series(server: Server) ->
     twins = {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")}
     assert {"num_requests_running", "generation_tokens_total", "time_to_first_token_seconds_bucket"} <= twins
     assert twins - {"prefix_cache_queries_total", "prefix_cache_hits_total"} == {name for name in twins if f"headrace_{name}" in names}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_who_is_turned_away_gets_a_plain_answer_before_anything_is_streamed(server: Server, path: str, streamed: bool) -> None:
+    body = {**(CHAT if "chat" in path else TEXT), "stream": streamed, "n": 2}
+    late, never = (server.ask("POST", path, {**body, "seed": seed}) for seed in (TURNED_AWAY, NEVER))
+    assert (late.status, late.headers["retry-after"], late.json["error"]["code"]) == (429, "7", "too_late")
+    assert "8.2 s" in late.json["error"]["message"]
+    assert (never.status, never.json["error"]["param"], never.json["error"]["code"]) == (400, "expected_ttft", "cannot_be_met")
+    assert b'finished_reason="refused"' in server.ask("GET", "/metrics").body

@@ -18,7 +18,7 @@ from headrace.cost.speed import StepSpeed
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.journal import Journal, replay
-from headrace.engine.output import _refusal_of
+from headrace.engine.output import refusal_of
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.planner.drive import Drive, Outcome
@@ -272,10 +272,10 @@ def test_steps_keep_to_the_shortest_time_between_tokens_that_was_promised() -> N
 
 
 def test_refusals_are_errors_that_clients_know() -> None:
-    late, never = (_refusal_of(Finished(FinishReason.ERROR, message="m", **each)) for each in ({"retry_after": 99.5}, {"param": "expected_ttft"}))
+    late, never = (refusal_of(Finished(FinishReason.ERROR, message="m", **each)) for each in ({"retry_after": 99.5}, {"param": "expected_ttft"}))
     assert isinstance(late, Overloaded) and (late.status, late.retry_after, late.code) == (429, 30, "too_late")
     assert isinstance(never, InvalidRequest) and never.param == "expected_ttft"
-    assert _refusal_of(Finished(FinishReason.ERROR, message="m")) is None
+    assert refusal_of(Finished(FinishReason.ERROR, message="m")) is None
 
 
 # --- goodput

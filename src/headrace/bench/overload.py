@@ -1,9 +1,9 @@
 """``headrace bench overload``: what a device still serves in time when more is asked of it than it can do.
 
 After Mooncake (Qin et al., FAST 25, §7): goodput is requests whose first token and whose tokens thereafter came within their targets, a second
-of the whole run, the last answer's end included. It is shown from below what the device can do to three times as much, on the same requests at the same times,
-through the engine's own scheduler on simulated devices: first come, first served as it stands; the same with steps bounded in time; and
-``deadline``, which goes by what is due and turns away what it predicts to be late.
+of the whole run, the last answer's end included. It is shown from below what the device can do to three times as much, on the same requests
+at the same times, through the engine's own scheduler on simulated devices: first come, first served as it stands; the same with steps bounded
+in time; and ``deadline``, which goes by what is due and turns away what it predicts to be late.
 
 What lives here: the ways, the curve, the table. What may not: runs (simulated.py), the policy (scheduler/), modelling (planner/).
 """

@@ -226,7 +226,7 @@ class OutputProcessor:
         elif len(self._kept) >= _MOST_KEPT:
             self._spread()
             self._kept_for = outputs.request_ids
-        self._kept.append(outputs.tokens)
+        self._kept.append(column_of(outputs.tokens))
         return True
 
     def _spread(self) -> None:
@@ -234,7 +234,7 @@ class OutputProcessor:
         for request_id, column in zip(self._kept_for, zip(*self._kept, strict=True), strict=False):
             held = self._held.get(request_id)
             if held is not None:
-                held.extend(chain.from_iterable(column))
+                held.extend(column)
         self._kept, self._kept_for = [], ()
 
     def feed(
@@ -283,7 +283,7 @@ class OutputProcessor:
         if stop is not None and finished.reason is not FinishReason.ERROR:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
         delta.times, delta.error, delta.account = finished.times, finished.message, finished.account
-        delta.refusal = _refusal_of(finished)
+        delta.refusal = refusal_of(finished)
         self._close(request_id, live, delta)
 
     def _close(self, request_id: int, live: _LiveRequest, delta: RequestDelta) -> None:
@@ -294,7 +294,7 @@ class OutputProcessor:
             self.drop(request_id)
 
 
-def _refusal_of(finished: Finished) -> HeadraceError | None:
+def refusal_of(finished: Finished) -> HeadraceError | None:
     """What a policy turned away, as the error that its client is told."""
     message = finished.message or ""
     if finished.param is not None:
