@@ -159,6 +159,30 @@ def test_it_learns_while_it_serves() -> None:
     assert ends(core) == [101, 100]
 
 
+def test_those_who_wait_are_ordered_anew_when_their_kind_becomes_known() -> None:
+    """All came before anything had ended: once a few short answers have, the others of their kind go before the long ones."""
+    core = shortest("history", max_num_seqs=1, ageing=0.1)
+    for number in range(4 * ENOUGH):
+        kind = number % 2
+        core.add(request(number, [kind] * (BEGINNING + 1), max_tokens=(2, 40)[kind]))
+    ended = ends(core)
+    last_short = max(ended.index(number) for number in range(0, 4 * ENOUGH, 2))
+    assert last_short <= 3 * ENOUGH
+
+
+@pytest.mark.parametrize("prediction", ["history", "max-tokens"])
+def test_further_answers_have_waited_as_long_as_the_first(prediction: str) -> None:
+    core = shortest(prediction, max_num_seqs=4)
+    core.clock.sleep_until(50.0)
+    core.add(request(0, [1, 2, 3], n=3, max_tokens=9))
+    tick(core)
+    tick(core)
+    running = core.scheduler.roster.running
+    assert len(running) == 3
+    assert len({sequence.order[-1] for sequence in running}) == 1
+    ends(core)
+
+
 # --- what makes no sense
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from headrace.sequence import Sequence
 
 BEGINNING = 32  # tokens of a prompt that tell its kind
-ENOUGH = 8  # answers of a kind, before they are believed
+ENOUGH = 5  # answers of a kind, before they are believed
 KEPT = 64  # the last answers of a kind
 GROUPS = 2048  # kinds that are remembered; the one that was not met for longest goes first
 FIRST_GUESS = 128.0  # tokens, before anything has ended
@@ -25,6 +25,8 @@ Group = tuple[str, bytes]
 
 
 class Lengths(Protocol):
+    news: int  # how often a kind of answers has become known
+
     def remaining(self, sequence: Sequence) -> float:
         """Tokens that its answer is expected to have beyond those known. Above 0."""
         ...
@@ -33,6 +35,8 @@ class Lengths(Protocol):
 
 
 class MostTokens:
+    news = 0
+
     def remaining(self, sequence: Sequence) -> float:
         return float(max(1, sequence.max_num_tokens - len(sequence.token_ids)))
 
@@ -70,6 +74,7 @@ class History:
     """Max_tokens is not looked at: most clients set it far above what they get."""
 
     def __init__(self) -> None:
+        self.news = 0
         self._kinds: OrderedDict[Group, _Kind] = OrderedDict()
 
     def remaining(self, sequence: Sequence) -> float:
@@ -85,6 +90,7 @@ class History:
         for group in reversed(_groups(sequence)):
             kind = self._kinds.setdefault(group, _Kind())
             kind.add(sequence.num_output_tokens)
+            self.news += len(kind) == ENOUGH
             self._kinds.move_to_end(group, last=True)
         if len(self._kinds) > GROUPS:
             self._kinds.popitem(last=False)

@@ -5,8 +5,8 @@ waiting is worth ``ageing`` tokens:
 
     key  =  tokens still to come (predicted: lengths.py) + PROMPT_SHARE · prompt tokens + ageing · arrival in seconds
 
-Keys of those who wait do not change with time, since all of them age alike. One with fewer tokens goes before an earlier one only if it came
-less than
+Keys of those who wait do not change with time, since all of them age alike (only where a prediction does). One with fewer tokens goes before
+an earlier one only if it came less than
 
     (remaining work of the earlier)  /  ageing        seconds after it
 
@@ -38,11 +38,12 @@ class ShortestRemaining(DynamicPolicy):
     def __init__(self, lengths: Lengths, ageing: float) -> None:
         self._lengths = lengths
         self._ageing = ageing
-        self._arrived: dict[Sequence, float] = {}
         self._looked: dict[Sequence, int] = {}  # those who run; the output tokens that its key is of
+        self._news = 0  # what was known about lengths when those who wait were ordered
 
     def order(self, request: Request, arrival_number: int) -> Order:
-        return (0.0, arrival_number)
+        """Key, number, when it came: further answers (n > 1) begin with their brother's, so they have waited as long."""
+        return (0.0, arrival_number, 0.0)
 
     def preempts(self, candidate: Sequence, running: Sequence) -> bool:
         """A running one whose prompt is still computed has its key from when it waited; it is as good a victim as any."""
@@ -50,37 +51,37 @@ class ShortestRemaining(DynamicPolicy):
         return candidate.order[0] + LEAST_GAIN + again < running.order[0]
 
     def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
-        self._arrived[sequence] = standing.now
-        sequence.order = self._key(sequence)
+        sequence.order = self._key(sequence, standing.now)
         return None
 
     def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
-        """Those who run have less left; with a prediction, sometimes more."""
+        """Those who run have less left; with a prediction, sometimes more. Those who wait are ordered anew when a kind of answers is new."""
         if len(standing.waiting):
             for sequence, looked in self._looked.items():
                 if sequence.num_output_tokens >= looked + STRIDE:
                     self._look(sequence)
+            if self._news != self._lengths.news:
+                self._news = self._lengths.news
+                for sequence in standing.waiting:
+                    sequence.order = self._key(sequence, sequence.order[-1])
+                standing.waiting.reorder()
         return ()
 
     def admitted(self, sequence: Sequence, now: float) -> None:
-        if sequence not in self._arrived:  # a further answer (n > 1) has waited as long as the first
-            came = (at for each, at in self._arrived.items() if each.request_id == sequence.request_id)
-            self._arrived[sequence] = next(came, now)
         self._look(sequence)
 
     def left(self, sequence: Sequence, now: float) -> None:
         self._looked.pop(sequence, None)
         if sequence.status is SequenceStatus.FINISHED:
-            del self._arrived[sequence]
             self._lengths.ended(sequence)
         else:
-            sequence.order = self._key(sequence)
+            sequence.order = self._key(sequence, sequence.order[-1])
 
     def _look(self, sequence: Sequence) -> None:
         self._looked[sequence] = sequence.num_output_tokens
-        sequence.order = self._key(sequence)
+        sequence.order = self._key(sequence, sequence.order[-1])
 
-    def _key(self, sequence: Sequence) -> Order:
+    def _key(self, sequence: Sequence, came: float) -> Order:
         prompt = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
         work = self._lengths.remaining(sequence) + PROMPT_SHARE * prompt
-        return (work + self._ageing * self._arrived[sequence], sequence.order[-1])
+        return (work + self._ageing * came, sequence.order[1], came)
