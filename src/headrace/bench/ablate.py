@@ -27,6 +27,7 @@ ABLATIONS = (
     "token_concatenation",
     "last_layer_pruning",
     "chunked_prefill",
+    "step_budget",
     "paged_allocation",
     "prefix_caching",
     "overlap",

@@ -6,7 +6,10 @@ lowest tail at a middle load among those that keep nine tenths of the best throu
 
 from __future__ import annotations
 
-from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side, shown
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Settings, Side, shown
 from headrace.bench.driver import Run, drive
 from headrace.bench.statistics import summarise
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, with_arrivals
@@ -21,9 +24,14 @@ ARRIVAL_SECONDS = 4.0  # of each point
 
 
 def measure(lab: Lab) -> Result:
-    lengths = Lengths(64, 8, 0.2) if lab.quick else Lengths(1024, 64, 0.25)
     budgets = {"off": (512,), "on": (32,)} if lab.quick else {"off": (1536, 3072), "on": (128, 256, 512)}
-    most = _capacity(lab, lengths, budgets["on"][-1])
+    return measure_tails(lab, {mode: [{BUDGET: budget} for budget in budgets[mode]] for mode in MODES})
+
+
+def measure_tails(lab: Lab, settings: Mapping[str, Sequence[Settings]]) -> Result:
+    """Both sides over offered load, each at the best of its settings."""
+    lengths = Lengths(64, 8, 0.2) if lab.quick else Lengths(1024, 64, 0.25)
+    most = _capacity(lab, lengths, settings["on"][-1])
 
     def workload(engine: Engine, load: float, seed: int) -> list[Dialogue]:
         count = 6 if lab.quick else max(10, round(load * ARRIVAL_SECONDS))
@@ -37,7 +45,7 @@ def measure(lab: Lab) -> Result:
 
     sides = {}
     for mode in MODES:
-        candidates = [{BUDGET: budget, **SEQS} for budget in budgets[mode]]
+        candidates = [{**each, **SEQS} for each in settings[mode]]
         tried = []
         for candidate in candidates:
             with lab.engine(mode, candidate) as engine:
@@ -49,14 +57,14 @@ def measure(lab: Lab) -> Result:
     return lab.result(title, X, FIGURES, lab.curves(X, loads, point, sides))
 
 
-def _capacity(lab: Lab, lengths: Lengths, budget: int) -> float:
+def _capacity(lab: Lab, lengths: Lengths, settings: Settings) -> float:
     """Requests/s when all are there from the start, with the technique on."""
     count = 4 if lab.quick else 24
-    with lab.engine("on", {BUDGET: budget, **SEQS}) as engine:
+    with lab.engine("on", {**settings, **SEQS}) as engine:
         return count / drive(engine.core, random_dialogues(count, lengths, vocab_size=engine.info.vocab_size, seed=1)).seconds
 
 
-def _lowest_tail(candidates: list[dict[str, int]], tried: list[Point]) -> dict[str, int]:
+def _lowest_tail(candidates: list[dict[str, Any]], tried: list[Point]) -> dict[str, Any]:
     """Among the settings that do not pay for the tail with throughput."""
     fastest = max(each["output tokens/s"] for each in tried)
     allowed = [index for index, each in enumerate(tried) if each["output tokens/s"] >= MIN_SHARE * fastest]
