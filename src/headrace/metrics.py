@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cost.online_fit import OnlineFit
 from headrace.cost.speed import Line, StepSpeed, Tail
 from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
-from headrace.request import StepPlan, StepResult
+from headrace.request import StepPlan, StepResult, column_of
 
 if TYPE_CHECKING:  # the web process counts without pricing: it need not load numpy
     from headrace.cost.cost_model import CostModel, StepCost, StepLoad
@@ -217,7 +217,7 @@ class StepRecorder:
         begin, end, idle = self._timeline.place(times, measured, result.idle_seconds if result is not None else None)
         record = self._record(plan, measured, times.host_seconds, (idle, begin, end), failed=result is None)
         self._ring.append(record)
-        self._add(record, sum(map(len, result.tokens)) if result is not None else 0)
+        self._add(record, len(column_of(result.tokens)) if result is not None else 0)
         return record
 
     def predict(self, plan: StepPlan) -> float:

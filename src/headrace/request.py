@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple, overload
 
 from headrace.errors import InvalidRequest
@@ -427,6 +428,40 @@ class TokenLogprobs:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int  # of the chosen token, 1 = most probable
+
+
+class Singles(Seq[tuple[int, ...]]):
+    """One token of each of many samples, as a column: a tuple is made when somebody looks at it."""
+
+    __slots__ = ("column",)
+
+    def __init__(self, column: list[int]) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return zip(self.column)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[int, ...]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+        return list(zip(self.column[at])) if isinstance(at, slice) else (self.column[at],)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seq) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def column_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
+    """All tokens, sample by sample."""
+    return tokens.column if isinstance(tokens, Singles) else list(chain.from_iterable(tokens))
 
 
 @dataclass(frozen=True, slots=True)

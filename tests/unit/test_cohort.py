@@ -12,7 +12,7 @@ from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import KeyedHashExecutor
 from headrace.engine.process import pack_step
-from headrace.request import Request, SequenceOutput, StepPlan, TokenOutputs
+from headrace.request import Request, SequenceOutput, Singles, StepPlan, TokenOutputs, column_of
 from headrace.scheduler import cohort, scheduler
 
 NEVER = 10**9
@@ -157,3 +157,12 @@ def test_steady_decoding_is_a_cohort() -> None:
         told.turn()
     assert told.columns > 30, "every fourth step needs blocks, and every fourth fills some"
     assert run(core).tokens == {}
+
+
+def test_a_column_of_single_tokens_is_the_sequence_of_tuples_it_stands_for() -> None:
+    column, plain = Singles([7, 8, 9]), [(7,), (8,), (9,)]
+    assert column == plain and list(column) == plain and column == Singles([7, 8, 9]) and column != [(7,), (8, 9)] and column != 5
+    assert (column[0], column[-1], column[1:], len(column), bool(Singles([]))) == ((7,), (9,), plain[1:], 3, False)
+    assert column_of(column) == column_of(plain) == [7, 8, 9] and column_of([(1, 2), (), (3,)]) == [1, 2, 3]
+    with pytest.raises(IndexError):
+        column[3]

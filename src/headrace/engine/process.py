@@ -14,14 +14,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.info import EngineInfo
-from headrace.request import NO_EXPECTATIONS, Expectations, Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs
+from headrace.request import NO_EXPECTATIONS, Expectations, Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs, column_of
 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
 MAX_ASKED = 64  # requests that one question may be about
@@ -258,7 +257,7 @@ def pack_step(outputs: Iterable[SequenceOutput]) -> bytes:
     """One frame for everything a step produced."""
     if isinstance(outputs, TokenOutputs):
         indices = array("i", outputs.indices).tobytes() if any(outputs.indices) else b""
-        token_ids = array("i", chain.from_iterable(outputs.tokens)).tobytes()
+        token_ids = array("i", column_of(outputs.tokens)).tobytes()
         return pack(Step(array("q", outputs.request_ids).tobytes(), indices, b"", token_ids, []))
     request_ids, indexes, counts, ids_of_all = array("q"), array("i"), array("i"), array("i")
     extras: list[Extra] = []

@@ -14,6 +14,7 @@ from headrace.request import (
     FinishReason,
     SequenceOutput,
     SequenceStatus,
+    Singles,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -83,7 +84,7 @@ def single_tokens(result: StepResult) -> list[int] | None:
     if result.errors or result.logprobs or result.prompt_logprobs:
         return None
     try:
-        return [token for (token,) in result.tokens]
+        return result.tokens.column if isinstance(result.tokens, Singles) else [token for (token,) in result.tokens]
     except ValueError:
         return None
 

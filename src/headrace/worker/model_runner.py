@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.clock import Clock
 from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
-from headrace.request import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
@@ -236,20 +236,7 @@ class ModelRunner:
             taken = self._device_clock.wait(step.begun, step.arrived, step.pause)
         elif self._stream is not None:
             self._stream.synchronize()
-        tokens: list[tuple[int, ...]] = []
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        errors: dict[int, str] = {}
-        for samples in step.samples:
-            first, table = len(tokens), samples.picked if isinstance(samples.picked, np.ndarray) else samples.picked.cpu().numpy()
-            usable = table[:, 1]
-            tokens += zip(table[:, 0].tolist())  # one-tuples
-            if not usable.all():
-                bad = [first + j for j, ok in enumerate(usable) if not ok]
-                errors.update(dict.fromkeys(bad, UNUSABLE))
-                for index in bad:
-                    tokens[index] = ()
-            if samples.scores is not None:
-                logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
+        tokens, logprobs, errors = _read_samples(step.samples)
         found = step.plan.step_id, tokens, logprobs, _read_prompt(step) if step.plan.prompt_logprobs else {}, errors
         if taken is None:  # a device without a clock of its own
             return StepResult(*found, device_seconds=self._clock.now() - step.started)
@@ -355,6 +342,31 @@ def _to_host(step: Sampled) -> Sampled:
     samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
     prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
     return replace(step, samples=samples, prompt=prompt)
+
+
+def _table(samples: Samples) -> Ints:  # [samples, 2]
+    return samples.picked.cpu().numpy() if isinstance(samples.picked, Tensor) else samples.picked
+
+
+def _read_samples(pieces: Sequence[Samples]) -> tuple[Sequence[tuple[int, ...]], dict[int, tuple[TokenLogprobs, ...]], dict[int, str]]:
+    """Tokens, logprobs and what was wrong with logits, by sample."""
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    errors: dict[int, str] = {}
+    if len(pieces) == 1 and pieces[0].scores is None and (table := _table(pieces[0]))[:, 1].all():
+        return Singles(table[:, 0].tolist()), logprobs, errors
+    tokens: list[tuple[int, ...]] = []
+    for samples in pieces:
+        first, table = len(tokens), _table(samples)
+        usable = table[:, 1]
+        tokens += zip(table[:, 0].tolist())  # one-tuples
+        if not usable.all():
+            bad = [first + j for j, ok in enumerate(usable) if not ok]
+            errors.update(dict.fromkeys(bad, UNUSABLE))
+            for index in bad:
+                tokens[index] = ()
+        if samples.scores is not None:
+            logprobs.update({first + j: (entry,) for j, entry in _read_scores(samples.scores) if usable[j]})
+    return tokens, logprobs, errors
 
 
 def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:
