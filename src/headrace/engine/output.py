@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol
 
 from headrace.engine.stops import StopMatcher
@@ -31,6 +30,7 @@ from headrace.request import (
     StepAccount,
     TokenLogprobs,
     TokenOutputs,
+    column_of,
 )
 
 _MOST_KEPT = 64  # steps kept in one piece
@@ -155,7 +155,7 @@ class OutputProcessor:
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
     _held: dict[int, list[int] | None] = field(default_factory=dict)  # of requests wanted whole: the ids held back; None: none came yet
-    _kept: list[Sequence[tuple[int, ...]]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
+    _kept: list[list[int]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
     _kept_for: Sequence[int] = ()
 
     def add(self, request: Request, *, whole: bool = False) -> None:
