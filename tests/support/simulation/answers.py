@@ -16,7 +16,7 @@ from tests.support.simulation.oracle import Library, Line
 from tests.support.simulation.order import OrderWatch
 from tests.support.simulation.schedule import Asked, Setting
 
-from headrace.request import Finished, FinishReason, SequenceOutput
+from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput
 
 
 @dataclass(slots=True)
@@ -137,6 +137,7 @@ class Answers:
     def _check_end(self, key: tuple[int, int], finished: Finished, end: oracle.End | None) -> None:
         found = (finished.reason, finished.message if finished.reason is FinishReason.ERROR else finished.stop_reason)
         self._seen[finished.reason.value] += 1
+        self._seen["loops"] += finished.stop_reason == REPETITION
         self._seen["preemptions"] += finished.num_preemptions
         if finished.reason is FinishReason.ERROR:
             self._check_error(key, finished)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tests.support.simulation.broken import Broken, hold
@@ -177,6 +177,15 @@ class Device(KeyedHashExecutor):
                         raise Broken("in flight", f"block {block} is written for request {who} while {user}")
             touched[group].update(dict.fromkeys(blocks, who))
             self.written[group].update(blocks[start // spec.block_size - first :])
+
+    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
+        """Beside grammars, a request may have said what its tokens may be."""
+        own: dict[int, array[int]] = {}
+        for j, row in enumerate(plan.sample_rows):
+            only = self._rows[row].new.params.allowed_token_ids
+            if only is not None:
+                own[j] = array("I", sum(1 << token for token in only).to_bytes(VOCAB // 8, "little"))
+        return super()._sample(plan, heads, {**allowed, **own} if own else allowed)
 
     def _verify(self, row: _HashRow, start: int, end: int) -> None:
         """As the executor does, by whole blocks: every slot of the context holds the hash of the row's own ids."""

@@ -198,8 +198,10 @@ def _oddity(rng: random.Random, odd: float, max_tokens: int) -> dict[str, object
         return {"scored": True}
     if odd < 0.85:
         return {"logprobs": rng.choice((0, 2))}
-    if odd < 0.97:
+    if odd < 0.96:
         return {"stops": tuple(rng.sample(range(VOCAB), 8)), "min_tokens": min(max_tokens, rng.choice((0, 0, 3)))}
+    if odd < 0.98:
+        return {"only": rng.randrange(VOCAB), "loops": True, "max_tokens": 40, "min_tokens": rng.choice((0, 0, 30))}
     return {"adapter": "one"} if odd < 0.99 else {"prompt": (5,) * rng.choice((0, 60))}
 
 

@@ -72,16 +72,16 @@ class Failure:
 
 
 def live(schedule: Schedule, *, traced: bool = False) -> Lived | Failure:
-    """A whole life."""
-    life = Life(schedule.setting, traced=traced)
-    happened = 0
+    """A whole life. A setting that no engine takes fails before its first event."""
+    happened, life = 0, None
     try:
+        life = Life(schedule.setting, traced=traced)
         for event in schedule.events:
             life.happen(event)
             happened += 1
         life.end()
     except Exception as error:
-        return Failure(_kind(error), f"{type(error).__name__}: {error}", happened, life.trace)
+        return Failure(_kind(error), f"{type(error).__name__}: {error}", happened, life.trace if life is not None else "")
     return Lived(life.turns, life.seen, life.trace)
 
 
@@ -305,6 +305,8 @@ def _request(number: int, asked: Asked, arrival: float) -> Request:
         logprobs=asked.logprobs,
         prompt_logprobs=1 if asked.scored else None,
         structured_outputs=GRAMMAR if asked.compiles is not None else None,
+        allowed_token_ids=None if asked.only < 0 else (asked.only,),
+        repetition_detection=oracle.LOOPS if asked.loops else None,
     )
     return Request(
         request_id=number,

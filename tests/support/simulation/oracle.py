@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from tests.support.simulation.schedule import Asked
 
 from headrace.engine.executor import _mix  # shared with the executor on purpose; tables and rows are not
-from headrace.request import FinishReason
+from headrace.request import REPETITION, FinishReason, RepetitionDetection
 
 VOCAB = 64
 EOS = 7
 ROOT = _mix(0, 0x5EED)  # the executor's with key 0
 WORDS = VOCAB // 32
+LOOPS = RepetitionDetection(max_pattern_size=4, min_count=3, min_tokens=24)
 NOTHING_ALLOWED = "no token is allowed"
 _FORKED = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -65,7 +66,7 @@ class Line:
         """Token -1: there is none, and the end says why."""
         drawn = _mix(self.head ^ self._salt, 0x70C)
         if self.asked.compiles is None:
-            token = drawn % VOCAB
+            token = drawn % VOCAB if self.asked.only < 0 else self.asked.only
         else:
             choices = allowed(self.head)
             if not choices:
@@ -79,12 +80,24 @@ class Line:
         eos = token == EOS and (follows or not asked.ignore_eos)
         if (eos or token in asked.stops) and (count >= asked.min_tokens or (follows and token == EOS)):
             return FinishReason.STOP, None if eos else token
+        if asked.loops and count >= asked.min_tokens and _loops([*self.tokens, token]):
+            return FinishReason.STOP, REPETITION
         return (FinishReason.LENGTH, None) if self.context + 1 >= self._end else None
 
     def take(self, token: int) -> None:
         self.tokens.append(token)
         self.context += 1
         self.head = _mix(self.head, token)
+
+
+def _loops(tokens: list[int]) -> bool:
+    """The definition: the end is a cycle, LOOPS.min_count times in a row and over LOOPS.min_tokens tokens."""
+    for period in range(1, LOOPS.max_pattern_size + 1):
+        size = max(LOOPS.min_count * period, LOOPS.min_tokens)
+        tail = tokens[-size:]
+        if len(tokens) >= size and tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
 class Library:

@@ -55,7 +55,8 @@ class Setting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One request. ``compiles``: it follows a grammar, which is there after so many turns. ``client``: whose disconnect ends it.
-    ``stamp``: seconds between the loop's clock and the arrival that the front end noted."""
+    ``stamp``: seconds between the loop's clock and the arrival that the front end noted. ``only``: the one token that may come, if not -1;
+    ``loops``: an answer that repeats itself is ended."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 1
@@ -69,6 +70,8 @@ class Asked:
     adapter: str | None = None
     logprobs: int | None = None
     scored: bool = False
+    only: int = -1
+    loops: bool = False
     compiles: int | None = None
     refused: bool = False
     client: int = 0

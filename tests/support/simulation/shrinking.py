@@ -107,6 +107,7 @@ def _simpler_requests(asked: Asked) -> Iterator[dict[str, Any]]:
 
 def _simpler_settings(setting: Setting) -> Iterator[dict[str, Any]]:
     plain = Setting(length=setting.length)
+    yield {"forecast": False, "max_step_ms": None, "step_seconds": 0.0}
     for each in fields(setting):
         if each.name != "length" and getattr(setting, each.name) != getattr(plain, each.name):
             yield {each.name: getattr(plain, each.name)}
