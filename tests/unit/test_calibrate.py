@@ -1,0 +1,489 @@
+"""From a trace of a run to prices that a simulation takes: a device of known prices is found again; hostile and foreign files are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import cli
+from headrace.bench.calibration_report import report
+from headrace.bench.server_steps import parse_steps, step_figures
+from headrace.bench.truth_loads import loads_for
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost.calibrated import (
+    SHIPPED,
+    CalibratedSteps,
+    best_calibrated,
+    calibrated_path,
+    find_calibrated,
+    load_calibrated,
+    price_of,
+    save_calibrated,
+)
+from headrace.cost.cost_model import CostModel
+from headrace.cost.prices import Classes, FrontPrices, HostPrices, Slowness, StepPrices
+from headrace.cost.profile import DeviceIdentity, DeviceProfile
+from headrace.cost.run_facts import facts_of
+from headrace.cost.sharing import SharedBlocks
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import keyed_hash_info
+from headrace.errors import ConfigError
+from headrace.metrics import StepRecorder
+from headrace.planner.against import compare_figures
+from headrace.planner.calibrate import calibrate
+from headrace.planner.calibrate_front import fit_front, least_absolute
+from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, classes_of, find_device, known_devices
+from headrace.planner.drive import Drive
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.pricing import choose_prices
+from headrace.planner.runs import read_run
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.step_time import StepTime
+from headrace.planner.workload import Asked, drawn, prompt_ids
+from headrace.request import NewRow, SamplingParams, StepPlan
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from headrace.trace import StepTrace, TraceFile
+
+SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
+BANDWIDTH, RATE = 1e9, 2e11
+ONE = Slowness(1.0, 1.0)
+
+
+def device(kind: str = "cuda", name: str = "test card", **more: Any) -> Device:
+    identity = DeviceIdentity(kind=kind, name=name, threads=0)
+    profile = DeviceProfile(identity=identity, read_bandwidth=BANDWIDTH, copy_bandwidth=BANDWIDTH, gemm_rates={"bfloat16": RATE}, **more)
+    return Device(name, profile, 2**33, GPU_EFFICIENCY if kind == "cuda" else CPU_EFFICIENCY, 0.0)
+
+
+def cost_model(on: Device, spec: DecoderSpec = SPEC) -> CostModel:
+    return CostModel(spec, kv_groups(spec, 16, 2), on.profile, weight_bytes=2, dtype="bfloat16")
+
+
+def true_prices(kind: str = "cuda") -> StepPrices:
+    classes = classes_of(kind)
+    count = len(classes.names)
+    return StepPrices(
+        (Slowness(1.4, 1.3),) * count, ONE, (Slowness(2.2, 1.0),) * count, Slowness(0.0, 1.8), 1.0, 1.0, classes, (0.0,) * count, 1e-5,
+        HostPrices(launch=4e-3) if kind == "cuda" else HostPrices(4e-4, 1e-5, 2e-5, 1e-6),  # a modelled host works within the handing over
+    )  # fmt: skip
+
+
+def traced(path: Path, on: Device, asked: list[Asked], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m") -> Path:
+    """A run of the real core over a device of these prices, as an engine there would have written it down."""
+    costs, clock = cost_model(on, spec), VirtualClock()
+    info = keyed_hash_info(vocab_size=spec.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
+    executor = ModelledExecutor(info, StepTime(costs, prices).of_plan, clock)
+    config = SchedulerConfig(max_num_batched_tokens=512)
+    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth)
+    facts = facts_of(costs, DeviceConfig(overlap=depth), model=model, engine="test")
+    trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
+    core.observe(trace)
+    Drive(core, asked, lambda index: prompt_ids(asked[index], index, vocab_size=spec.vocab_size, seed=0), room=12, max_queue=10_000).run()
+    trace.close()
+    return path
+
+
+def some(count: int = 60, prompt: int = 150, output: int = 12, seed: int = 0) -> list[Asked]:
+    from headrace.bench.workload import Lengths
+
+    return drawn(count, Lengths(prompt, output, 0.9), seed=seed)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced(tmp_path_factory.mktemp("runs") / "a.json", device(), some(), true_prices())
+
+
+@pytest.fixture(scope="module")
+def found(run: Path) -> CalibratedSteps:
+    return calibrate([read_run(run)], device(), cost_model(device()))
+
+
+# --- found again
+
+
+def test_a_device_of_known_prices_is_found_again_and_another_load_is_simulated_as_it_is(found: CalibratedSteps) -> None:
+    """Fitted to one workload, held against another: the device's own figures within 3 %."""
+    assert found.prices.host.step < 1e-6 and found.prices.host.launch == pytest.approx(4e-3, rel=0.02)
+    load = Load(some(40, 90, 30, seed=5), max_concurrency=10)
+    truth = replace(device(), calibrated=(replace(found, prices=true_prices()),))
+    known, guessed = (simulate(SPEC, EngineConfig(), each, load).figures for each in (truth, replace(device(), calibrated=(found,))))
+    for each in compare_figures(guessed, [known]):
+        assert abs(each.error) < 0.03, (each.figure, each.error)
+    assumed = simulate(SPEC, EngineConfig(), device(), load).figures
+    assert abs(assumed["duration"] / known["duration"] - 1) > 0.1  # what was assumed is not it
+
+
+def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: CalibratedSteps) -> None:
+    """Prompts that the device does in a tenth of the launches' time."""
+    products = {each.name: each.value for each in found.parameters}
+    assert products["products with prompts, FLOPs"] < 2.6
+    launched = simulate(SPEC, EngineConfig(), replace(device(), calibrated=(found,)), Load([Asked(3, 1, at=0.0)])).figures
+    assert launched["mean_ttft_ms"] == pytest.approx(4.0, rel=0.02)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_on_a_cpu_nothing_is_launched_and_the_host_shows(tmp_path: Path, depth: int) -> None:
+    on = device("cpu", "a cpu")
+    path = traced(tmp_path / "c.json", on, some(40), true_prices("cpu"), depth=depth)
+    found = calibrate([read_run(path)], on, cost_model(on))
+    assert found.prices.host.launch == 0.0 and found.prices.classes == Classes((40,))
+    if depth == 1:  # a modelled device is no CPU's own thread at depth 0
+        assert found.prices.host.step == pytest.approx(4e-4, rel=0.2)
+
+
+def test_the_report_counts_what_was_fitted_and_says_what_was_not(found: CalibratedSteps) -> None:
+    text = "\n".join(report(found))
+    assert f"{len(found.fitted)} parameters were fitted" in text and "no step was decided by it" in text
+    assert "it covers steps of up to 512 tokens and 12 sequences" in text and found.runs[0].sha256[:12] in text
+
+
+def test_the_running_engine_is_told_the_same_price(found: CalibratedSteps) -> None:
+    model, costs = price_of(found, cost_model(device())), cost_model(device())
+    load = costs.load_of(_plan([0, 1], [40, 90], [1, 1]))
+    step_time = choose_prices(replace(device(), calibrated=(found,)), DeviceConfig(), costs, tuple(kv_groups(SPEC, 16, 2))).step_time
+    assert model(load, True) == pytest.approx(step_time.of_load(load, rows=2).seconds)
+
+
+# --- files
+
+
+def test_a_calibration_is_kept_and_found_for_its_device_model_and_switches(found: CalibratedSteps, tmp_path: Path) -> None:
+    save_calibrated(found, calibrated_path(found, tmp_path))
+    other = replace(found, model="wide", shape=replace(found.shape, hidden=4096))
+    save_calibrated(other, calibrated_path(other, tmp_path))
+    eager = replace(found, switches={"enforce_eager": True})
+    save_calibrated(eager, calibrated_path(eager, tmp_path))
+    kept = find_calibrated(device().profile.identity, [tmp_path])
+    assert sorted(each.model for each in kept) == ["m", "m", "wide"] and found in kept
+    assert best_calibrated(kept, SPEC, "bfloat16", {}) == (found, ())
+    assert best_calibrated(kept, SPEC, "bfloat16", {"enforce_eager": True})[0] == eager
+    assert best_calibrated(kept, SPEC, "bfloat16", {"flat_gemm": False}) == (None, ())
+    assert find_calibrated(device(name="another").profile.identity, [tmp_path]) == []
+
+
+def test_another_model_or_precision_is_marked_as_extrapolation(found: CalibratedSteps) -> None:
+    wide = replace(SPEC, hidden_size=256)
+    best, other = best_calibrated([found], wide, "float16", {})
+    assert best == found and len(other) == 2 and "another model" in other[0] and "another precision (bfloat16)" in other[1]
+
+
+def test_what_lies_beyond_the_fitted_steps_is_marked(found: CalibratedSteps) -> None:
+    on = replace(device(), calibrated=(found,))
+    inside = simulate(SPEC, EngineConfig(), on, Load(some(8, 60, 5), max_concurrency=4))
+    assert inside.facts["extrapolated"] == [] and inside.facts["fitted_parameters"] == len(found.fitted)
+    beyond = simulate(SPEC, EngineConfig(), on, Load([Asked(3000, 20, at=0.0)] * 30))
+    told = " ".join(beyond.facts["extrapolated"])
+    assert "steps of 30 sequences (fitted up to 12)" in told and "sequences of 3,020 tokens" in told and "tokens (fitted up to 512)" in told
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_file_with_a_number_that_is_none_is_refused_by_its_name(found: CalibratedSteps, tmp_path_factory: Any, data: st.DataObject) -> None:
+    stored = json.loads(json.dumps({"version_of_file": 1, **asdict(found)}))
+    path = tmp_path_factory.mktemp("c") / "x.calibrated.json"
+    places = [("prices", "others"), ("prices", "sampled"), ("covered", "tokens"), ("median_error",), ("bandwidth",), ("prices", "host", "step")]
+    *way, last = data.draw(st.sampled_from(places))
+    at = stored
+    for name in way:
+        at = at[name]
+    at[last] = data.draw(st.sampled_from([-1.0, float("nan"), float("inf"), -1e-300]))
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=f"{last} = .*no number of at least 0"):
+        load_calibrated(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version_of_file": 1}', '{"version_of_file": 9}', "nonsense"])
+def test_files_that_are_no_calibration_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.calibrated.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.calibrated\.json.*calibrate again"):
+        load_calibrated(path)
+
+
+def test_what_is_shipped_can_be_read_and_is_of_a_device_that_is_known() -> None:
+    for path in SHIPPED.glob("*.json"):
+        each = load_calibrated(path)
+        assert each.device.name in {known.profile.identity.name for known in known_devices().values()}
+        assert each in find_device("h200", threads=1, memory=None, free_memory=0).calibrated
+
+
+# --- runs that say too little, or something else
+
+
+def edited(run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """The trace with every event of a device's step changed."""
+    lines = run.read_text().split("\n")
+    for index, line in enumerate(lines):
+        text = line.rstrip(",")
+        if '"tid":2' in text and '"cat":"step"' in text:
+            event = json.loads(text)
+            change(event)
+            lines[index] = json.dumps(event) + ("," if line.endswith(",") else "")
+    path = tmp_path / "edited.json"
+    path.write_text("\n".join(lines))
+    return path
+
+
+WRONG_STEPS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda event: event["args"].update({"measured ms": -1.0}), "measured ms = -1.0, not a number of at least 0"),
+    (lambda event: event["args"].update({"measured ms": math.nan}), "measured ms = nan"),
+    (lambda event: event["args"].update({"tokens": "many"}), "tokens = 'many'"),
+    (lambda event: event["args"]["load"].update({"keys": [math.inf]}), "keys = inf"),
+    (lambda event: event.update({"ts": -5.0}), "begins at -5.0 µs, which is no time"),
+    (lambda event: event.update({"dur": math.nan}), "takes nan µs, which is no time"),
+    (lambda event: event["args"].pop("load"), "does not say what step 0 had to do"),
+    (lambda event: event["args"].pop("step"), "a step without a number"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG_STEPS, ids=[says for _, says in WRONG_STEPS])
+def test_steps_that_cannot_be_meant_are_refused(run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_run(edited(run, tmp_path, change))
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"completed": 3}', "[\nnonsense\n{}\n]", "PK\x03\x04"])
+def test_a_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json .*--trace FILE"):
+        read_run(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_run(tmp_path / "absent.json")
+
+
+def test_a_trace_of_a_killed_process_is_read_up_to_its_end(run: Path, tmp_path: Path) -> None:
+    whole = read_run(run)
+    path = tmp_path / "torn.json"
+    path.write_text(run.read_text()[: int(run.stat().st_size * 0.7)])
+    torn = read_run(path)
+    assert 0.5 * len(whole.steps) < len(torn.steps) < len(whole.steps) and torn.sha256 != whole.sha256
+
+
+def test_runs_of_another_device_model_or_setting_and_too_few_steps_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is of test card with 0 threads, but --device is other"):
+        calibrate([read_run(run)], device(name="other"), cost_model(device()))
+    wide = replace(SPEC, hidden_size=256)
+    with pytest.raises(ConfigError, match=r"of another model: llama: 3 layers of 128.*--model is llama: 3 layers of 256"):
+        calibrate([read_run(run)], device(), cost_model(device(), wide))
+    few = traced(tmp_path / "few.json", device(), some(2, 20, 6), true_prices())
+    with pytest.raises(ConfigError, match=r"few.json has \d+ whole steps, and at least 20"):
+        calibrate([read_run(few)], device(), cost_model(device()))
+    deep = traced(tmp_path / "deep.json", device(), some(30), true_prices(), depth=2)
+    with pytest.raises(ConfigError, match="overlap 2 and no switches, the first one with overlap 1"):
+        calibrate([read_run(run), read_run(deep)], device(), cost_model(device()))
+
+
+def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) -> None:
+    asked = [Asked(1, 60, at=0.0)]
+    found = calibrate([read_run(traced(tmp_path / "same.json", device(), asked, true_prices()))], device(), cost_model(device()))
+    assert any("cannot be told apart" in each.note for each in found.parameters)
+
+
+# --- the front end
+
+
+def served(asked: list[Asked], found: CalibratedSteps, front: FrontPrices, path: Path) -> Path:
+    on = replace(device(), calibrated=(replace(found, front=front),))
+    samples = simulate(SPEC, EngineConfig(), on, Load(asked)).samples
+    path.write_text(json.dumps({"requests": [asdict(each) for each in samples]}))
+    return path
+
+
+def test_a_front_end_is_found_again_and_shifts_first_tokens(found: CalibratedSteps, tmp_path: Path) -> None:
+    asked = [replace(each, at=0.2 * index) for index, each in enumerate(some(30))]
+    path = served(asked, found, FrontPrices(2e-3, 5e-6), tmp_path / "seen.json")
+    fitted = fit_front(path, found, SPEC, EngineConfig(), device())
+    assert fitted.front is not None and fitted.front.request == pytest.approx(2e-3, rel=0.05) and fitted.front.token == pytest.approx(5e-6, rel=0.1)
+    assert [run.name for run in fitted.runs] == ["a.json", "seen.json"]
+    plain, behind = (simulate(SPEC, EngineConfig(), replace(device(), calibrated=(each,)), Load(asked)).figures for each in (found, fitted))
+    assert behind["median_ttft_ms"] - plain["median_ttft_ms"] == pytest.approx(2.0 + 0.005 * 150, rel=0.3)
+    assert behind["median_tpot_ms"] == pytest.approx(plain["median_tpot_ms"], rel=0.05)
+
+
+def test_prompts_of_one_length_give_one_number() -> None:
+    assert least_absolute([9] * 9, [3e-3] * 9) == FrontPrices(pytest.approx(3e-3), 0.0)  # type: ignore[arg-type]
+    assert least_absolute([5, 9, 11], [-1e-3] * 3) == FrontPrices(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda rows: rows[:3], "has 3 requests with an answer, and at least 8"),
+        (lambda rows: [{**each, "arrivals": [-1.0]} for each in rows], "a time that is negative"),
+        (lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows], "times that go back"),
+        (lambda rows: [{**each, "cached_tokens": each["prompt_tokens"]} for each in rows], "100% of its prompt tokens came from the cache"),
+        (lambda rows: [{}], "cannot be read"),
+    ],
+)
+def test_clients_files_that_say_nothing_are_refused(
+    found: CalibratedSteps, tmp_path: Path, change: Callable[[list[dict[str, Any]]], Any], says: str
+) -> None:
+    path = served([replace(each, at=0.2 * index) for index, each in enumerate(some(10))], found, FrontPrices(), tmp_path / "seen.json")
+    path.write_text(json.dumps({"requests": change(json.loads(path.read_text())["requests"])}))
+    with pytest.raises(ConfigError) as refused:
+        fit_front(path, found, SPEC, EngineConfig(), device())
+    assert says in refused.value.message
+
+
+# --- keys that are read once
+
+
+def _none(count: int) -> list[array[int]]:
+    return [array("i")] * count
+
+
+def _plan(
+    rows: list[int],
+    starts: list[int],
+    counts: list[int],
+    added: tuple[NewRow, ...] = (),
+    edits: list[tuple[int, int, int, int]] | None = None,
+    dropped: list[int] | None = None,
+) -> StepPlan:
+    row, group, index, block = (array("i", column) for column in zip(*edits, strict=True)) if edits else _none(4)
+    none, sampled = array("i"), array("i", range(len(rows)))
+    work = array("i", rows), array("i", starts), array("i", counts)
+    return StepPlan(0, array("i", dropped or []), added, row, group, index, block, none, none, none, *work, sampled, array("i", rows))
+
+
+def _row(row: int) -> NewRow:
+    return NewRow(row, row, array("i", [1]), 1, SamplingParams(), 0, ())
+
+
+def _begun(tracker: SharedBlocks, rows: int, shared: int, own: int) -> tuple[float, ...]:
+    """``rows`` sequences whose first ``shared`` blocks of 128 are the same, and then ``own`` of their own; all decode."""
+    edits = [(row, 0, index, index) for row in range(rows) for index in range(shared)]
+    edits += [(row, 0, shared + index, 1000 + 50 * row + index) for row in range(rows) for index in range(own)]
+    context = 128 * (shared + own) - 3
+    return tracker.observe(_plan(list(range(rows)), [context] * rows, [1] * rows, tuple(_row(row) for row in range(rows)), edits))
+
+
+def test_shared_blocks_are_read_once_a_chunk() -> None:
+    """64 queries × heads in a tile: of 4 heads a KV head, 16 sequences read together."""
+    groups = kv_groups(SPEC, 128, 2)
+    assert _begun(SharedBlocks(groups, 4), 32, 8, 1) == (8 * 128 * (32 - 2),)
+    assert _begun(SharedBlocks(groups, 1), 32, 8, 1) == (8 * 128 * (32 - 1),)
+    assert _begun(SharedBlocks(groups, 4), 15, 8, 1) == (0.0,)  # too few to look
+    assert _begun(SharedBlocks(groups, 4), 32, 0, 3) == (0.0,)
+
+
+def test_sharing_ends_when_sequences_do_and_windows_share_nothing() -> None:
+    groups = kv_groups(SPEC, 128, 2)
+    tracker = SharedBlocks(groups, 1)
+    _begun(tracker, 20, 8, 1)
+    assert tracker.observe(_plan(list(range(3, 20)), [1200] * 17, [1] * 17, dropped=[0, 1, 2])) == (8 * 128 * 16,)
+    assert tracker.observe(_plan([19], [1200], [1], dropped=list(range(3, 19)))) == (0.0,)
+    window = SharedBlocks(kv_groups(replace(SPEC, layers=(LayerSpec(window=256),) * 3), 128, 2), 1)
+    assert _begun(window, 32, 8, 1) == (0.0,)
+
+
+def test_a_simulated_card_is_quicker_where_prompts_begin_alike() -> None:
+    from headrace.bench.workload import Lengths
+
+    asked = drawn(48, Lengths(20, 40), prefix=1024, num_prefixes=1)
+    figures = [
+        simulate(SPEC, replace(EngineConfig(), device=DeviceConfig(cascade_attention=on)), device(), Load(asked)).figures for on in (True, False)
+    ]
+    assert figures[0]["median_itl_ms"] < 0.8 * figures[1]["median_itl_ms"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30), st.integers(0, 2**31))
+def test_nothing_is_saved_that_nobody_reads(rows: list[tuple[int, int]], seed: int) -> None:
+    """Whatever the tables: between 0 and all keys but one reading."""
+    groups, rng = kv_groups(SPEC, 128, 2), np.random.default_rng(seed)
+    edits = [(row, 0, index, int(rng.integers(0, 4))) for row, (shared, own) in enumerate(rows) for index in range(shared + own)]
+    starts = [128 * (shared + own) + 1 for shared, own in rows]
+    names = list(range(len(rows)))
+    (saved,) = SharedBlocks(groups, 2).observe(_plan(names, starts, [1] * len(rows), tuple(map(_row, names)), edits))
+    assert 0.0 <= saved <= sum(starts)
+
+
+# --- the command, and what a server tells
+
+
+def test_the_command_calibrates_simulates_and_refuses_the_run_it_was_fitted_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the H200 of the catalogue, as if it were as slow as that."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    from headrace.models import families
+    from headrace.models.source import find_model
+
+    spec = families.spec_from_config(find_model(EngineConfig().model).config)
+    card = known_devices()["h200"]
+    path = traced(tmp_path / "a.json", card, some(40, 300, 20), true_prices(), spec=spec, model="demo")
+    assert cli.main(["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(path)]) == 0
+    assert "parameters were fitted" in capsys.readouterr().out and list((tmp_path / "cache").rglob("*.calibrated.json"))
+    words = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--num-prompts", "8", "--output-json", str(tmp_path / "s.json")]
+    assert cli.main(words) == 0
+    assert "calibrated from" in capsys.readouterr().out
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert written["prices"]["fitted_parameters"] > 5 and written["prices"]["fitted_runs"] and "extrapolated" in written["prices"]
+    front = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(path), "--front-of", str(tmp_path / "s.json")]
+    assert cli.main(front) == 0 and "a front end" in capsys.readouterr().out
+    assert cli.main([*words[:-2], "--against", str(tmp_path / "s.json")]) == 2
+    assert "which the prices were fitted to" in capsys.readouterr().err
+    assert cli.main([*words[:-2], "--assumed-prices", "--against", str(tmp_path / "s.json")]) == 0
+    assert "assumed, not calibrated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--calibrate nowhere.json", "cannot be read"),
+        ("--calibration nowhere.json", "cannot be read"),
+        ("--expert-skew 1.2", "no experts"),
+    ],
+)
+def test_prices_that_cannot_be_had_are_a_sentence(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--device", "h200", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_steps_of_a_server_are_read_from_its_page() -> None:
+    names = ("steps_total", "step_tokens_total", "step_measured_seconds_total", "step_predicted_seconds_total")
+
+    def page(*values: float) -> str:
+        return "".join(f"headrace_{name} {value}\n" for name, value in zip(names, values, strict=True))
+
+    before = parse_steps(page(10, 50, 1.0, 1.0))
+    after = parse_steps(page(30, 90, 2.0, 2.2) + 'headrace_step_prediction_error{prediction="calibrated"} -0.04\n')
+    figures = step_figures(before, after)
+    assert figures["steps"] == 20 and figures["mean_step_ms"] == pytest.approx(50.0) and figures["step_prediction_error"] == pytest.approx(0.2)
+    assert figures["step_calibration_error"] == -0.04
+    assert parse_steps("vllm:num_requests_running 0\n") is None and step_figures(None, after) == {} and step_figures(after, before) == {}
+
+
+def test_the_verdict_is_of_two_runs_and_their_spread() -> None:
+    simulated = {"mean_step_ms": 10.0, "p99_ttft_ms": 130.0, "output_throughput": 80.0}
+    names = ("mean_step_ms", "p99_ttft_ms", "output_throughput")
+    runs = [dict(zip(names, values, strict=True)) for values in ((9.0, 100.0, 100.0), (9.8, 110.0, 101.0))]
+    held = {each.figure: each for each in compare_figures(simulated, runs)}
+    assert held["mean_step_ms"].holds and held["mean_step_ms"].bound == pytest.approx(2 * 0.8 / 9.4)
+    assert not held["p99_ttft_ms"].holds and held["p99_ttft_ms"].bound == 0.2
+    assert not held["output_throughput"].holds and held["output_throughput"].row()[-1] == "MISSED"
+    assert compare_figures(simulated, runs[:1])[0].row()[-1] == ""
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
+    fitted, held = loads_for(kind, 1.0)
+    sizes = {(part.count, part.prompt, part.output, part.seed) for part in fitted}
+    assert not sizes & {(part.count, part.prompt, part.output, part.seed) for part in held}
+    with pytest.raises(ConfigError, match="--scale is 0"):
+        loads_for(kind, 0.0)
