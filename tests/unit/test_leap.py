@@ -23,13 +23,16 @@ from headrace.planner.leap import Leapt
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, prompt_ids
-from headrace.request import StepPlan
+from headrace.request import NO_EXPECTATIONS, Expectations, StepPlan
 from headrace.scheduler.policies import POLICIES
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 SLIDING = DecoderSpec(
     "gemma", 512, 64, 4, 2, 16, 128, (LayerSpec(window=24), LayerSpec()) * 2, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16"
 )
+
+
+EXPECTED = (NO_EXPECTATIONS, Expectations(ttft=1.0, reading_speed=5.0), Expectations(reading_speed=40.0))
 
 
 def price_of(tokens: int, seen: int) -> StepPrice:
@@ -49,7 +52,10 @@ def asked_of(seed: int) -> list[Asked]:
     """Lengths, gaps and shared beginnings that hang on nothing but the seed: crowded, sparse, or both."""
     draw = random.Random(seed)
     count, longest = draw.randint(1, 18), draw.choice([3, 40, 160])
-    made = [Asked(draw.randint(1, 60), draw.randint(1, longest), pieces=(draw.randint(0, 2),), piece=32) for _ in range(count)]
+    made = [
+        Asked(draw.randint(1, 60), draw.randint(1, longest), None, (draw.randint(0, 2),), 32, draw.choice("ab"), draw.choice(EXPECTED))
+        for _ in range(count)
+    ]
     rate = draw.choice([None, 0.3, 3.0, 100.0])
     return made if rate is None else arriving(made, rate, burstiness=draw.choice([0.3, 1.0]), seed=seed)
 
@@ -119,7 +125,7 @@ def test_a_leap_is_the_steps_it_stands_for(name: str, leapt: list[Leapt]) -> Non
         stepwise, leaping = (told(seed, depth, leaps, **dict(SETTINGS[name])) for leaps in (False, True))
         for mine, theirs in zip(leaping, stepwise, strict=True):
             assert mine == theirs, seed
-    assert sum(len(each.times) for each in leapt) > 100 and max(len(each.times) for each in leapt) > 10
+    assert sum(len(each.times) for each in leapt) > 60 and max(len(each.times) for each in leapt) > 10
 
 
 @pytest.mark.parametrize("rate", [0.5, 20.0])

@@ -96,6 +96,18 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def _draw_legend(figure: Any, axes: Sequence[Any], panels: Sequence[Mapping[str, Any]]) -> float:
+    """One below the panels where all show the same curves, else one in each. Returns the share of the height that it takes."""
+    names = [list(panel["curves"]) for panel in panels]
+    if len(panels) == 1 or any(each != names[0] for each in names):
+        for axis in axes:
+            axis.legend(fontsize=8)
+        return 0.0
+    columns = min(len(names[0]), 2 * len(panels))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.05), ncols=columns, fontsize=8)
+    return 0.05 * -(-len(names[0]) // columns)
+
+
 def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], note: str = "") -> None:
     """A row of panels: ``{"x", "y"}`` labels, ``curves`` {name: [(x, y), …]}, optionally ``log`` ("x", "y" or "xy")."""
     pyplot = load_pyplot()
@@ -110,10 +122,9 @@ def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], not
         if "y" not in panel.get("log", ""):
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.text(0.01, 0.005, textwrap.fill(note, 75 * len(panels)), fontsize=6, color="0.4")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.tight_layout(rect=(0, 0.06 + _draw_legend(figure, axes[0], panels), 1, 1))
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
