@@ -98,8 +98,8 @@ class Cohort:
 
     @property
     def is_foreseeable(self) -> bool:
-        """Nobody ends but by length, and whatever is said of those who wait was said with a step before."""
-        return self._planned > 0 and self._ends_by_length
+        """Nobody ends but by length."""
+        return self._ends_by_length
 
     @property
     def steps_to_last(self) -> int:

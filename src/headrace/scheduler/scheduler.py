@@ -203,9 +203,9 @@ class Scheduler:
     def turns_alike(self) -> int:
         """How many turns of ``schedule`` and ``update`` would be alike: nobody comes, starts or ends in them, whatever tokens there are."""
         cohort, roster = self._cohort, self._roster
-        if cohort is None or roster.stale or self._rows_lost or roster.dropped_rows or not self._planner.can_repeat(len(cohort.members)):
+        if cohort is None or not cohort.is_foreseeable or roster.stale or self._rows_lost:
             return 0
-        return cohort.steps_to_last if cohort.is_foreseeable else 0
+        return cohort.steps_to_last if self._planner.can_repeat(len(cohort.members)) else 0
 
     @property
     def wake(self) -> float:
@@ -225,7 +225,7 @@ class Scheduler:
     def leap(self, columns: Iterable[list[int]]) -> int:
         """So many of the ``turns_alike``, one for each column of tokens, the oldest step's first; fewer where blocks become scarce."""
         cohort, depth = self._cohort, len(self.in_flight)
-        assert cohort is not None, "turns are alike"
+        assert cohort is not None and not self._roster.dropped_rows, "turns are alike: whoever ended was told of with a plan"
         turns = 0
         for tokens in columns:
             if not self._leap_one(cohort, tokens, depth):
