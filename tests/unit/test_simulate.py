@@ -380,6 +380,7 @@ WRONG = {
     "--device h200 --max-concurrency 0": "--max-concurrency is 0",
     "--device h200 --device-memory 0": "--device-memory is 0",
     "--device h200 --metric-percentiles 50 101": "--metric-percentiles has 101",
+    "--device h200 --kv-cache-dtype float16": "the model computes in bfloat16 and the cache cannot differ yet",
     "--device h200 --random-range-ratio nan": "--random-range-ratio nan",
     "--device h200 --max-model-len 100": "64 of 64 requests are longer than the 100 tokens",
     "--device h200 --goodput ttft:0.000001": "cannot be met: the least step",

@@ -36,6 +36,7 @@ def place(spec: DecoderSpec, config: EngineConfig, device: Device) -> Placement:
     from headrace.worker.memory import Room, plan_kv
 
     dtype = dtype_of(spec, config, device)
+    check_kv_dtype(config.cache.kv_cache_dtype, dtype)
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
     purposes = _purposes(spec, config, device, ELEMENT_BYTES[dtype])
     _check_fits(spec, device, available, purposes)
@@ -62,6 +63,12 @@ def dtype_of(spec: DecoderSpec, config: EngineConfig, device: Device) -> str:
     from headrace.worker.settings import resolve_dtype
 
     return str(resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.kind)[1].value)
+
+
+def check_kv_dtype(requested: str, dtype: str) -> None:
+    """As the engine does. Raises ConfigError."""
+    if requested not in ("auto", dtype):
+        raise ConfigError(f"--kv-cache-dtype is {requested}, but the model computes in {dtype} and the cache cannot differ yet; leave it at auto.")
 
 
 def weight_bytes(spec: DecoderSpec, element_bytes: int) -> int:
