@@ -6,6 +6,7 @@ What lives here: dealing out seeds and adding up. What may not: one life (life.p
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ class Sweep:
     events: int = 0
     turns: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all processes, once all is done
     seen: Counter[str] = field(default_factory=Counter)
     failures: dict[int, Failure] = field(default_factory=dict)
 
@@ -42,13 +44,18 @@ def sweep(
     seeds: Iterable[int], *, events: int = 500, policy: str | None = None, jobs: int = 1, tell: Callable[[Sweep], None] = lambda so_far: None
 ) -> Sweep:
     """Lives through the schedules of these seeds; ``tell`` is called now and then."""
-    begun, whole = time.monotonic(), Sweep()
+    begun, used, whole = time.monotonic(), _cpu_seconds(), Sweep()
     work = partial(_live_some, events=events, policy=policy)
     for part in _spread(work, _portions(seeds), jobs):
         whole.add(part)
         whole.seconds = time.monotonic() - begun
         tell(whole)
+    whole.cpu_seconds = _cpu_seconds() - used
     return whole
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 def _spread(work: Callable[[Sequence[int]], Sweep], portions: Iterator[Sequence[int]], jobs: int) -> Iterator[Sweep]:
@@ -57,6 +64,8 @@ def _spread(work: Callable[[Sequence[int]], Sweep], portions: Iterator[Sequence[
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:  # forked, so that a defect that was planted is there too
         yield from pool.imap_unordered(work, portions)
+        pool.close()
+        pool.join()  # so that the time they took is known
 
 
 def _portions(seeds: Iterable[int]) -> Iterator[Sequence[int]]:
