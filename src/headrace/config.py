@@ -190,6 +190,7 @@ class DeviceConfig:
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
+    tuned_products: bool = switch(True, "off: torch chooses how long products are computed, and norms add the residual")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
     programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")

@@ -107,6 +107,27 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Ca
     assert bool(rows) == fuses and max(rows, default=0) <= MOST_ROWS
 
 
+def test_many_rows_through_products_that_take_in_the_residual(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the residual is overwritten, so whoever still read it would show."""
+    rows: list[int] = []
+
+    def counted(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+        def apply(x: Tensor, residual: Tensor) -> Tensor:
+            rows.append(len(x))
+            return residual.add_(torch.nn.functional.linear(x, weight, bias))
+
+        return apply
+
+    offered = (Candidate("planted", lambda site: counted, failure=None),)
+    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, "added_linear": offered})
+    monkeypatch.setattr("headrace.models.decoder.LEAST_ADDED", 20)
+    decoder = load_decoder(case.folder, max_model_len=64)
+    sizes = random.Random(1)
+    uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
+    assert_close(uneven, case.expected)
+    assert bool(rows) == decoder.layers[0].adds and min(rows, default=20) >= 20
+
+
 def errors(logits: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
     """Median and root mean square of the error over all logits."""
     differences = torch.cat([(logits[key].double() - exact[key].double()).flatten().abs() for key in exact])

@@ -33,6 +33,7 @@ ABLATIONS = (
     "overlap",
     "cuda_graphs",
     "flat_gemm",
+    "tuned_products",
     "deep_fusion",
     "cascade_attention",
     "programmatic_launch",

@@ -25,6 +25,11 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return partial(F.linear, weight=weight, bias=bias)
 
 
+def added_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """residual' = residual + x · weightᵀ + bias: ``x`` [T, in], ``residual`` [T, out], which a candidate may overwrite."""
+    return lambda x, residual: residual + F.linear(x, weight, bias)
+
+
 def fused_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Around], Fused]:
     """The product with what stands around it: y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, then y · scale and y².
 

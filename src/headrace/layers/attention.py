@@ -50,7 +50,15 @@ class Attention(nn.Module):
             around=around,
         )
         self.output = Linear(
-            heads * size, spec.hidden_size, bias=spec.output_bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around
+            heads * size,
+            spec.hidden_size,
+            bias=spec.output_bias,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            method=method,
+            around=around,
+            adds=around,
         )
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
@@ -78,6 +86,23 @@ class Attention(nn.Module):
     ) -> Tensor:  # [tokens, hidden], or [n, hidden]
         attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache)
         return self.output.forward(attended if wanted is None else attended[wanted])
+
+    def forward_added(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        residual: Tensor,  # [tokens, hidden], which may be overwritten
+        positions: Tensor,
+        inputs: AttentionInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        wanted: Tensor | None,
+    ) -> Tensor:  # [tokens, hidden], or [n, hidden]
+        """The residual with this layer's result added; the rest as ``forward``."""
+        assert self.output.added is not None
+        attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache)
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
+        return self.output.added(attended, residual)
 
     @property
     def fuses(self) -> bool:

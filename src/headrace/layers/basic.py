@@ -111,12 +111,17 @@ class FeedForward(nn.Module):
         super().__init__()
         width = 2 * inner_size if gated else inner_size
         self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around, gated=gated)
-        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around)
+        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around, adds=around)
         self._activation = activation
         self._act = kernels.choose("gated_activation" if gated else "activation", dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
         return self.down.forward(self._act(self.up.forward(x), self._activation))
+
+    def forward_added(self, x: Tensor, residual: Tensor) -> Tensor:  # [tokens, hidden] each
+        """The residual, which may be overwritten, with this layer's result added."""
+        assert self.down.added is not None
+        return self.down.added(self._act(self.up.forward(x), self._activation), residual)
 
     @property
     def fuses(self) -> bool:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.quant import Apply, ApplyFused, LinearShape, QuantMethod
+from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, LinearShape, QuantMethod
 
 
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
     ``around``: once loading has finished ``fused`` computes it with what stands around it, for few rows, or is None where nobody can.
-    ``gated``: with a gate, the first half of the rows. ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold
-    none of its own.
+    ``gated``: with a gate, the first half of the rows. ``adds``: ``added`` adds it to a residual, for many rows, or is None.
+    ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
     """
 
     weight: nn.Parameter | None
@@ -37,19 +37,20 @@ class Linear(nn.Module):
         method: QuantMethod,
         around: bool = False,
         gated: bool = False,
+        adds: bool = False,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         super().__init__()
         if (rank, world) != (0, 1):
             raise ConfigError(f"A linear layer was asked to be part {rank} of {world}, but layers are not split yet; use one device.")
-        self.shape = LinearShape(in_features, out_features, bias, dtype, device, around, gated)
+        self.shape = LinearShape(in_features, out_features, bias, dtype, device, around, gated, adds)
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
         self._kernels = kernels
         self._method = method
         self._shared = False
+        self._applies = Applies(self._unfinished)
         self._apply_weight: Apply = self._unfinished
-        self.fused: ApplyFused | None = None
         method.create(self, self.shape)
 
     def tie_weight(self, weight: nn.Parameter) -> None:  # [out, in]
@@ -60,8 +61,17 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """Packs the filled parameters for the chosen kernel and drops what it does not need. Once."""
         held = 0 if self._shared else sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
-        self._apply_weight, self.fused = self._method.load(self, self.shape, self._kernels, shared=self._shared)
+        self._applies = self._method.load(self, self.shape, self._kernels, shared=self._shared)
+        self._apply_weight = self._applies.plain
         self.weight_bytes = held
+
+    @property
+    def fused(self) -> ApplyFused | None:
+        return self._applies.fused
+
+    @property
+    def added(self) -> ApplyAdded | None:
+        return self._applies.added
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] → [..., out]
         return self._apply_weight(x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
-from headrace.kernels.around import MOST_ROWS
+from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
@@ -136,6 +136,28 @@ class Block(nn.Module):
         return x, residual
 
     @property
+    def adds(self) -> bool:
+        """Whether ``forward_added`` can be called, once loading has finished."""
+        feed_forward = self.feed_forward
+        return isinstance(feed_forward, FeedForward) and None not in (self.attention.output.added, feed_forward.down.added)
+
+    def forward_added(
+        self,
+        residual: Tensor,  # [tokens, hidden], which may be overwritten
+        positions: Tensor,
+        inputs: AttentionInputs,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        """As ``forward``, for many rows: sums are parts of the products before them. Returns the residual with both results added."""
+        assert isinstance(self.feed_forward, FeedForward)
+        x, _ = self.attention_norm.forward(residual)
+        residual = self.attention.forward_added(x, residual, positions, inputs, k_cache, v_cache, wanted)
+        x, _ = self.feed_forward_norm.forward(residual)
+        return self.feed_forward.forward_added(x, residual)
+
+    @property
     def fuses(self) -> bool:
         """Whether ``forward_fused`` can be called, once loading has finished."""
         return self.attention.fuses and isinstance(self.feed_forward, FeedForward) and self.feed_forward.fuses
@@ -175,7 +197,7 @@ class Decoder(nn.Module):
         self.norm = make.norm()
         self.head = make.head(self.embedding if spec.tied_head else None)
         self._steps = _cache_places(spec, self.layers)
-        self._fuses = False
+        self._fuses = self._adds = False
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
     def finish_loading(self) -> None:
@@ -184,6 +206,7 @@ class Decoder(nn.Module):
             if isinstance(module, (Linear, RMSNorm, LayerNorm)):
                 module.finish_loading()
         self._fuses = all(block.fuses for block, _, _ in self._steps)
+        self._adds = all(block.adds for block, _, _ in self._steps)
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
@@ -201,6 +224,8 @@ class Decoder(nn.Module):
         if self._fuses and len(x) <= MOST_ROWS:
             x, residual = self._fused_blocks(x, inputs, halves), None
             x = x if inputs.wanted is None else x[inputs.wanted]
+        elif self._adds and len(x) >= LEAST_ADDED:
+            x, residual = self._added_blocks(x, inputs, halves), None
         else:
             x, residual = self._blocks(x, inputs, halves)
         hidden, _ = self.norm.forward(x, residual)
@@ -214,6 +239,14 @@ class Decoder(nn.Module):
             wanted = inputs.wanted if block is self._steps[-1][0] else None
             x, residual = block.forward(x, residual, inputs.positions, inputs.attention[group], k_cache, v_cache, wanted)
         return x, residual
+
+    def _added_blocks(self, residual: Tensor, inputs: ForwardInputs, halves: Halves) -> Tensor:
+        """The sum after the last block."""
+        for block, group, place in self._steps:
+            k_cache, v_cache = halves[group][place], halves[group][place + 1]
+            wanted = inputs.wanted if block is self._steps[-1][0] else None
+            residual = block.forward_added(residual, inputs.positions, inputs.attention[group], k_cache, v_cache, wanted)
+        return residual
 
     def _fused_blocks(self, x: Tensor, inputs: ForwardInputs, halves: Halves) -> Tensor:
         """The sum after the last block. Each block leaves the stream ready for the norm of the next."""

@@ -17,6 +17,7 @@ from headrace.kernels.around import Around, Fused
 
 Apply = Callable[[Tensor], Tensor]
 ApplyFused = Callable[[Tensor, Around], Fused]
+ApplyAdded = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class LinearShape:
     """y [..., out_features] = x [..., in_features] · Wᵀ (+ bias), in ``dtype`` on ``device``.
 
     ``around``: the layer is used with what stands around it, too. ``gated``: then as a gate and what it gates, one behind the other.
+    ``added``: its result is added to the residual stream.
     """
 
     in_features: int
@@ -33,6 +35,17 @@ class LinearShape:
     device: torch.device
     around: bool = False
     gated: bool = False
+    added: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Applies:
+    """What a layer can be asked for. ``fused``: with what stands around it, for few rows. ``added``: added to a residual, which it may
+    overwrite, for many. None: not here."""
+
+    plain: Apply
+    fused: ApplyFused | None = None
+    added: ApplyAdded | None = None
 
 
 class QuantMethod(Protocol):
@@ -44,10 +57,10 @@ class QuantMethod(Protocol):
         """Registers on ``layer`` the parameters that the loader fills."""
         ...
 
-    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> tuple[Apply, ApplyFused | None]:
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Applies:
         """Turns the filled parameters into what the kernel wants; drops them unless the kernel reads them as they are.
 
-        The second callable, for few rows, where the shape says ``around`` and there is a kernel for it.
+        More than the plain one where the shape says so and there is a kernel for it.
 
         ``shared``: the weight belongs to another layer too (a tied head) and must stay; no second copy may be made.
         """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.kernels import Kernels
-from headrace.quant import Apply, ApplyFused, LinearShape
+from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, LinearShape
 
 
 class Unquantized:
@@ -23,12 +23,14 @@ class Unquantized:
         bias = nn.Parameter(torch.empty(shape.out_features, dtype=shape.dtype, device=shape.device), requires_grad=False) if shape.bias else None
         layer.register_parameter("bias", bias)
 
-    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> tuple[Apply, ApplyFused | None]:
+    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Applies:
         facts = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features}
         weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
         fuse = kernels.offer("fused_linear", gated=shape.gated, **facts) if shape.around else None
         fused: ApplyFused | None = None if fuse is None else fuse(weight, bias)
+        add = kernels.offer("added_linear", **facts) if shape.added else None
+        added: ApplyAdded | None = None if add is None else add(weight, bias)
         apply: Apply = kernels.choose("linear", shared_weight=shared, fused=fused is not None, **facts)(weight, bias)
         layer.register_parameter("weight", None)  # the kernel holds what it needs: this storage, or its own form of it
         layer.register_parameter("bias", None)
-        return apply, fused
+        return Applies(apply, fused, added)

@@ -24,6 +24,7 @@ from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes
 from headrace.kernels.triton import candidates as triton
+from headrace.kernels.vendor import candidates as vendor
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
@@ -88,7 +89,12 @@ class _Setting:
 
 def _disabled(config: DeviceConfig) -> frozenset[str]:
     """Kernel candidates never to choose: those named, and those whose technique is off."""
-    off = {triton.FLAT: config.flat_gemm, triton.FUSED: config.flat_gemm and config.deep_fusion, triton.CASCADE: config.cascade_attention}
+    off = {
+        vendor.TUNED: config.tuned_products,
+        triton.FLAT: config.flat_gemm,
+        triton.FUSED: config.flat_gemm and config.deep_fusion,
+        triton.CASCADE: config.cascade_attention,
+    }
     return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}
 
 

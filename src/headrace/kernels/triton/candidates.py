@@ -184,7 +184,8 @@ def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batc
     return (Candidate(name, create, DEVICES, batch_invariant, failure=_failure, rehearse=rehearsed if rehearse else None),)
 
 
-LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False) + _candidate(_linear, "linears")
+FLAT_LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False)
+INVARIANT_LINEAR = _candidate(_linear, "linears")
 FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
 RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=MOST_ROWS), "norms")
 LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=MOST_ROWS), "norms")

@@ -1,0 +1,134 @@
+"""Layers whose long products the vendor's library computes by algorithms that were measured, with the residual sum inside.
+
+What lives here: the callables, what is remembered of each number of rows. What may not: the library's calls (cublaslt.py), the table.
+
+A step of thousands of tokens is bound by the card's power: held for a second, the algorithms that the library offers for one product
+differ by 5 to 10 %, and the one it puts first, by how it would do in a short run, is not the best.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.vendor.cublaslt import TYPES, Algorithm, LtError, Operands, Products
+from headrace.kernels.vendor.measured import Choice, measured_choices
+
+_log = logging.getLogger(__name__)
+_MOST_SIZES = 256  # numbers of rows that are remembered
+Found = tuple[Algorithm, Operands] | None
+
+
+class Chooser:
+    """Which algorithm computes so many rows of one shape of weight; asked once a number of rows. None: torch's own choice."""
+
+    def __init__(self, products: Products, choices: tuple[Choice, ...]) -> None:
+        self._products = products
+        self._offered = [(each.least, algorithm) for each in choices if (algorithm := _offered(products, each)) is not None]
+        self._sizes: dict[int, Found] = {}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is a number of rows for which torch's choice is not taken."""
+        return bool(self._offered)
+
+    def find(self, tokens: int) -> Found:
+        if tokens not in self._sizes:
+            if len(self._sizes) >= _MOST_SIZES:
+                self._sizes.clear()
+            self._sizes[tokens] = self._look(tokens)
+        return self._sizes[tokens]
+
+    def _look(self, tokens: int) -> Found:
+        algorithm = next((algorithm for least, algorithm in reversed(self._offered) if tokens >= least), None)
+        if algorithm is None:
+            return None
+        products = self._products
+        operands = Operands(tokens, products.outs, products.ins, products.dtype)
+        return (algorithm, operands) if products.takes(algorithm, operands) else None
+
+
+def _offered(products: Products, choice: Choice) -> Algorithm | None:
+    return next((algorithm for settings, algorithm in products.offers(choice.measured) if settings == choice.settings), None)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedLinear:
+    """y = x · Wᵀ (+ bias): ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], bfloat16 or float16; float32 sums, one rounding."""
+
+    weight: Tensor
+    bias: Tensor | None
+    products: Products
+    chooser: Chooser
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found = self.found(x)
+        if found is None:
+            return F.linear(x, self.weight, self.bias)
+        y = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
+        self.products.multiply(*found, x, self.weight, y, add=False)
+        return y
+
+    def found(self, x: Tensor) -> Found:
+        if x.dim() != 2 or not x.is_contiguous() or self.bias is not None:
+            return None
+        return self.chooser.find(x.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TunedSum:
+    """residual += x · Wᵀ (+ bias), in place, not rounded between the product and the sum; returns it. Shapes and types as the twin."""
+
+    linear: TunedLinear
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        linear = self.linear
+        found = linear.found(x) if residual.is_contiguous() else None
+        if found is not None:
+            linear.products.multiply(*found, x, linear.weight, residual, add=True)
+            return residual
+        residual.addmm_(x, linear.weight.t())
+        return residual if linear.bias is None else residual.add_(linear.bias)
+
+
+def _products(site: Site) -> Products | Declined:
+    outs, ins, device = site.facts.get("out_features"), site.facts.get("in_features"), site.device
+    if outs is None or ins is None or site.facts.get("dtype") not in TYPES:
+        return Declined("only weights of bfloat16 or float16 whose shape is known were measured", by_choice=True)
+    try:
+        return Products(outs, ins, site.facts["dtype"], torch.cuda.current_device() if device.index is None else device.index)
+    except (LtError, OSError, AttributeError) as error:
+        return Declined(f"cuBLASLt cannot be used: {error}", by_choice=True)
+
+
+def _chooser(site: Site, products: Products) -> Chooser:
+    choices = measured_choices(torch.cuda.get_device_name(site.device)).get((products.outs, products.ins), ())
+    try:
+        return Chooser(products, choices)
+    except LtError as error:
+        _log.warning("cuBLASLt offers no algorithms: %s; torch chooses", error)
+        return Chooser(products, ())
+
+
+def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], TunedLinear] | Declined:
+    products = _products(site)
+    if isinstance(products, Declined):
+        return products
+    chooser = _chooser(site, products)
+    if not chooser.chooses:
+        return Declined("nothing was measured to be better than torch's choice for this weight", by_choice=True)
+    return lambda weight, bias: TunedLinear(weight.contiguous(), bias, products, chooser)
+
+
+def create_sum(site: Site) -> Callable[[Tensor, Tensor | None], TunedSum] | Declined:
+    products = _products(site)
+    if isinstance(products, Declined):
+        return products
+    chooser = _chooser(site, products)
+    return lambda weight, bias: TunedSum(TunedLinear(weight.contiguous(), bias, products, chooser))

@@ -1,0 +1,57 @@
+"""Long products by cuBLASLt with algorithms of our choice, on the card: against the twin, and whole engines with and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels import Kernels
+from headrace.kernels.vendor.candidates import TUNED
+from headrace.kernels.vendor.cublaslt import Operands, Products
+from headrace.kernels.vendor.measured import measured_choices
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "outs", "ins"), [(4096, 768, 512), (4099, 1024, 2048), (5000, 2048, 512)])
+def test_every_algorithm_on_offer_computes_the_product_and_the_sum(tokens: int, outs: int, ins: int, dtype: torch.dtype) -> None:
+    products = Products(outs, ins, dtype, torch.cuda.current_device())
+    offers, operands = products.offers(4096), Operands(tokens, outs, ins, dtype)
+    assert len({settings for settings, _ in offers}) == len(offers) > 0
+    x, weight = (torch.randn(rows, ins, device="cuda", dtype=dtype) for rows in (tokens, outs))
+    residual, product = torch.randn(tokens, outs, device="cuda", dtype=dtype), x.float() @ weight.float().t()
+    taken = 0
+    for _, algorithm in offers:
+        if products.takes(algorithm, operands):
+            y, total = torch.full_like(residual, float("nan")), residual.clone()
+            products.multiply(algorithm, operands, x, weight, y, add=False)
+            products.multiply(algorithm, operands, x, weight, total, add=True)
+            assert error(y, product) < 4e-3 and error(total, product + residual.float()) < 4e-3
+            taken += 1
+    assert taken
+
+
+def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows() -> None:
+    """Red: another version of the library, whose table must be measured again."""
+    table = measured_choices(torch.cuda.get_device_name())
+    if not table:
+        pytest.skip("nothing was measured on this card")
+    for outs, ins in table:
+        kernels = Kernels(torch.device("cuda"))
+        facts = {"dtype": torch.bfloat16, "in_features": ins, "out_features": outs}
+        pack = kernels.choose("linear", shared_weight=False, fused=True, **facts)
+        assert kernels.choices[-1].chosen == TUNED, (outs, ins)
+        weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
+        linear, add = pack(weight, None), kernels.choose("added_linear", **facts)(weight, None)
+        for tokens in (1, 100, 4096, 5001, 8192):
+            x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
+            want, residual = F.linear(x, weight).float(), torch.randn(tokens, outs, device="cuda", dtype=torch.bfloat16)
+            assert error(linear(x), want) < 4e-3
+            assert error(add(x, residual.clone()), want + residual.float()) < 4e-3
+        assert linear.chooser.find(8192) is not None
