@@ -318,7 +318,7 @@ def test_the_command_writes_what_bench_serve_writes(capsys: pytest.CaptureFixtur
     path = tmp_path / "run.json"
     words = ("--device", "h200", "--num-prompts", "9", "--request-rate", "20", "--goodput", "ttft:500", "--output-json", str(path))
     status, out, _ = call(capsys, *words)
-    assert status == 0 and "measured" in out and "not calibrated" in out
+    assert status == 0 and "measured" in out and "calibrated from" in out and "extrapolated: another model" in out
     written = json.loads(path.read_text())
     assert written["completed"] == 9 and len(written["requests"]) == 9
     for name in ("duration", "request_goodput", "p99_ttft_ms", "median_tpot_ms", "mean_itl_ms", "p99_e2el_ms", "preemptions", "prefix_hit_share"):

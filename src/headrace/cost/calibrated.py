@@ -180,12 +180,13 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
 def best_calibrated(
     found: Sequence[CalibratedSteps], spec: DecoderSpec, dtype: str, switches: Mapping[str, Any]
 ) -> tuple[CalibratedSteps | None, tuple[str, ...]]:
-    """The one of this model, else of the most similar; and in what it is another's. None where no run had these switches."""
+    """The one of this model, else of the most similar; and in what it is another's. None where no run had these switches, or none of a model
+    like this had: dense ones say nothing of experts."""
     shape = shape_of(spec)
-    fit = [each for each in found if dict(each.switches) == dict(switches)]
+    fit = [each for each in found if dict(each.switches) == dict(switches) and bool(each.shape.experts) == bool(shape.experts)]
     if not fit:
         return None, ()
-    best = min(fit, key=lambda each: (each.dtype != dtype, bool(each.shape.experts) != bool(shape.experts), _far(each.shape, shape)))
+    best = min(fit, key=lambda each: (each.dtype != dtype, _far(each.shape, shape)))
     other = []
     if best.shape != shape:
         other.append(f"another model ({best.model}: {best.shape})")
