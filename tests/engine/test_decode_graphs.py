@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,10 +30,11 @@ from headrace.spec import Activation
 from headrace.worker import device_memory, graphs, model_runner
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.inputs import Gather
+from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
 from support import hash_engine
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
-from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, recorded_executor, without_a_gpu
+from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 WARM = SamplingParams(temperature=1.2)
@@ -440,6 +442,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "stale block tables": (Gather, "gathered", _frozen_table),
     "tokens of another row": (RecordableKernels, "stored", staticmethod(_next_row)),
     "stale lengths": (DecodeGraphs, "write", _stale_contexts),
+    "edits of block tables are lost": (Rows, "edits_of", lambda self, plan: None if plan.rows_added else ((), (), ())),
     "the host is a step ahead": (DecodeGraphs, "compute", _ahead),
     "a bucket too small": (DecodeGraphs, "_bucket", _too_small),
     "the last step's tokens": (DecodeGraphs, "draw", _early),
@@ -537,3 +540,19 @@ def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_an
         take(run(executor, replace(again, **shared)), [one, anew])
         assert len(looks) == 2
     assert [anew.output] == alone([anew])
+
+
+def _edited(rows: list[int], indices: list[int], blocks: list[int], count: int) -> Any:
+    plan, group = Planner(info_of(8, 9, 4, 64).kv_groups).plan([]), array("i", [0] * len(rows))
+    edits = {"table_row": array("i", rows), "table_group": group, "table_index": array("i", indices), "table_block": array("i", blocks)}
+    return replace(plan, rows=array("i", range(count)), **edits)
+
+
+def test_which_edits_travel_with_a_step() -> None:
+    one, two = (Rows(8, 64, VOCAB, sizes, torch.device("cpu")) for sizes in ((4,), (4, 8)))
+    plan = _edited([1, 1, 2], [0, 3, 0], [7, 8, 9], 4)
+    assert one.edits_of(plan) == (plan.table_row, plan.table_index, plan.table_block)
+    assert one.edits_of(replace(plan, rows=array("i", [0, 1]))) is None, "more than rows"
+    assert one.edits_of(_edited([1, 1, 1], [0, 3, 0], [7, 8, 9], 4)) is None, "the later one of two of a place holds"
+    assert two.edits_of(plan) is None
+    assert one.edits_of(_edited([], [], [], 4)) == (array("i"), array("i"), array("i"))

@@ -171,17 +171,17 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 def mailbox_of(slots: int = 4) -> Mailbox:
-    return Mailbox((3, 2), (2, 2), torch.device("cpu"), Any, slots)
+    return Mailbox((7, 2), (2, 2), torch.device("cpu"), Any, slots)
 
 
 def send(mailbox: Mailbox, queue: Queue, value: int, arrived: list[int]) -> None:
     """A step that is told ``value`` and answers with its negative."""
-    mailbox.next()[:] = value
+    mailbox.next()[:3] = value
     step = torch.zeros(3, 2, dtype=torch.int32)
     nowhere, tokens = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 
     def compute() -> None:
-        fetch_step(mailbox.inward, mailbox.turn, step)
+        fetch_step(mailbox.inward, mailbox.turn, step, torch.zeros(1, 1, dtype=torch.int32))
         arrived.append(int(step[2, 1]))
         tokens.fill_(-arrived[-1])
         store_tokens(torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere, tokens, nowhere == 0, mailbox.outward, mailbox.turn)

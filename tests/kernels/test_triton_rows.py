@@ -58,14 +58,30 @@ def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  #
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])
-def test_what_the_host_wrote_is_fetched_slot_by_slot(count: int) -> None:
-    ring = torch.randint(-1, 1000, (3, 3, 304), dtype=torch.int32)
-    for fetch in (rows.fetch_step, twins.fetch_step):
-        turn, shipped = torch.zeros(1, dtype=torch.int32), torch.full((3, 304), 7, dtype=torch.int32)
-        for slot in (0, 1, 2, 0):
-            fetch(ring, turn, shipped[:, :count])
-            assert shipped[:, :count].tolist() == ring[slot, :, :count].tolist() and (shipped[:, count:] == 7).all()
-            assert turn.item() == (slot + 1) % 3
+@pytest.mark.parametrize("fetch", [rows.fetch_step, twins.fetch_step])
+def test_what_the_host_wrote_is_fetched_slot_by_slot(fetch, count: int) -> None:  # type: ignore[no-untyped-def]
+    ring = torch.randint(0, 1000, (3, 7, 304), dtype=torch.int32)
+    ring[:, 6, 0] = 0
+    turn, shipped, table = torch.zeros(1, dtype=torch.int32), torch.full((3, 304), 7, dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32)
+    for slot in (0, 1, 2, 0):
+        fetch(ring, turn, shipped[:, :count], table)
+        assert shipped[:, :count].tolist() == ring[slot, :3, :count].tolist() and (shipped[:, count:] == 7).all()
+        assert turn.item() == (slot + 1) % 3
+    assert not table.any()
+
+
+@pytest.mark.parametrize("edits", [1, 3, 300])
+@pytest.mark.parametrize("fetch", [rows.fetch_step, twins.fetch_step])
+def test_block_tables_are_edited_where_the_host_says_and_nowhere_else(fetch, edits: int) -> None:  # type: ignore[no-untyped-def]
+    ring = torch.randint(0, 9, (2, 7, 304), dtype=torch.int32)  # what lies behind the edits is of an earlier step
+    places = torch.randperm(30 * 40)[:edits]
+    ring[1, 3, :edits], ring[1, 4, :edits], ring[1, 5, :edits] = places.int() // 40, places.int() % 40, torch.arange(edits).int() + 100
+    ring[1, 6, 0] = edits
+    table = torch.arange(1200, dtype=torch.int32).view(30, 40)
+    wanted = table.clone()
+    wanted.view(-1)[places] = torch.arange(edits).int() + 100
+    fetch(ring, torch.ones(1, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), table)
+    assert table.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("store", [rows.store_tokens, twins.store_tokens])

@@ -55,10 +55,16 @@ def store_tokens(
 
 
 def fetch_step(
-    ring: Tensor,  # [slots, 3, width], int32: where the host writes
+    ring: Tensor,  # [slots, 7, width], int32: where the host writes
     turn: Tensor,  # [1], int32: the slot of this step, written: of the next one
     step: Tensor,  # [3, n], int32, written: row, position and context of each row of the step
+    table: Tensor,  # [rows, blocks], int32, written: the block table of every row
 ) -> None:
-    """Copies the slot's first ``n`` columns."""
-    step.copy_(ring.index_select(0, turn.long())[0, :, : step.shape[1]])
+    """Copies the first ``n`` columns of the slot's first three lines. The next three are edits of the table (row, index and block), no place of
+    which is named twice; the last begins with their number."""
+    slot = ring.index_select(0, turn.long())[0]
+    step.copy_(slot[:3, : step.shape[1]])
+    row, index, block = slot[3:6]
+    places = torch.where(torch.arange(slot.shape[1], device=slot.device) < slot[6, 0], row.long() * table.shape[1] + index, table.numel())
+    table.copy_(torch.cat((table.flatten(), places.new_zeros(1).int())).index_copy_(0, places, block)[:-1].view_as(table))
     turn.add_(1).remainder_(ring.shape[0])

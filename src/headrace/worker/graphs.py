@@ -26,10 +26,11 @@ from headrace.layers.inputs import ForwardInputs
 from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.inputs import Gather
 from headrace.worker.pinned import Mailbox
-from headrace.worker.rows import Ints, Rows
+from headrace.worker.rows import Edits, Ints, Rows
 from headrace.worker.sampler import Draw, Sampler
 
 _ROW, _POSITION, _CONTEXT = range(3)  # what the host writes for each row of a step
+_EDITS, _COUNT, _LINES = slice(3, 6), 6, 7  # and what it edits of the block table: row, index and block; how many
 _NOBODY = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
 
@@ -84,7 +85,7 @@ class DecodeGraphs:
         self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch: Callable[..., None] = kernels.choose("fetch_step", dtype=torch.int32)
-        self._mailbox = Mailbox((3, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
+        self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
         for slot in self._mailbox.slots:  # until a step writes there, rows of no sequence
             slot[_POSITION] = -1
         self._shipped = torch.zeros((3, width), dtype=torch.int32, device=rows.device)
@@ -145,8 +146,9 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._rows.device)
         self._mailbox.restart()
 
-    def write(self, rows: Ints, contexts: Ints) -> int:
+    def write(self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ())) -> int:
         """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys; ``compute`` must follow.
+        ``edits``: no more than there are rows.
 
         Returns the bucket. There must be a graph for so many.
         """
@@ -157,7 +159,10 @@ class DecodeGraphs:
         np.subtract(contexts, 1, out=host[_POSITION, :count])
         host[_CONTEXT, :count] = contexts
         if count < bucket:
-            host[:, count:bucket] = _NOBODY
+            host[:3, count:bucket] = _NOBODY
+        host[_COUNT, 0] = len(edits[0])
+        if edits[0]:
+            host[_EDITS, : len(edits[0])] = edits
         return bucket
 
     def compute(self, bucket: int) -> None:
@@ -189,7 +194,7 @@ class DecodeGraphs:
 
     def _hidden(self, bucket: int) -> Tensor:
         columns, every = self._columns(bucket), self._every
-        self._fetch(self._mailbox.inward, self._mailbox.turn, columns)
+        self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
         inputs = self._gather.gathered(
             columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, self._max_model_len
         )

@@ -183,12 +183,17 @@ class ModelRunner:
         ``begun`` is recorded once the host has its part done: what the device waited for that is idle time, not this step's.
         """
         started = self._clock.now()
-        self._rows.apply(plan)
+        edits, drawn = self._rows.edits_of(plan), None
+        if edits is not None and (drawn := self._drawn(plan)) is not None:
+            self._rows.drop(plan)
+        else:
+            edits = (), (), ()
+            self._rows.apply(plan)
+            drawn = self._drawn(plan)
         if plan.copy_group:
             self._copy_blocks(plan)
-        drawn = self._drawn(plan)
         if drawn is not None and self.graphs is not None:
-            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1)
+            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1, edits)
             if begun is not None:
                 begun.record(self._stream)
             self.graphs.compute(bucket)

@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace.request import NewRow, SamplingParams, StepPlan
 
 Ints = NDArray[np.int32]
+Edits = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of one block table: rows, indices, blocks
 
 # Columns of a row's parameters: float32 bits first, integers after them.
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -178,8 +179,7 @@ class Rows:
 
     def apply(self, plan: StepPlan) -> None:
         """Drops rows, builds rows, edits block tables: the part of a plan that changes rows before anything is computed."""
-        for row in plan.rows_dropped:
-            self.host.pop(row, None)
+        self.drop(plan)
         if not plan.rows_added and not plan.table_row:
             return
         added = tuple({new.row: new for new in plan.rows_added}.values())  # a row given away twice in a plan is the last one's
@@ -190,6 +190,20 @@ class Rows:
         for group, table in enumerate(self.tables):
             which, index, block = staged[len(staged) - 3 * (len(self.tables) - group) :][:3]
             table[which.long(), index.long()] = block
+
+    def drop(self, plan: StepPlan) -> None:
+        for row in plan.rows_dropped:
+            self.host.pop(row, None)
+
+    def edits_of(self, plan: StepPlan) -> Edits | None:
+        """(rows, indices, blocks): all that ``apply`` would do besides dropping rows, in any order, no more than rows the plan has. None: it
+        would do more."""
+        count = len(plan.table_row)
+        if plan.rows_added or len(self.tables) > 1 or count > len(plan.rows):
+            return None
+        if count > 1 and len({*zip(plan.table_row, plan.table_index, strict=True)}) < count:
+            return None
+        return plan.table_row, plan.table_index, plan.table_block
 
     def clear(self) -> None:
         self.host.clear()

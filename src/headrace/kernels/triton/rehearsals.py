@@ -165,7 +165,7 @@ def stores(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
 
 def fetches(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    yield "step", lambda: run(_zeros(site, 2, 3, _TOKENS), _zeros(site, 1), _zeros(site, 3, _TOKENS))
+    yield "step", lambda: run(_zeros(site, 2, 7, _TOKENS), _zeros(site, 1), _zeros(site, 3, _TOKENS), _zeros(site, 2, 2))
 
 
 def _corner(size: int) -> int:

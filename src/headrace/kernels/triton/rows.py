@@ -92,20 +92,31 @@ def store_tokens(
     return picked
 
 
-@launchable(do_not_specialize=["slots", "ring_slot", "ring_row", "step_row", "count"])
-def _fetch_kernel(ring_ptr, turn_ptr, step_ptr, slots, ring_slot, ring_row, step_row, count, COLUMNS: tl.constexpr):
+@launchable(do_not_specialize=["slots", "ring_slot", "ring_row", "step_row", "table_row", "count"])
+def _fetch_kernel(ring_ptr, turn_ptr, step_ptr, table_ptr, slots, ring_slot, ring_row, step_row, table_row, count, COLUMNS: tl.constexpr):
     turn = tl.load(turn_ptr)
     tl.debug_barrier()  # every thread has read it before one writes it
-    row = tl.arange(0, 4)
+    # The host's memory, which it changes between launches: never out of a cache.
+    slot_ptr = ring_ptr + turn * ring_slot
+    edits = tl.load(slot_ptr + 6 * ring_row, volatile=True)
+    line = tl.arange(0, 4)
     for begin in range(0, count, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        inside = (row < 3)[:, None] & (column < count)[None, :]
-        # The host's memory, which it changes between launches: never out of a cache.
-        value = tl.load(ring_ptr + turn * ring_slot + row[:, None] * ring_row + column[None, :], mask=inside, other=0, volatile=True)
-        tl.store(step_ptr + row[:, None] * step_row + column[None, :], value, mask=inside)
+        inside = (line < 3)[:, None] & (column < count)[None, :]
+        value = tl.load(slot_ptr + line[:, None] * ring_row + column[None, :], mask=inside, other=0, volatile=True)
+        tl.store(step_ptr + line[:, None] * step_row + column[None, :], value, mask=inside)
+    for begin in range(0, edits, COLUMNS):
+        each = begin + tl.arange(0, COLUMNS)
+        row = tl.load(slot_ptr + 3 * ring_row + each, mask=each < edits, other=0, volatile=True)
+        index = tl.load(slot_ptr + 4 * ring_row + each, mask=each < edits, other=0, volatile=True)
+        block = tl.load(slot_ptr + 5 * ring_row + each, mask=each < edits, other=0, volatile=True)
+        tl.store(table_ptr + row.to(tl.int64) * table_row + index, block, mask=each < edits)
     tl.store(turn_ptr, (turn + 1) % slots)
 
 
-def fetch_step(ring: Tensor, turn: Tensor, step: Tensor) -> None:
+def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> None:
     """As kernels/rows.py says."""
-    _fetch_kernel[(1,)](ring, turn, step, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), step.shape[1], COLUMNS=256, num_warps=4)
+    _fetch_kernel[(1,)](
+        ring, turn, step, table, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), table.stride(0), step.shape[1],
+        COLUMNS=256, num_warps=4,
+    )  # fmt: skip
