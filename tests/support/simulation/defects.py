@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import shorten
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.simulation.broken import Broken
 from tests.support.simulation.drawing import draw
 from tests.support.simulation.exhaust import explore
 from tests.support.simulation.life import Failure
-from tests.support.simulation.schedule import Event, Schedule, _changed
+from tests.support.simulation.schedule import Add, Event, Schedule, _changed
 from tests.support.simulation.shrinking import shrink
 from tests.support.simulation.sweep import find
 
@@ -186,6 +187,16 @@ def order_is_inverted_within_a_class(patch: Patch) -> None:
     patch.setattr(WaitingQueue, "push", pushy)
 
 
+def the_first_is_pushed_out_instead_of_the_last(patch: Patch) -> None:
+    preempt_last = Roster.preempt_last
+
+    def wrong(self: Roster) -> Sequence:
+        self.running.append(self.running.pop(0))
+        return preempt_last(self)
+
+    patch.setattr(Roster, "preempt_last", wrong)
+
+
 def rows_of_aborted_requests_are_lost(patch: Patch) -> None:
     patch.setattr(Roster, "_give_back", lambda self, sequence: self.cache.free(sequence.kv, sequence.last_step))
 
@@ -240,6 +251,7 @@ DEFECTS: tuple[Plant, ...] = (
     prefixes_are_found_across_salts,
     prefixes_are_compared_by_less_than_their_ids,
     a_cohort_makes_up_for_a_step_too_few,
+    the_first_is_pushed_out_instead_of_the_last,
     rows_of_aborted_requests_are_lost,
     an_unusable_row_is_not_noticed,
     a_request_is_dropped_when_its_step_fails,
@@ -292,7 +304,7 @@ def row(found: Found) -> str:
     """Of the table under HEAD, as Markdown."""
     if found.failure is None or found.shrunk is None:
         return f"| {found.name} | not found | | | {_yes(found.small)} |"
-    broke = found.failure.message.removeprefix("Broken: ").replace("|", "\\|")
+    broke = shorten(found.failure.message.removeprefix("Broken: "), 110, placeholder=" …")
     return f"| {found.name} | {found.seeds} | {broke} | {_words(found.shrunk)} | {_yes(found.small)} |"
 
 
@@ -309,4 +321,8 @@ def _words(schedule: Schedule) -> str:
 
 
 def _word(event: Event) -> str:
-    return type(event).__name__.lower()
+    """Of a request: the length of its prompt, and what it has of its own."""
+    if not isinstance(event, Add):
+        return type(event).__name__.lower()
+    own = [f"{name} {value}" for name, value in _changed(event.asked).items() if name != "prompt"]
+    return f"add ({', '.join([f'{len(event.asked.prompt)} tokens', *own])})"

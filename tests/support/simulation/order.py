@@ -9,7 +9,9 @@ from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.schedule import Asked, Setting
 
+from headrace.request import SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
+from headrace.sequence import Sequence
 
 
 class OrderWatch:
@@ -24,6 +26,7 @@ class OrderWatch:
         self._place: dict[int, int] = {}
         self._most: dict[int, float] = {}
         self._passed: dict[int, int] = {}
+        self._running: list[Sequence] = []  # after the last turn
         self._first: int | None = None
         self._mark: tuple[int, ...] = ()
         self._stalled = 0
@@ -69,7 +72,26 @@ class OrderWatch:
     # --- progress
 
     def turned(self, scheduler: Scheduler, *, failed: bool) -> None:
-        """After each turn. Whom nobody may pass must come on, in a bounded number of turns; a step that fails starts the count anew."""
+        """After each turn."""
+        self._check_pushed_out(scheduler)
+        self._check_progress(scheduler, failed=failed)
+
+    def _check_pushed_out(self, scheduler: Scheduler) -> None:
+        """Nobody gives way while somebody runs who came later and may not pass. (Whoever falls with a step falls with all.)"""
+        everybody = [sequence for siblings in scheduler.requests.values() for sequence in siblings]
+        running = [sequence for sequence in everybody if sequence.status is SequenceStatus.RUNNING]
+        for out in (sequence for sequence in self._running if sequence.status is SequenceStatus.WAITING):
+            for other in running:
+                self._give_way(out.request_id, other.request_id)
+        self._running = running
+
+    def _give_way(self, out: int, other: int) -> None:
+        later = out in self.live and other in self.live and self._place[other] > self._place[out]
+        if later and not self.bound.may_pass(self.live[other], self.live[out]):
+            raise Broken("order", f"request {out} was pushed out, and request {other}, which came later, runs")
+
+    def _check_progress(self, scheduler: Scheduler, *, failed: bool) -> None:
+        """Whom nobody may pass must come on, in a bounded number of turns; a step that fails starts the count anew."""
         if self._first not in self.live:
             self._first, self._stalled = self._find_first(), 0
         mark = self._mark_of(scheduler)
