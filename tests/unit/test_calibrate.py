@@ -36,10 +36,11 @@ from headrace.cost.prices import Classes, FrontPrices, HostPrices, Slowness, Ste
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.run_facts import facts_of
 from headrace.cost.sharing import SharedBlocks
+from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import keyed_hash_info
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecorder
+from headrace.metrics import StepRecorder, StepTimes, render_steps
 from headrace.planner.against import compare_figures
 from headrace.planner.calibrate import calibrate
 from headrace.planner.calibrate_front import fit_front, least_absolute
@@ -51,7 +52,7 @@ from headrace.planner.runs import read_run
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepTime
 from headrace.planner.workload import Asked, drawn, prompt_ids
-from headrace.request import NewRow, SamplingParams, StepPlan
+from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from headrace.trace import StepTrace, TraceFile
 
@@ -487,3 +488,48 @@ def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
     assert not sizes & {(part.count, part.prompt, part.output, part.seed) for part in held}
     with pytest.raises(ConfigError, match="--scale is 0"):
         loads_for(kind, 0.0)
+
+
+# --- the error of the running server
+
+
+def test_the_error_of_a_prediction_fades_and_has_a_sign() -> None:
+    error = FadingError()
+    for _ in range(200):
+        error.observe(1.2, 1.0)
+    assert error.signed == pytest.approx(0.2) and error.absolute == pytest.approx(0.2)
+    for _ in range(400):
+        error.observe(0.9, 1.0)
+    assert error.signed == pytest.approx(-0.1, abs=0.01) and error.absolute == pytest.approx(0.1, abs=0.01)
+    for predicted, measured in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)):
+        error.observe(predicted, measured)
+    assert error.count == 600
+
+
+def test_a_recorder_holds_both_predictions_against_every_step() -> None:
+    recorder = StepRecorder(cost_model(device()), calibrated=lambda load, alone: 0.5 if alone else 9.0)
+    times = StepTimes(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, True)
+    for step in range(40):
+        plan = replace(_plan([0, 1], [40 + step, 90 + step], [1, 1]), step_id=step)
+        recorder.on_step(plan, StepResult(step, ((1,), (1,)), device_seconds=1.0), times)
+    errors = recorder.summary()["prediction_errors"]
+    assert errors["calibrated"] == {"count": 40 // CALIBRATED_EVERY, "signed": -0.5, "absolute": 0.5}
+    assert errors["learned"]["count"] == 40 and abs(errors["learned"]["signed"]) < 0.5
+    page = render_steps(recorder.summary())
+    assert 'headrace_step_prediction_error{prediction="calibrated"} -0.5' in page
+    assert 'headrace_step_prediction_absolute_error{prediction="learned"}' in page
+    assert "step_prediction_error" not in render_steps(StepRecorder().summary())
+
+
+def test_an_engine_is_told_its_calibration_and_starts_without_one(found: CalibratedSteps, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from headrace.worker.meter import find_price
+
+    costs = cost_model(device())
+    assert find_price(costs, {}, [tmp_path]) is None
+    save_calibrated(found, calibrated_path(found, tmp_path))
+    price = find_price(costs, {}, [tmp_path])
+    assert price is not None and price(costs.load_of(_plan([0], [9], [1])), True) > 0
+    assert find_price(costs, {"flat_gemm": False}, [tmp_path]) is None
+    assert find_price(cost_model(device(), replace(SPEC, hidden_size=256)), {}, [tmp_path]) is None  # another model's says nothing true
+    (tmp_path / "x.calibrated.json").write_text("{")
+    assert find_price(costs, {}, [tmp_path]) is None and "cannot be read" in caplog.text
