@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from headrace.bench import kernels as bench
-from headrace.bench import tune
+from headrace.bench import tune, tune_vendor
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.errors import ConfigError
 from headrace.kernels.triton.flat_forms import FLAT, Form, Shape, candidate_forms, flat, forms_for, vector
 from headrace.kernels.triton.flat_measured import SHIPPED, read_forms
+from headrace.kernels.vendor.measured import Choice
 
 SHARED_MEMORY = 232448 - 2048  # bytes of an H200's processor, less barriers
 
@@ -60,6 +61,48 @@ def test_the_quickest_right_form_wins_and_a_gate_is_never_the_vendors(monkeypatc
     assert "8 x 128, gated" in tune.render([best], 4e12)
 
 
+class _Offers:
+    """Two algorithms: the second computes something else."""
+
+    def __init__(self, outs: int, ins: int, dtype: torch.dtype, device: int) -> None: ...
+
+    def offers(self, tokens: int) -> list[tuple[Any, Any]]:
+        return [((1,), 1.0), ((2,), 2.0)]
+
+    def takes(self, algorithm: float, operands: object) -> bool:
+        return True
+
+    def multiply(self, algorithm: float, operands: object, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, add: bool) -> None:
+        y.copy_(algorithm * (x @ weight.t()))
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, (1,)), (0.995, None), (2.0, None)])
+def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
+    seconds: float, chosen: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[set[Any]] = []
+
+    def measured(calls: dict[Any, Any]) -> dict[Any, float]:
+        held.append(set(calls))
+        return {name: 1.0 if name is None else seconds for name in calls}
+
+    monkeypatch.setattr(tune_vendor, "torch", _CpuTorch())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune_vendor, "Products", _Offers)
+    monkeypatch.setattr(tune_vendor, "Operands", lambda *shape: None)
+    monkeypatch.setattr(tune_vendor, "_held", measured)
+    monkeypatch.setattr(tune_vendor, "CLASSES", ((4, 8), (12, 16)))
+    tuned = tune_vendor.tune_products([(6, 8)], lambda line: None)
+    assert held == [{None, (1,)}] * 2, "what computes something else is not even timed"
+    choices = tune_vendor.choices_of(tuned)
+    assert choices == {(6, 8): (Choice(4, 8, chosen or ()), Choice(12, 16, chosen or ()))}
+    assert "6 x 8" in tune_vendor.render(tuned)
+
+
+def test_weights_of_long_products_are_the_layers_and_not_the_head() -> None:
+    assert tune_vendor.weights_of(tune.shapes_of(DEFAULT_SPEC)) == ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+
+
 class _CpuTorch:
     """torch, whose tensors are made on the CPU."""
 
@@ -68,6 +111,9 @@ class _CpuTorch:
 
     def randn(self, *shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(*shape)
+
+    def empty(self, *shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape)
 
 
 def test_only_a_card_is_tuned(tmp_path: Path) -> None:

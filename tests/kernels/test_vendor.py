@@ -63,6 +63,14 @@ def test_each_number_of_rows_gets_the_algorithm_of_its_class_or_torchs_product()
     assert products.asked == [16, 32]  # once for each class, when the layer is made
 
 
+def test_rows_for_which_nothing_was_better_are_torchs() -> None:
+    products = Products()
+    linear = layer(products, Choice(4, 16, GOOD), Choice(10, 32, ()))
+    for rows in (8, 10, 12):
+        linear(torch.randn(rows, 8))
+    assert products.calls == [("good", False)] and products.asked == [16]
+
+
 def test_what_the_library_does_not_offer_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     products = Products()
     linear = layer(products, Choice(4, 16, (66, 999, 1, 0, 0, 2, 35, 0, 5)))

@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each row of the table (default: 0.3)")
     parser.add_argument("--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
-    parser.add_argument("--tune", action="store_true", help="find the best forms of the products of few rows on this card, and keep them")
+    parser.add_argument("--tune", action="store_true", help="find what computes products of few and of many rows best on this card, and keep it")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all rows as JSON")
 
 
@@ -208,8 +208,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from headrace.bench import tune
+    from headrace.bench import tune, tune_vendor
     from headrace.kernels.triton.flat_measured import keep_forms, kept_forms
+    from headrace.kernels.vendor.measured import keep_choices, kept_choices
 
     if args.device != "cuda":
         raise ConfigError("--tune measures a GPU; add --device cuda.")
@@ -217,9 +218,12 @@ def _tune(args: argparse.Namespace) -> int:
     tuned = tune.tune(tune.shapes_of(spec), 4 * cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0, print)
     print(tune.render(tuned, limits_now("cuda").read_bandwidth))
     keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
-    print(f"kept in {kept_forms()}, after {time.monotonic() - begun:.0f} s; the next start uses them")
+    long = tune_vendor.tune_products(tune_vendor.weights_of(tune.shapes_of(spec)), print)
+    print(tune_vendor.render(long))
+    keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(long))
+    print(f"kept in {kept_forms()} and {kept_choices()}, after {time.monotonic() - begun:.0f} s; the next start uses them")
     if args.output_json:
-        write_json(args.output_json, {"tuned": [asdict(each) for each in tuned]})
+        write_json(args.output_json, {"tuned": [asdict(each) for each in tuned], "long": [asdict(each) for each in long]})
     return 0
 
 

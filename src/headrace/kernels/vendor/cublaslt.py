@@ -28,6 +28,7 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _TRANSPOSE_A, _YES = 3, 1  # CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T
 _WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 _OFFERS = 16
+_COUNTERS = 1024  # bytes that an algorithm may have beside the operands: for counting tiles; splitting K would take megabytes
 
 
 class LtError(RuntimeError):
@@ -119,14 +120,15 @@ class Products:
         self._handle = _handle(device)
         self._description = _description()
         self._one, self._zero = c_float(1.0), c_float(0.0)
+        self._counters = torch.empty(_COUNTERS, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def offers(self, tokens: int) -> list[tuple[Settings, Algorithm]]:
-        """What the library proposes for so many rows, best first by its own reckoning; those that need no memory beside the operands."""
+        """What the library proposes for so many rows, best first by its own reckoning; none that splits K."""
         library, operands, preference = _library(), Operands(tokens, self.outs, self.ins, self.dtype), c_void_p()
         _check(library.cublasLtMatmulPreferenceCreate(byref(preference)), "asking for algorithms")
         try:
-            none = c_size_t(0)
-            _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(none), c_size_t(8)), "asking for algorithms")
+            most = c_size_t(_COUNTERS)
+            _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(most), c_size_t(8)), "asking for algorithms")
             found, count = (_Offer * _OFFERS)(), c_int()
             layouts = (operands.weight, operands.x, operands.y, operands.y)
             status = library.cublasLtMatmulAlgoGetHeuristic(
@@ -138,17 +140,17 @@ class Products:
         return [(settings_of(each.algorithm), each.algorithm) for each in found[: count.value] if each.state == 0]
 
     def takes(self, algorithm: Algorithm, operands: Operands) -> bool:
-        """Whether the algorithm computes a product of this size, too, with no memory beside the operands."""
+        """Whether the algorithm computes a product of this size, too, without splitting K."""
         result, layouts = _Offer(), (operands.weight, operands.x, operands.y, operands.y)
         refused = _library().cublasLtMatmulAlgoCheck(self._handle, self._description, *layouts, byref(algorithm), byref(result))
-        return bool(refused == 0 and result.state == 0 and result.workspace == 0)
+        return bool(refused == 0 and result.state == 0 and result.workspace <= _COUNTERS)
 
     def multiply(self, algorithm: Algorithm, operands: Operands, x: Tensor, weight: Tensor, y: Tensor, *, add: bool) -> None:
-        """y = x · Wᵀ, or y += x · Wᵀ. Queued on torch's stream."""
+        """y = x · Wᵀ, or y += x · Wᵀ. Queued on torch's stream; the counters are one stream's."""
         status = self._run(
             self._handle, self._description, byref(self._one), weight.data_ptr(), operands.weight, x.data_ptr(), operands.x,
             byref(self._one if add else self._zero), y.data_ptr(), operands.y, y.data_ptr(), operands.y,
-            byref(algorithm), None, 0, torch.cuda.current_stream(x.device).cuda_stream,
+            byref(algorithm), self._counters.data_ptr(), _COUNTERS, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         _check(status, f"a product of {tuple(x.shape)} and {tuple(weight.shape)}")
 

@@ -3,7 +3,7 @@
 What lives here: reading and keeping the tables. What may not: measuring (bench/tune_vendor.py), calling the library.
 
 The files are JSON: {device: {"outs x ins": [[least rows, rows it was measured with, settings…], …]}}, ascending. From so many rows on the
-algorithm with these settings (cublaslt.py) computes the product; below, and for shapes that are not there, torch chooses.
+algorithm with these settings (cublaslt.py) computes the product; below, where there are none, and for other shapes, torch chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHIPPED = Path(__file__).with_name("measured.json")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """From ``least`` rows on: the algorithm with these settings among those offered for ``measured`` rows."""
+    """From ``least`` rows on: the algorithm with these settings among those offered for ``measured`` rows; torch's choice for none."""
 
     least: int
     measured: int
@@ -97,6 +97,6 @@ def _weight(key: str) -> Weight:
 
 def _choice(row: list[Any]) -> Choice:
     least, measured, *settings = row
-    if len(settings) != 9 or not all(isinstance(each, int) for each in row):
-        raise ValueError(f"{row} are not two counts of rows and nine settings")
+    if len(settings) not in (0, 9) or not all(isinstance(each, int) for each in row):
+        raise ValueError(f"{row} are not two counts of rows and nine settings or none")
     return Choice(least, measured, tuple(settings))

@@ -30,13 +30,13 @@ class Chooser:
 
     def __init__(self, products: Products, choices: tuple[Choice, ...]) -> None:
         self._products = products
-        self._offered = [(each.least, algorithm) for each in choices if (algorithm := _offered(products, each)) is not None]
+        self._offered = [(each.least, _offered(products, each)) for each in choices]
         self._sizes: dict[int, Found] = {}
 
     @property
     def chooses(self) -> bool:
         """Whether there is a number of rows for which torch's choice is not taken."""
-        return bool(self._offered)
+        return any(algorithm is not None for _, algorithm in self._offered)
 
     def find(self, tokens: int) -> Found:
         if tokens not in self._sizes:
@@ -55,6 +55,8 @@ class Chooser:
 
 
 def _offered(products: Products, choice: Choice) -> Algorithm | None:
+    if not choice.settings:
+        return None
     return next((algorithm for settings, algorithm in products.offers(choice.measured) if settings == choice.settings), None)
 
 
