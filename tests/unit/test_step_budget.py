@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.config import EngineConfig, SchedulerConfig
 from headrace.cost.cost_model import load_of
 from headrace.cost.speed import EXCEED, Line, StepSpeed, Tail
+from headrace.planner.devices import known_devices
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.workload import Asked, arriving
 from headrace.request import StepPlan
 from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter, keys_of, pairs_of
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ shapes = st.builds(
 
 
 @given(shapes, positions, st.floats(1e-3, 2e-2), st.integers(0, 4000), st.integers(1, 3000), st.floats(0.5, 3.0), st.floats(0.0, 1e-3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
     floors: Floors, starts: list[int], seconds: float, start: int, most: int, slope: float, gap: float
 ) -> None:
@@ -66,17 +71,13 @@ def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
     alone = floors.floor_seconds(len(starts), len(starts), pairs, pairs)
     room = max(speed.promised(seconds), alone + LEAST_SHARE * seconds / slope)
     assert found == 1 or floor(found) <= room * (1 + 1e-9)
-    if found < most:  # what the plain search would have found beyond is little: in time, or it is the next token
-        assert floor(found + 1) > room or floor(found) >= room - NEAR * (room - alone) - 1e-12 or most_waste(floor, found, most, room) <= 0.02 * most + 1
+    if found < most:  # what lies beyond is little: in time, or in tokens
+        beyond = sum(1 for count in range(found + 1, most + 1) if floor(count) <= room)
+        assert floor(found) >= room - NEAR * (room - alone) - 1e-12 or beyond <= 0.02 * most + 1
 
 
-def most_waste(floor: object, found: int, most: int, room: float) -> int:
-    assert callable(floor)
-    return sum(1 for count in range(found + 1, most + 1) if floor(count) <= room)
-
-
-@given(positions, positions, st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 1, 7, 64, 1000]))
-def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(starts: list[int], more: list[int], start: int, count: int, window: int | None) -> None:
+@given(positions, st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 1, 7, 64, 1000]))
+def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(starts: list[int], start: int, count: int, window: int | None) -> None:
     empty = array("i")
     rows = array("i", range(len(starts) + 1))
     plan = StepPlan(
@@ -156,3 +157,25 @@ def test_the_tail_of_steps_that_keep_to_their_prediction_is_1_and_has_a_top() ->
     for _ in range(1000):
         tail.observe(1e9)
     assert tail.ratio <= 4.0
+
+
+@given(st.floats(0.2, 5.0), st.floats(0.0, 5e-3), st.floats(1.0, 4.0), st.floats(0.0, 5e-3), st.floats(1e-2, 1.0))
+def test_a_promise_leaves_room_for_the_tail_and_the_time_between_steps(
+    slope: float, overhead: float, tail: float, gap: float, seconds: float
+) -> None:
+    speed = StepSpeed(mixed=Line(slope, overhead), tail=tail, gap=gap)
+    assert speed.mixed.seconds(speed.promised(seconds)) * tail + gap == pytest.approx(seconds)
+
+
+def test_a_promise_is_kept_on_a_device_whose_speed_must_be_learned() -> None:
+    """The simulated device reaches other shares of its limits for each kind of operator; the engine knows the limits alone, and the steps before."""
+    spec = DecoderSpec(
+        "llama", 32_000, 2048, 16, 8, 128, 8192, (LayerSpec(),) * 16, 32_768, RopeSpec(5e5, 128), checkpoint_dtype="bfloat16"
+    )  # fmt: skip
+    asked = arriving([Asked(1500 + 97 * index % 3000, 50 + 13 * index % 40) for index in range(36)], 9.0, burstiness=1.0, seed=2)
+    found = {}
+    for name, scheduler in (("tokens", SchedulerConfig()), ("time", SchedulerConfig(max_step_ms=12.0))):
+        found[name] = simulate(spec, EngineConfig(scheduler=scheduler), known_devices()["a100"], Load(asked)).figures
+    assert found["time"]["p99_itl_ms"] <= 12.0 * 1.02 < found["tokens"]["p99_itl_ms"] / 2
+    assert found["time"]["promise_kept_share"] >= 0.98 and found["time"]["promised_steps"] > 200
+    assert found["time"]["overfull_steps"] == 0 and "promised_steps" not in found["tokens"]
