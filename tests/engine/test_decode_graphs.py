@@ -143,6 +143,18 @@ def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for(
     assert [one.output] == alone([one])
 
 
+def test_single_tokens_that_nobody_samples_go_beside_others_that_are() -> None:
+    """A graph computes all of them, so the sampled ones lie where they lie in the plan."""
+    with recorded_executor(graphed=True) as (executor, _, _):
+        planner, (decoding, started) = Planner(executor.info.kv_groups), sequences(2, 7, (GREEDY,))
+        prefill(executor, planner, [decoding])
+        planner.add(started)
+        for start in range(len(started.prompt) - 1):
+            take(run(executor, planner.plan([(started, start, 1), (decoding, len(decoding.ids) - 1, 1)], [(1, decoding)])), [decoding])
+        take(run(executor, planner.plan([(started, len(started.prompt) - 1, 1)])), [started])
+    assert [decoding.output, started.output] == alone([decoding, started])
+
+
 def test_several_tokens_from_one_row_are_not_left_to_the_graph() -> None:
     """n > 1 over a prompt of one token: one chunk, several rows sampled from its logits."""
     with recorded_executor(graphed=True) as (executor, _, _):

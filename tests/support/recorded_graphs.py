@@ -150,7 +150,8 @@ class SlotDecoder:
         slots = seen.block_table.long()[:, at // self._block_size] * self._block_size + at % self._block_size
         visible = (at[None] <= inputs.positions[:, None]) & (at[None] < seen.context_len[chunk][:, None])
         mixed = flat[slots.clamp(0, flat.shape[0] - 1)][chunk] * (at[None] * 2 + 1)
-        return torch.where(visible, mixed, 0).sum(-1, keepdim=True)
+        hidden = torch.where(visible, mixed, 0).sum(-1, keepdim=True)
+        return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.most_logits = max(self.most_logits, len(hidden))
@@ -203,7 +204,8 @@ def recorded_executor(
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
         captured = DecodeGraphs(decoder, kernels, rows, caches, **limits)
         captured.capture_all()
-    runner = ModelRunner(decoder, caches, rows, kernels, max_logits_rows=max_logits_rows, padded=False, clock=VirtualClock(), graphs=captured)
+    settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True}
+    runner = ModelRunner(decoder, caches, rows, kernels, **settings, clock=VirtualClock(), graphs=captured)
     executor: Executor = QueuedExecutor(runner, info, lambda: None) if graphed else LocalExecutor(runner, info, overlap=overlap, threads=1)
     yield executor, runner, decoder
     executor.close()

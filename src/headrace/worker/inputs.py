@@ -46,13 +46,12 @@ class Packing:
 
 
 def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
-    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all."""
+    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all, and so does one whose chunks
+    are single tokens: graphs compute those, sampled or not."""
     packing = _pack(plan, padded)
-    if not prune or plan.prompt_logprobs:
+    if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
     wanted = packing.last[np.unique(np.asarray(plan.sample_work, dtype=np.int32))]
-    if len(wanted) == len(packing.chunk):
-        return packing
     return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))  # kernels take no empty tensors
 
 
