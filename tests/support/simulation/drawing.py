@@ -147,7 +147,7 @@ class _Story:
             return Delay(rng.choice((0.001, 0.1, 5.0)))
         if kind < 16:
             return Jump(rng.choice((0.0, 0.05, 1.0, 60.0, 86_400.0, -0.01, -1.0, -60.0)))
-        if kind < 17:
+        if kind < 17 and not self.setting.journalled:  # a journal knows nothing of rows
             return Rebuild()
         return Look(self._recent()) if kind < 19 else Disconnect(rng.randrange(4))
 

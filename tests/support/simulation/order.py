@@ -21,7 +21,6 @@ class OrderWatch:
         self.bound = BOUNDS.get(setting.policy, UNKNOWN)
         self.live: dict[int, Came] = {}  # in order of arrival
         self.waiting: dict[int, Came] = {}  # of those, never admitted yet
-        self.num_passed = 0  # all together
         self._fresh: list[Came] = []  # which no step has met yet
         self._place: dict[int, int] = {}
         self._most: dict[int, float] = {}
@@ -64,7 +63,6 @@ class OrderWatch:
     def _pass(self, number: int, came: Came, other: int, earlier: Came) -> None:
         if not self.bound.may_pass(came, earlier):
             raise Broken("order", f"request {number} begins before request {other}, which came earlier")
-        self.num_passed += 1
         self._passed[other] = self._passed.get(other, 0) + 1
         if self._passed[other] > self._most[other]:
             raise Broken("starved", f"{self._passed[other]} requests have passed request {other}, {self._most[other]:.0f} may")
