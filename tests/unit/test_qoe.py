@@ -95,6 +95,10 @@ def test_nothing_is_gained_while_there_is_text_to_read() -> None:
     assert reader.dry == pytest.approx(1.0 + 50 / 5.0)
     assert reader.experience(2.0, 100.0) == reader.experience(10.9, 100.0) == 1.0
     assert reader.experience(12.0, 100.0) < 1.0
+    late = Reader(start=1.0, speed=5.0, dry=1.0, seen=9.9)
+    late.take(50, 10.0)
+    assert late.expected(50) < 12.0 < late.dry
+    assert late.experience(12.0, 100.0) == late.experience(late.dry, 100.0) > late.experience(late.dry + 1.0, 100.0)
 
 
 def test_the_longer_a_wait_the_less_its_next_second_costs() -> None:
