@@ -568,3 +568,17 @@ def test_which_edits_travel_with_a_step() -> None:
     assert one.edits_of(_edited([1, 1, 1], [0, 3, 0], [7, 8, 9], 4)) is None, "the later one of two of a place holds"
     assert two.edits_of(plan) is None
     assert one.edits_of(_edited([], [], [], 4)) == (array("i"), array("i"), array("i"))
+
+
+def test_one_token_of_a_prompt_beside_rows_that_are_sampled() -> None:
+    """A graph computes every row's hidden state, also of those that nobody reads; an eager step only those that are read."""
+    with recorded_executor(graphed=True) as (executor, _, _):
+        planner, found = Planner(executor.info.kv_groups), sequences(3, 21)
+        late = Planned(5, [3, 1, 4, 1, 5], GREEDY, seed=3)
+        prefill(executor, planner, found)
+        planner.add(late)
+        for done in range(len(late.prompt) - 1):
+            work = [(late, done, 1), *((each, len(each.ids) - 1, 1) for each in found)]
+            take(run(executor, planner.plan(work, [(index, each) for index, each in enumerate(found, start=1)])), found)
+        take(run(executor, planner.plan([(late, len(late.prompt) - 1, 1)])), [late])
+    assert [each.output for each in (*found, late)] == alone([*found, late])
