@@ -192,6 +192,7 @@ class DeviceConfig:
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     tuned_products: bool = switch(True, "off: torch chooses how long products are computed, and norms add the residual")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
+    persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
     programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")

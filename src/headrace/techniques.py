@@ -170,6 +170,15 @@ TECHNIQUES = (
         needs_gpu=True,
     ),
     Technique(
+        name="persistent_decode",
+        source="Look Ma, No Bubbles (Hazy Research, 2025): a megakernel for Llama-1B; Mirage Persistent Kernel (Cheng et al. 2025)",
+        switch="device.persistent_decode",
+        off=False,
+        improves="time a decode step of up to 8 requests: one launch computes all layers, and weights never stop coming between operators",
+        off_means="each layer is six launches, each with a beginning and an end in which the memory waits",
+        needs_gpu=True,
+    ),
+    Technique(
         name="cascade_attention",
         source="Hydragen (Juravsky et al. 2024); cascade inference in FlashInfer (Ye et al., MLSys 25); ChunkAttention (Ye et al., ACL 24)",
         switch="device.cascade_attention",

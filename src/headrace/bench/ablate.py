@@ -35,6 +35,7 @@ ABLATIONS = (
     "flat_gemm",
     "tuned_products",
     "deep_fusion",
+    "persistent_decode",
     "cascade_attention",
     "programmatic_launch",
     "batch_invariant",

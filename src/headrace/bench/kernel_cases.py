@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.around import MOST_ROWS, Around
-from headrace.layers.inputs import AttentionInputs
-from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+from headrace.kernels.whole_step import StepWeights
+from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
@@ -76,6 +77,9 @@ class CaseMaker:
         elif op in ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"):
             if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
                 yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
+        elif op == "decode_step":
+            if rows <= MANY_ROWS:
+                yield self._step(rows)
         elif op in ("gather_inputs", "store_tokens"):
             yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
         else:
@@ -203,6 +207,36 @@ class CaseMaker:
         flops = 4 * seen * spec.num_heads * spec.head_dim
         label = f"{kind} {sequences}x{queries}, context {context}"
         return KernelCase("paged_attention", label, self._attention_facts(), self._bytes(keys + 2 * q.numel()), flops, calls)
+
+    def _step(self, rows: int) -> KernelCase:
+        """One layer and the norm behind it, of as many sequences as there are rows."""
+        spec, hidden, inner, dim = self.spec, self.spec.hidden_size, self.spec.intermediate_size, self.spec.head_dim
+        shapes = (((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden), (hidden, spec.num_heads * dim), (2 * inner, hidden), (hidden, inner))
+        blocks = -(-self.context // self.block_size)
+        last = torch.full((rows,), self.context - 1)
+        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        slots = table[:, -1].long() * self.block_size + (self.context - 1) % self.block_size
+        every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
+        attention = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context)
+        inputs = ForwardInputs(torch.arange(rows) % 64, last, (attention,))
+        cache = self._random(rows * blocks, 1, 2, spec.num_kv_heads, self.block_size, dim)
+        size = self._bytes(sum(outs * ins for outs, ins in shapes))
+
+        def weights() -> StepWeights:
+            layer = (*(self._weight(*shape) for shape in shapes), torch.ones(hidden, dtype=self.dtype), torch.ones(hidden, dtype=self.dtype))
+            angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
+            turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
+            return StepWeights((layer,), table, layer[-1], turns, spec.num_heads, spec.num_kv_heads, spec.norm_eps, spec.attention_scale)
+
+        made = [weights() for _ in range(min(2, self._copies(size)))]
+
+        def calls(make: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(make(each), inputs, (cache,)) for each in made]
+
+        keys = 2 * rows * self.context * spec.num_kv_heads * dim
+        facts = {"dtype": self.dtype, "spec": replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))}
+        flops = 2 * rows * size // self.dtype.itemsize + 4 * rows * self.context * spec.num_heads * dim
+        return KernelCase("decode_step", f"1 layer, {rows} rows, context {self.context}", facts, size + self._bytes(keys), flops, calls)
 
     def _moe(self, rows: int) -> KernelCase:
         moe, width = SPARSE, self.spec.hidden_size

@@ -9,6 +9,7 @@ Operations and the facts a call site should state (unstated facts are taken as "
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
 ``fused_linear`` (dtype, in_features, out_features, gated), ``added_linear`` (dtype, in_features, out_features),
+``decode_step`` (dtype, spec),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``fetch_step``, ``gather_inputs``,
 ``store_tokens`` (dtype, int32).
 """
@@ -26,9 +27,10 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.kernels import reference, rows, sampling
+from headrace.kernels import reference, rows, sampling, whole_step
 from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 from headrace.kernels.cpu import candidates as cpu
+from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
@@ -57,6 +59,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "score_tokens": triton.SCORE_TOKENS,
         "gather_inputs": triton.GATHER_INPUTS,
         "store_tokens": triton.STORE_TOKENS,
+        "decode_step": cuda.DECODE_STEP,
         "fetch_step": triton.FETCH_STEP,
     }
 )
@@ -80,6 +83,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "score_tokens": sampling.score_tokens,
         "gather_inputs": rows.gather_inputs,
         "store_tokens": rows.store_tokens,
+        "decode_step": whole_step.decode_step,
         "fetch_step": rows.fetch_step,
     }
 )
@@ -89,7 +93,7 @@ _TWINS_THAT_VARY = frozenset({"linear", "fused_linear", "added_linear", "paged_a
 # Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
 _TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
-_MAKERS = frozenset({"linear", "fused_linear", "added_linear"})
+_MAKERS = frozenset({"linear", "fused_linear", "added_linear", "decode_step"})
 
 Facts = tuple[tuple[str, Any], ...]
 Key = tuple[str, Facts]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
+from headrace.kernels.whole_step import StepWeights, WholeStep
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
@@ -158,6 +159,14 @@ class Block(nn.Module):
         return self.feed_forward.forward_added(x, residual)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As ``StepWeights.layers`` has them, before loading has finished; of a block without experts and biases."""
+        assert isinstance(self.feed_forward, FeedForward)
+        products = (self.attention.qkv, self.attention.output, self.feed_forward.up, self.feed_forward.down)
+        weights = (*(product.weight for product in products), self.attention_norm.weight, self.feed_forward_norm.weight)
+        return tuple(each.data for each in weights if each is not None)
+
+    @property
     def fuses(self) -> bool:
         """Whether ``forward_fused`` can be called, once loading has finished."""
         return self.attention.fuses and isinstance(self.feed_forward, FeedForward) and self.feed_forward.fuses
@@ -198,10 +207,14 @@ class Decoder(nn.Module):
         self.head = make.head(self.embedding if spec.tied_head else None)
         self._steps = _cache_places(spec, self.layers)
         self._fuses = self._adds = False
+        self._make_step = kernels.offer("decode_step", dtype=dtype, spec=spec)
+        self._step: WholeStep | None = None
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
     def finish_loading(self) -> None:
         """Brings the filled parameters into the form their kernels want (packed weights, offsets added). Once."""
+        if self._make_step is not None:
+            self._step = self._make_step(self._step_weights())
         for module in list(self.modules()):
             if isinstance(module, (Linear, RMSNorm, LayerNorm)):
                 module.finish_loading()
@@ -214,6 +227,8 @@ class Decoder(nn.Module):
         Of ``inputs.wanted`` tokens only, where it names them: beyond its attention, the last block computes no others.
         ``kv_caches``: one tensor a KV group, [blocks, layers, 2, kv_heads, block_size, head_dim].
         """
+        if self._step is not None and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
+            return whole
         positions = inputs.positions
         x = self.embedding.forward(inputs.token_ids)
         if self.positions is not None:
@@ -230,6 +245,13 @@ class Decoder(nn.Module):
             x, residual = self._blocks(x, inputs, halves)
         hidden, _ = self.norm.forward(x, residual)
         return hidden
+
+    def _step_weights(self) -> StepWeights:
+        """What all layers in one launch are made from."""
+        assert isinstance(self.cos_sin, Tensor)
+        layers, table, norm = tuple(block.tensors for block, _, _ in self._steps), self.embedding.weight.data, self.norm.weight.data
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        return StepWeights(layers, table, norm, self.cos_sin, heads, kv_heads, self.spec.norm_eps, self.spec.attention_scale)
 
     def _blocks(self, x: Tensor, inputs: ForwardInputs, halves: Halves) -> tuple[Tensor, Tensor | None]:
         """What the last block adds, and to what."""

@@ -23,6 +23,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes
+from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
 from headrace.models import families, loader
@@ -94,6 +95,7 @@ def _disabled(config: DeviceConfig) -> frozenset[str]:
         triton.FLAT: config.flat_gemm,
         triton.FUSED: config.flat_gemm and config.deep_fusion,
         triton.CASCADE: config.cascade_attention,
+        cuda.PERSISTENT: config.persistent_decode,
     }
     return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}
 

@@ -1,0 +1,142 @@
+"""The persistent decode step: all layers of a small batch in one launch (csrc/decode_step.cu).
+
+What lives here: what the kernel is given, its scratch memory, which steps it takes. What may not: which decoders (step_shape.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from ctypes import c_float, c_int, c_longlong, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.cuda import compiler
+from headrace.kernels.cuda.driver import Module, NotLoadable
+from headrace.kernels.cuda.step_shape import MOST_ROWS, WARPS, StepShape
+from headrace.kernels.whole_step import StepWeights
+from headrace.layers.inputs import ForwardInputs
+from headrace.spec import DecoderSpec
+
+_log = logging.getLogger(__name__)
+_NAME = "decode_step"
+_THREADS = 32 * WARPS
+_POINTERS = (
+    "layers", "embedding", "final_norm", "token_ids", "positions", "slots", "context", "block_table", "cos_sin", "kv", "out",
+    "exchange", "parts", "peaks", "sync", "debug",
+)  # fmt: skip
+_KEYS = 16  # that a warp takes from one block at once
+_TICKETS = 64  # where they begin among the words programs count in
+
+
+class _Parameters(ctypes.Structure):
+    """As ``Params`` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in _POINTERS),
+        ("block_stride", c_longlong),
+        ("table_stride", c_int),
+        ("batch", c_int),
+        ("eps", c_float),
+        ("scale", c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What programs leave for each other within one launch; ``sync`` is zero between launches."""
+
+    exchange: Tensor  # bytes
+    parts: Tensor  # [programs, group, head_dim], float32
+    peaks: Tensor  # [programs, 2, group], float32
+    sync: Tensor  # int32
+
+
+class DecodeSteps:
+    """Makes the decode step of a decoder from its weights; its machine code is built once for each block size.
+
+    Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it.
+    """
+
+    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = device
+        self._modules: dict[int, Module | None] = {}  # by block size; None: it cannot be built
+        self._lock = threading.Lock()
+
+    def __call__(self, weights: StepWeights) -> DecodeStep:
+        return DecodeStep(self, weights)
+
+    def prepare(self, block_size: int) -> Module | None:
+        """Built, or kept from before; None where that is not possible."""
+        with self._lock:
+            if block_size not in self._modules:
+                self._modules[block_size] = self._try(StepShape(self.spec, block_size, self.programs))
+            return self._modules[block_size]
+
+    def _try(self, shape: StepShape) -> Module | None:
+        if shape.block_size % _KEYS:
+            return None
+        try:
+            return self._build(shape)
+        except (compiler.CompileError, NotLoadable) as error:
+            _log.warning("the persistent decode step cannot be built here (%s); steps are computed layer by layer", error)
+            return None
+
+    def _build(self, shape: StepShape) -> Module:
+        code = compiler.build(compiler.source("decode_step.cu"), shape.options())
+        module = Module(code, torch.cuda.current_device() if self._device.index is None else self._device.index)
+        module.function(_NAME, module.number("shared_bytes"))
+        module.number("exchange_bytes")  # nothing is read from the device later, when a graph may be recorded
+        return module
+
+
+class DecodeStep:
+    """One decoder's. ``(inputs, kv_caches)`` → hidden states after the last norm [tokens, hidden]; None: this step is not for it."""
+
+    def __init__(self, steps: DecodeSteps, weights: StepWeights) -> None:
+        self._steps = steps
+        self._weights = weights
+        pointers = [[each.data_ptr() for each in layer] for layer in weights.layers]
+        self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
+        self._scratch: _Scratch | None = None
+
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
+        tokens, attention = inputs.token_ids.shape[0], inputs.attention[0]
+        if not 1 <= tokens <= MOST_ROWS or attention.max_query_len != 1 or attention.context_len.shape[0] != tokens:
+            return None
+        if (module := self._steps.prepare(attention.block_size)) is None:
+            return None
+        cache, embedding = kv_caches[0], self._weights.embedding
+        assert cache[0].is_contiguous() and attention.block_table.stride(1) == 1
+        if self._scratch is None:
+            self._scratch = self._make_scratch(module)
+        out = torch.empty((tokens, embedding.shape[1]), dtype=embedding.dtype, device=embedding.device)
+        parameters = self._parameters(inputs, cache, out, self._scratch)
+        function = module.function(_NAME, module.number("shared_bytes"))
+        function.launch_together(self._steps.programs, _THREADS, torch.cuda.current_stream(embedding.device).cuda_stream, parameters)
+        return out
+
+    def _parameters(self, inputs: ForwardInputs, cache: Tensor, out: Tensor, scratch: _Scratch) -> _Parameters:
+        weights, attention = self._weights, inputs.attention[0]
+        tensors: Iterable[Tensor] = (
+            self._layers, weights.embedding, weights.norm, inputs.token_ids, inputs.positions, attention.slots, attention.context_len,
+            attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.sync,
+        )  # fmt: skip
+        table_stride = attention.block_table.stride(0)
+        return _Parameters(*(each.data_ptr() for each in tensors), 0, cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
+
+    def _make_scratch(self, module: Module) -> _Scratch:
+        spec, programs, device = self._steps.spec, self._steps.programs, self._weights.embedding.device
+        group = spec.num_heads // spec.num_kv_heads
+        return _Scratch(
+            torch.empty(module.number("exchange_bytes"), dtype=torch.uint8, device=device),
+            torch.empty((programs, group, spec.head_dim), dtype=torch.float32, device=device),
+            torch.empty((programs, 2, group), dtype=torch.float32, device=device),
+            torch.zeros(_TICKETS + MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device),
+        )

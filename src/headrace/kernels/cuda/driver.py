@@ -1,0 +1,86 @@
+"""Loading and launching machine code through the CUDA driver.
+
+What lives here: the few calls of libcuda that a kernel of ours needs. What may not: compiling (compiler.py), what a kernel is given.
+
+torch has made the context and knows the stream; a launch may be recorded by a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class DriverError(RuntimeError):
+    """The driver refused: its words and its number."""
+
+
+class NotLoadable(DriverError):
+    """Code that cannot be loaded or launched on this device, whatever its data."""
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int, doing: str, kind: type[DriverError] = DriverError) -> None:
+    if result == 0:
+        return
+    said = ctypes.c_char_p()
+    _driver().cuGetErrorString(result, byref(said))
+    raise kind(f"{doing}: {(said.value or b'an error without a name').decode()} (CUDA error {result})")
+
+
+def _enter_context(device: int) -> None:
+    """The context that torch uses, in this thread, too: one that has just begun has none."""
+    handle, context = c_int(), c_void_p()
+    _check(_driver().cuDeviceGet(byref(handle), c_int(device)), "finding the device")
+    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), handle), "using the device's context")
+    _check(_driver().cuCtxSetCurrent(context), "using the device's context")
+
+
+class Function:
+    """A kernel of a loaded module."""
+
+    def __init__(self, handle: c_void_p, name: str, shared_bytes: int) -> None:
+        self._handle = handle
+        self._shared = shared_bytes
+        _check(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, c_int(shared_bytes)), f"shared memory of {name}", NotLoadable)
+
+    def launch_together(self, programs: int, threads: int, stream: int, parameters: ctypes.Structure) -> None:
+        """All programs at once on the device, so that they may wait for each other. ``parameters`` are copied."""
+        arguments = (c_void_p * 1)(ctypes.addressof(parameters))
+        sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
+        _check(_driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together")
+
+
+class Module:
+    """Machine code, loaded into torch's context of a device. It stays as long as the process does: graphs may hold its kernels."""
+
+    def __init__(self, code: bytes, device: int) -> None:
+        _enter_context(device)
+        self._module = c_void_p()
+        self._functions: dict[str, Function] = {}
+        self._numbers: dict[str, int] = {}
+        _check(_driver().cuModuleLoadData(byref(self._module), code), "loading machine code", NotLoadable)
+
+    def function(self, name: str, shared_bytes: int) -> Function:
+        """``shared_bytes`` of dynamic shared memory a program gets."""
+        if name not in self._functions:
+            handle = c_void_p()
+            _check(_driver().cuModuleGetFunction(byref(handle), self._module, name.encode()), f"finding {name}", NotLoadable)
+            self._functions[name] = Function(handle, name, shared_bytes)
+        return self._functions[name]
+
+    def number(self, name: str) -> int:
+        """A constant of the source, extern "C" int. Read from the device once."""
+        if name not in self._numbers:
+            at, size, value = c_void_p(), c_size_t(), c_int()
+            _check(_driver().cuModuleGetGlobal_v2(byref(at), byref(size), self._module, name.encode()), f"finding {name}", NotLoadable)
+            _check(_driver().cuMemcpyDtoH_v2(byref(value), at, c_size_t(4)), f"reading {name}")
+            self._numbers[name] = value.value
+        return self._numbers[name]

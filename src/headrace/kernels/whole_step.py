@@ -1,0 +1,62 @@
+"""A whole decode step as one operation: what it is made from, and its twin.
+
+What lives here: the noun, and the twin in plain torch. What may not: kernels, how a decoder is put together (models/decoder.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels import reference
+from headrace.layers.inputs import ForwardInputs
+from headrace.spec import Activation
+
+WholeStep = Callable[[ForwardInputs, Sequence[Tensor]], Tensor | None]  # hidden states after the last norm; None: not for this step
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """A decoder's tensors as they were loaded. ``layers``: of each qkv, output, up, down [out, in], then its two norms' weights [hidden]."""
+
+    layers: tuple[tuple[Tensor, ...], ...]
+    embedding: Tensor  # [vocab, hidden]
+    norm: Tensor  # [hidden]
+    cos_sin: Tensor  # [max_model_len, head_dim], float32
+    heads: int
+    kv_heads: int
+    eps: float
+    scale: float  # of scores
+
+
+def decode_step(weights: StepWeights) -> WholeStep:
+    """Norm, attention, norm, gated feed-forward with SiLU, layer by layer; keys and values are written, hidden states normed."""
+
+    def step(inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        x, residual = F.embedding(inputs.token_ids, weights.embedding), None
+        for index, layer in enumerate(weights.layers):
+            x, residual = _layer(x, residual, layer, weights, inputs, kv_caches[0][:, index])
+        return reference.rms_norm(x, weights.norm, weights.eps, residual)[0]
+
+    return step
+
+
+def _layer(
+    x: Tensor,  # [tokens, hidden]: what the layer before adds
+    residual: Tensor | None,  # [tokens, hidden]; None in the first layer
+    layer: tuple[Tensor, ...],
+    weights: StepWeights,
+    inputs: ForwardInputs,
+    cache: Tensor,  # [blocks, 2, kv_heads, block_size, head_dim]
+) -> tuple[Tensor, Tensor]:
+    qkv, output, up, down, first_norm, second_norm = layer
+    x, residual = reference.rms_norm(x, first_norm, weights.eps, residual)
+    heads, (k_cache, v_cache), attention = (weights.heads, weights.kv_heads, weights.kv_heads), cache.unbind(1), inputs.attention[0]
+    q, k, v = F.linear(x, qkv).view(len(x), sum(heads), -1).split_with_sizes(heads, dim=1)
+    q = reference.rotary_write(q, k, v, inputs.positions, weights.cos_sin, k_cache, v_cache, attention.slots)
+    attended = reference.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None)
+    x, residual = reference.rms_norm(F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual)
+    return F.linear(reference.gated_activation(F.linear(x, up), Activation.SILU), down), residual

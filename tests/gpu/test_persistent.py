@@ -1,0 +1,190 @@
+"""All layers in one launch, on the card, against the twin in float32: hidden states, the cache it writes, the bits of repeats and of graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import LLM
+from headrace.kernels import Kernels
+from headrace.kernels.cuda.candidates import PERSISTENT
+from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step
+from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from support import tiny
+from support.card import STRICT, params, require_card
+
+require_card()
+
+CUDA = torch.device("cuda")
+VOCAB, LONGEST = 300, 6000
+BASE = DecoderSpec(
+    family="llama",
+    vocab_size=VOCAB,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate_size=8192,
+    layers=(LayerSpec(),) * 3,
+    max_positions=LONGEST,
+    rope=RopeSpec(theta=500000.0, rotary_dim=64),
+    attention_scale=64**-0.5,
+)
+SPECS = {
+    "heads of 64": BASE,
+    "heads of 128": replace(BASE, hidden_size=4096, head_dim=128, intermediate_size=14336, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5),
+    "groups of 3": replace(BASE, hidden_size=3072, num_heads=24, head_dim=128, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5),
+    "no groups": replace(BASE, num_kv_heads=32, intermediate_size=5632),
+}
+CONTEXTS = {
+    "one": [192],
+    "first token": [1],
+    "three": [1, 17, 300],
+    "uneven": [1, 17, 300, 2500, 64, 128, 129, 1000],
+    "padded": [5, 0, 700, 0],
+    "long": [5900],
+    "ends of parts": [256, 257, 255, 512, 16, 15, 128, 127],
+}
+
+
+def turns(dim: int) -> Tensor:
+    angles = torch.arange(LONGEST, device=CUDA).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2, device=CUDA) / (dim // 2))
+    table: Tensor = torch.cat((angles.cos(), angles.sin()), 1)
+    return table
+
+
+def random_weights(spec: DecoderSpec) -> StepWeights:
+    hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    shapes = (((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden), (hidden, spec.num_heads * dim), (2 * inner, hidden), (hidden, inner))
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=CUDA) * shape[-1] ** -0.5).bfloat16()
+
+    def norm() -> Tensor:
+        return (1 + 0.1 * torch.randn(hidden, device=CUDA)).bfloat16()
+
+    layers = tuple((*(weight(*shape) for shape in shapes), norm(), norm()) for _ in spec.layers)
+    table = torch.randn(VOCAB, hidden, device=CUDA).bfloat16()
+    return StepWeights(layers, table, norm(), turns(dim), spec.num_heads, spec.num_kv_heads, spec.norm_eps, spec.attention_scale)
+
+
+def wide(weights: StepWeights) -> StepWeights:
+    layers = tuple(tuple(each.float() for each in layer) for layer in weights.layers)
+    return replace(weights, layers=layers, embedding=weights.embedding.float(), norm=weights.norm.float())
+
+
+def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tuple[ForwardInputs, Tensor]:
+    """Blocks in any order; what nobody may read is NaN."""
+    counts = [-(-context // block_size) for context in contexts]
+    order = torch.randperm(sum(counts) + 1).int()
+    table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+    cache = torch.randn(len(order), spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim, device=CUDA).bfloat16()
+    slots, used = [], 0
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+        table[row, :count] = order[used : used + count]
+        used += count
+        last, offset = (int(table[row, count - 1]), (context - 1) % block_size) if context else (0, 0)
+        slots.append(last * block_size + offset if context else -1)
+        if context:
+            cache[last, :, :, :, offset:] = float("nan")
+    every, places = torch.arange(len(contexts) + 1, dtype=torch.int32), [max(context - 1, 0) for context in contexts]
+    attention = AttentionInputs(
+        table.to(CUDA), every.to(CUDA), torch.tensor(contexts, dtype=torch.int32, device=CUDA), torch.tensor(slots, device=CUDA),
+        block_size, 1, max(contexts),
+    )  # fmt: skip
+    return ForwardInputs(torch.randint(VOCAB, (len(contexts),), device=CUDA), torch.tensor(places, device=CUDA), (attention,)), cache
+
+
+def persistent(spec: DecoderSpec, weights: StepWeights) -> WholeStep:
+    make = Kernels(CUDA).offer("decode_step", dtype=torch.bfloat16, spec=spec)
+    assert make is not None
+    step: WholeStep = make(weights)
+    return step
+
+
+def far(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_hidden_states_and_the_cache_are_the_twin_s(name: str) -> None:
+    torch.manual_seed(len(name))
+    spec = SPECS[name]
+    weights = random_weights(spec)
+    step, twin = persistent(spec, weights), decode_step(wide(weights))
+    for block_size in (16, 128):
+        for contexts in CONTEXTS.values():
+            inputs, cache = random_step(spec, contexts, block_size)
+            expected = cache.float()
+            want = twin(inputs, (expected,))
+            got = step(inputs, (cache,))
+            assert got is not None and want is not None
+            live = [row for row, context in enumerate(contexts) if context]
+            assert far(got[live], want[live]) < 2e-2, contexts
+            assert not got[[row for row in range(len(contexts)) if row not in live]].any()
+            assert far(cache.nan_to_num(), expected.nan_to_num()) < 1e-2
+            assert torch.equal(cache.isnan(), expected.isnan())  # it wrote where it should, and nowhere else
+
+
+def test_repeats_and_graphs_have_the_same_bits() -> None:
+    torch.manual_seed(3)
+    weights = random_weights(BASE)
+    step = persistent(BASE, weights)
+    inputs, cache = random_step(BASE, CONTEXTS["uneven"], 128)
+    first = step(inputs, (cache,))
+    assert first is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(inputs, (cache,))
+    assert captured is not None
+    for _ in range(50):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, first)
+
+
+def test_steps_that_are_not_for_it_are_declined() -> None:
+    weights = random_weights(BASE)
+    step = persistent(BASE, weights)
+    inputs, cache = random_step(BASE, [3] * 9, 16)
+    assert step(inputs, (cache,)) is None
+    inputs, cache = random_step(BASE, [3], 8)
+    assert step(inputs, (cache,)) is None
+
+
+def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
+    torch.manual_seed(5)
+    weights = random_weights(BASE)
+    step = persistent(BASE, weights)
+    inputs, cache = random_step(BASE, [40, 50, 60], 16)
+    whole = step(inputs, (cache.clone(),))
+    weights.embedding[int(inputs.token_ids[1])] = float("nan")
+    spoiled = step(inputs, (cache,))
+    assert whole is not None and spoiled is not None
+    assert spoiled[1].isnan().all() and torch.equal(spoiled[[0, 2]], whole[[0, 2]])
+
+
+def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
+    """Greedy tokens of few requests, which come and go; where two answers part, both tokens were nearly as likely."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    folder = str(tiny.save("llama", tmp_path, seed=3, **sizes))
+    prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(5)]
+    answers = []
+    for way in ({}, {"disabled_kernels": (PERSISTENT,)}):
+        with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 120, **way}) as llm:
+            chosen = [each.value for each in llm.info.decisions if each.name == "kernel decode_step"]
+            assert chosen == ([] if way else [PERSISTENT])
+            answers.append(llm.generate(prompts, [params(max_tokens=12 + 9 * index, logprobs=2) for index in range(5)], use_tqdm=False))
+    for one, other in zip(*answers, strict=True):
+        tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs
+        for at, (token, wanted) in enumerate(zip(tokens, other.outputs[0].token_ids, strict=True)):
+            best = sorted((each.logprob for each in scores[at].values()), reverse=True)
+            if token != wanted:
+                assert best[0] - best[1] < 0.1, at
+                break
+            assert abs(one.outputs[0].logprobs[at][token].logprob - scores[at][token].logprob) < 0.1
