@@ -35,13 +35,15 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
     """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at most so many times
-    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it)."""
+    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it).
+    ``learned``: from steps; else it is a cautious guess."""
 
     decode: Line = Line()
     mixed: Line = Line()
     prefill: Line = Line()
     tail: float = 1.0
     gap: float = 0.0
+    learned: bool = True
 
     def promised(self, seconds: float) -> float:
         """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the times."""

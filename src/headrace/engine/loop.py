@@ -30,7 +30,7 @@ from headrace.family import end_with_parent
 from headrace.garbage import empty_free_lists, freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
-from headrace.request import Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.request import Expectations, Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
     from headrace.engine.llm import Engine
@@ -248,7 +248,9 @@ def take_first_step(engine: Engine) -> None:
     core = engine.core
     core.observe(None)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    core.add(Request(request_id=FIRST_STEP, prompt_token_ids=array("i", (0,)), params=params))
+    patient = Expectations(ttft=3600.0, tpot=3600.0)
+    ids = array("i", (0,))
+    core.add(Request(request_id=FIRST_STEP, prompt_token_ids=ids, params=params, arrival_time=core.clock.now(), expects=patient))
     ends = []
     while core.has_work:
         ends += [out.finished for out in core.step() if out.finished is not None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headrace.cost.speed import Tail
+from headrace.cost.speed import StepSpeed, Tail
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal, Standing
@@ -103,7 +103,8 @@ class Deadline(DynamicPolicy):
     def _impossible(self, sequence: Sequence, work: int, forecast: Forecast, standing: Standing) -> Refusal | None:
         """Waiting would not help: an idle engine would miss it, too."""
         request = sequence.request
-        ttft, least = self._ttft_of(request), alone(work, sequence.num_prompt_tokens - work, forecast, standing.speed)
+        speed = standing.speed if standing.speed.learned else StepSpeed()  # a guess may be too cautious: then its limits
+        ttft, least = self._ttft_of(request), alone(work, sequence.num_prompt_tokens - work, forecast, speed)
         if least > ttft:
             return Refusal(
                 f"The first token is expected within {_said(ttft)}, but this prompt of {sequence.num_prompt_tokens:,} tokens takes {_said(least)} "
@@ -111,7 +112,7 @@ class Deadline(DynamicPolicy):
                 param="expected_ttft",
             )
         seen = [float(sequence.num_prompt_tokens)] * len(forecast.windows)
-        tpot, gap = self._tpot_of(request), standing.speed.decode.seconds(forecast.floor_seconds(1, 1, seen, seen)) + standing.speed.gap
+        tpot, gap = self._tpot_of(request), speed.decode.seconds(forecast.floor_seconds(1, 1, seen, seen)) + speed.gap
         if gap > tpot:
             return Refusal(
                 f"A token is expected every {_said(tpot)}, but after {sequence.num_prompt_tokens:,} tokens one takes {_said(gap)} alone on an idle "
@@ -186,7 +187,7 @@ def _became_late(waited: float, target: float) -> Refusal:
 
 
 def _said(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 
 def _check_possible(forecast: Forecast, ttft: float, tpot: float) -> None:
