@@ -34,7 +34,7 @@ EVERY = 20.0  # seconds between two lines of a sweep
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    args = create_parser().parse_args(arguments)
     if args.exhaust:
         for depth in (0, 1, 2):
             print(exhaust.explore(depth), flush=True)
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     return _many(args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="simulate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, help="how many seeds to live through (1000; with --defects at most so many for each, 200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them")

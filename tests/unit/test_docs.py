@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.reliability import simulate
 
 from headrace import cli, flags
 
@@ -66,9 +67,10 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 
 def test_flags_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag exists when some command's --help shows it."""
+    """A flag exists when some command's --help shows it, the simulation's among them."""
     benchmarks = re.findall(r"^    ([a-z-]+) ", help_text(capsys, "bench"), re.MULTILINE)
     commands = [(name,) for name in cli.COMMANDS] + [("bench", name) for name in benchmarks]
-    known = FOREIGN | set(flags.ELSEWHERE) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
+    simulation = FLAG.findall(simulate.create_parser().format_help())
+    known = FOREIGN | set(flags.ELSEWHERE) | set(simulation) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
     assert len(benchmarks) > 4 and not sorted((page, flag) for page, flag in named if flag not in known)
