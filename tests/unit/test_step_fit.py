@@ -181,3 +181,23 @@ def test_counts_of_experts_that_are_none_are_refused(text: str, tmp_path) -> Non
         read_popularity(path, 3, 2)
     with pytest.raises(ConfigError, match="exponent of a Zipf law"):
         zipf(8, float("nan"))
+
+
+def test_noise_that_multiplies_does_not_bias_prices() -> None:
+    """Steps that are as often twice as long as half: half of them lie above their price."""
+    model = cost_model()
+    steps = observed(model, TRUE, LOADS * 12, noise=0.9, seed=7)
+    found = fitted(steps)
+    ratios = [price(found.prices, model, each) / step.seconds for each, step in zip(LOADS * 12, steps, strict=True)]
+    assert float(np.median(ratios)) == pytest.approx(1.0, abs=0.12)
+
+
+def test_what_is_taken_from_a_neighbour_counts_in_the_fit_too() -> None:
+    """All larger batches are alike: attention there is that of the smaller ones, and the rest is the products'."""
+    alike = replace(TRUE, decode=(Slowness(2.0, 1.0),) * 3, fixed=(0.0, 0.0, 0.0), sampled=0.0)
+    loads = [load(rows, context) for rows, context in product((1, 2, 4, 8), (20, 200, 900))] + [load(12, 900)] * 12
+    found = fitted(observed(cost_model(), alike, loads))
+    notes = {each.name: each.note for each in found.parameters}
+    assert "taken to be that of" in notes["attention of single tokens of more than 8 tokens, no prompts, bytes"]
+    assert found.prices.decode[1].bytes == found.prices.decode[0].bytes == pytest.approx(2.0, rel=0.05)
+    assert found.prices.products[1].bytes == pytest.approx(1.6, rel=0.05)

@@ -38,6 +38,11 @@ class SharedBlocks:
         self._none = (0.0,) * len(groups)
         self.latest = self._none
 
+    @property
+    def followed(self) -> int:
+        """Rows whose tables are known."""
+        return len(self._tables)
+
     def observe(self, plan: StepPlan) -> tuple[float, ...]:
         """By KV group: keys of single tokens that this step need not read, because another sequence's reading serves."""
         for row in plan.rows_dropped:

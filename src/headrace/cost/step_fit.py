@@ -2,8 +2,8 @@
 
 A kind of work takes the larger of two times, so which of the two decides is guessed, the rest is linear, and the guess is made anew from what
 came out, until it stays (from several beginnings; the best end counts). Each round is a least-squares problem in which a step weighs one over
-its own error, so that disturbed steps weigh little, and its unit is the mean (geometric) of what was predicted and measured: a step that took
-twice as long as predicted is as wrong as one that took half.
+what was predicted and over its own error. So disturbed steps weigh little, and a step that took twice as long as predicted is as wrong as one
+that took half.
 
 Slownesses may be held to at least ``least``: on a device whose memory is far larger than its caches, nothing is quicker than the limit, and what
 takes longer than that is told apart from what a step costs beside.
@@ -177,8 +177,8 @@ def _descend(columns: Sequence[_Column], measured: np.ndarray, counts: np.ndarra
         errors = _errors(predicted, measured)
         if best is None or errors @ counts < best[0]:
             best = float(errors @ counts), values, parameters
-        unit = np.sqrt(measured * np.clip(predicted, measured / MOST_OFF, measured * MOST_OFF))
-        weights = np.sqrt(counts / np.maximum(errors, LEAST_WEIGHTED)) / unit
+        unit = np.clip(predicted, measured / MOST_OFF, measured * MOST_OFF)  # the derivative of |log| is ±1 / predicted
+        weights = np.sqrt(counts / np.maximum(np.abs(measured / unit - 1.0), LEAST_WEIGHTED)) / unit
         if np.allclose(before, values, rtol=1e-6, atol=0.0):
             break
     assert best is not None
