@@ -26,6 +26,7 @@ from headrace.server.inflight import Job
 from headrace.server.parsed_answers import ParsedChatAnswer
 from headrace.server.parsing import Form
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
+from headrace.server.protocol.sampling import EXPECTED
 from headrace.server.requests import explained
 from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
@@ -142,8 +143,8 @@ def _check_policy(service: Service, options: AnswerOptions) -> None:
     if options.priority and service.scheduling_policy != "priority":
         raise InvalidRequest("priority needs a server started with --scheduling-policy priority; leave it out.", param="priority")
     if options.expects != NO_EXPECTATIONS and service.scheduling_policy not in ("qoe", "deadline"):
-        names = "expected_ttft, expected_tpot and reading_speed"
-        raise InvalidRequest(f"{names} need a server started with --scheduling-policy qoe or deadline; leave them out.", param="expected_ttft")
+        name = next(theirs for ours, theirs in EXPECTED.items() if getattr(options.expects, ours) is not None)
+        raise InvalidRequest(f"{name} needs a server started with --scheduling-policy qoe or deadline; leave it out.", param=name)
 
 
 async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:

@@ -20,7 +20,7 @@ from headrace.server.tools import ToolChoice, read_tool_choice
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SALT = 1024  # characters; the engine takes no more
 MAX_USER = 256  # characters that tell users apart
-_EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
+EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
 _SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")
@@ -141,10 +141,10 @@ def _user(body: Body) -> str:
 def _expectations(body: Body) -> Expectations:
     """With errors renamed to what the client wrote."""
     try:
-        return Expectations(**{ours: body.get(theirs) for ours, theirs in _EXPECTED.items()})
+        return Expectations(**{ours: body.get(theirs) for ours, theirs in EXPECTED.items()})
     except InvalidRequest as error:
         ours = str(error.param)
-        raise InvalidRequest(error.message.replace(ours, _EXPECTED[ours], 1), param=_EXPECTED[ours]) from None
+        raise InvalidRequest(error.message.replace(ours, EXPECTED[ours], 1), param=EXPECTED[ours]) from None
 
 
 def _check_options(options: AnswerOptions) -> None:
