@@ -34,7 +34,9 @@ def test_a_point_is_the_run_of_its_flags(capsys: pytest.CaptureFixture[str], tmp
     points = written(curve)["points"]
     names = [f"max_num_seqs={seqs}, chunked_prefill={chunked}" for seqs in (2, 64) for chunked in ("on", "off")]
     assert [(each["offered_rate"], each["configuration"]) for each in points] == [(rate, name) for rate in (5.0, 50.0) for name in names]
-    assert all(name in out for name in names) and "p99 ttft" in out and "8 points" in out
+    assert all(name in out for name in names) and "p99 ttft" in out and "8 points" in out and "prices: " in out
+    beyond = {each for point in points for each in point.pop("prices")["extrapolated"]}
+    assert all(f"extrapolated: {each} (" in out for each in beyond)
     words = ("--request-rate", "50", "--max-num-seqs", "2", "--technique", "chunked_prefill=off", "--output-json", str(alone))
     assert call(capsys, *words)[0] == 0
     run = written(alone)

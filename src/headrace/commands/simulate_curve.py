@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,7 @@ def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespac
     begin = time.perf_counter()
     points, columns = _run(ordered, processes, args)
     _print(points, columns)
-    print(f"\n{len(points)} points in {time.perf_counter() - begin:.1f} s")
+    print(f"{len(points)} points in {time.perf_counter() - begin:.1f} s")
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "points": [point.row() for point in points]})
     if args.plot:
@@ -127,7 +128,11 @@ def _print(points: Sequence[Point], columns: Sequence[str]) -> None:
 
     swept = any(point.rate is not None for point in points)
     rows = [[*([point.rate] if swept else []), point.name, *(point.figures.get(column) for column in columns)] for point in points]
-    print(f"\n{table((*(['offered'] if swept else []), 'configuration', *map(_short, columns)), rows)}")
+    print(f"\n{table((*(['offered'] if swept else []), 'configuration', *map(_short, columns)), rows)}\n")
+    for prices in dict.fromkeys(str(point.prices["prices"]) for point in points):
+        print(f"prices: {prices}")
+    for beyond, count in Counter(each for point in points for each in point.prices["extrapolated"]).items():
+        print(f"extrapolated: {beyond} ({count} of {len(points)} points)")
 
 
 def _short(column: str) -> str:

@@ -37,18 +37,20 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A trial's figures."""
+    """A trial's figures, and what its prices are and how far they reach."""
 
     name: str
     rate: float | None
     figures: Mapping[str, Any]
+    prices: Mapping[str, Any]
 
     def row(self) -> dict[str, Any]:
-        return {"configuration": self.name, "offered_rate": self.rate, **self.figures}
+        return {"configuration": self.name, "offered_rate": self.rate, **self.figures, "prices": self.prices}
 
 
 def run_trial(trial: Trial) -> Point:
-    return Point(trial.name, trial.rate, simulate(trial.spec, trial.config, trial.device, trial.load).figures)
+    report = simulate(trial.spec, trial.config, trial.device, trial.load)
+    return Point(trial.name, trial.rate, report.figures, report.facts)
 
 
 def run_trials(trials: Sequence[Trial], processes: int) -> Iterator[Point]:
