@@ -70,7 +70,7 @@ def test_expectations_are_read_and_wrong_ones_named_as_they_were_written() -> No
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "shortest-remaining"])
 def test_expectations_that_nobody_heeds_are_refused(policy: str) -> None:
-    with pytest.raises(InvalidRequest, match="^reading_speed needs .* --scheduling-policy qoe or deadline") as caught:
+    with pytest.raises(InvalidRequest, match=r"^reading_speed needs .* --scheduling-policy qoe or deadline") as caught:
         _check_policy(service(policy), options(reading_speed=8))
     assert caught.value.param == "reading_speed"
     _check_policy(service(policy), options(user="ann"))
