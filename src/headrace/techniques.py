@@ -161,6 +161,15 @@ TECHNIQUES = (
         needs_gpu=True,
     ),
     Technique(
+        name="gated_products",
+        source="epilogue fusion: CUTLASS's dual GEMM with SiLU; warp specialisation on Hopper (CUTLASS 3; FlashAttention-3, Shah et al. 2024)",
+        switch="device.gated_products",
+        off=False,
+        improves="time a decode step of 65 to 512 requests: gate, up and activation in one launch, in tiles that fill the device",
+        off_means="gate and up are the vendor's product, the activation is a kernel of its own",
+        needs_gpu=True,
+    ),
+    Technique(
         name="deep_fusion",
         source="DeepSpeed Inference (Aminabadi et al., SC 22), section III: Deep-Fusion; TurboTransformers (Fang et al., PPoPP 21)",
         switch="device.deep_fusion",

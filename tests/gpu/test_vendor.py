@@ -42,16 +42,17 @@ def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows
     table = measured_choices(torch.cuda.get_device_name())
     if not table:
         pytest.skip("nothing was measured on this card")
-    for outs, ins in table:
+    for (outs, ins), choices in table.items():
         kernels = Kernels(torch.device("cuda"))
         facts = {"dtype": torch.bfloat16, "in_features": ins, "out_features": outs}
         pack = kernels.choose("linear", shared_weight=False, fused=True, **facts)
         assert kernels.choices[-1].chosen == TUNED, (outs, ins)
         weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
         linear, add = pack(weight, None), kernels.choose("added_linear", **facts)(weight, None)
-        for tokens in (1, 100, 4096, 5001, 8192):
+        for tokens in (1, 100, 4096, 5001, 8192, 12300):
             x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
             want, residual = F.linear(x, weight).float(), torch.randn(tokens, outs, device="cuda", dtype=torch.bfloat16)
             assert error(linear(x), want) < 4e-3
             assert error(add(x, residual.clone()), want + residual.float()) < 4e-3
-        assert linear.chooser.find(8192) is not None
+        for choice in choices:
+            assert (linear.chooser.find(choice.measured) is not None) == bool(choice.settings)

@@ -34,6 +34,7 @@ ABLATIONS = (
     "cuda_graphs",
     "flat_gemm",
     "tuned_products",
+    "gated_products",
     "deep_fusion",
     "persistent_decode",
     "cascade_attention",

@@ -208,22 +208,30 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from headrace.bench import tune, tune_vendor
+    from headrace.bench import tune, tune_gated, tune_vendor
+    from headrace.kernels.cuda.gated_measured import keep_tiles, kept_tiles
     from headrace.kernels.triton.flat_measured import keep_forms, kept_forms
     from headrace.kernels.vendor.measured import keep_choices, kept_choices
 
     if args.device != "cuda":
         raise ConfigError("--tune measures a GPU; add --device cuda.")
     begun, spec = time.monotonic(), _read_spec(args.model) if args.model else DEFAULT_SPEC
-    tuned = tune.tune(tune.shapes_of(spec), 4 * cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0, print)
+    working_set = 4 * cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
+    shapes = tune.shapes_of(spec)
+    tuned = tune.tune(shapes, working_set, print)
     print(tune.render(tuned, limits_now("cuda").read_bandwidth))
     keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
-    long = tune_vendor.tune_products(tune_vendor.weights_of(tune.shapes_of(spec)), print)
+    gates = tune_gated.tune_gates(tune_gated.gates_of(shapes), spec.activation, working_set, print)
+    print(tune_gated.render(gates))
+    keep_tiles(kept_tiles(), torch.cuda.get_device_name(), tune_gated.tiles_of(gates))
+    long = tune_vendor.tune_products(tune_vendor.weights_of(shapes), print)
     print(tune_vendor.render(long))
     keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(long))
-    print(f"kept in {kept_forms()} and {kept_choices()}, after {time.monotonic() - begun:.0f} s; the next start uses them")
+    beside = f"{kept_tiles().name} and {kept_choices().name} beside it"
+    print(f"kept in {kept_forms()}, {beside}, after {time.monotonic() - begun:.0f} s; the next start uses them")
     if args.output_json:
-        write_json(args.output_json, {"tuned": [asdict(each) for each in tuned], "long": [asdict(each) for each in long]})
+        found: dict[str, Sequence[Any]] = {"tuned": tuned, "gates": gates, "long": long}
+        write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
     return 0
 
 

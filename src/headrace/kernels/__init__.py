@@ -8,7 +8,7 @@ What lives here: the registry. What may not: any kernel.
 Operations and the facts a call site should state (unstated facts are taken as "anything may come", so a candidate may decline):
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
-``fused_linear`` (dtype, in_features, out_features, gated), ``added_linear`` (dtype, in_features, out_features),
+``fused_linear`` (dtype, in_features, out_features, gated), ``added_linear``, ``gated_linear`` (dtype, in_features, out_features),
 ``decode_step`` (dtype, spec),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``fetch_step``, ``gather_inputs``,
 ``store_tokens`` (dtype, int32).
@@ -31,6 +31,7 @@ from headrace.kernels import reference, rows, sampling, whole_step
 from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.cuda import candidates as cuda
+from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
@@ -45,6 +46,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "linear": cpu.LINEAR + triton.FLAT_LINEAR + vendor.LINEAR + triton.INVARIANT_LINEAR,
         "fused_linear": triton.FUSED_LINEAR,
         "added_linear": vendor.ADDED_LINEAR,
+        "gated_linear": gated.GATED_LINEAR,
         "embedding": triton.EMBEDDING,
         "rms_norm": cpu.RMS_NORM + triton.RMS_NORM,
         "layer_norm": triton.LAYER_NORM,
@@ -69,6 +71,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "linear": reference.linear,
         "fused_linear": reference.fused_linear,
         "added_linear": reference.added_linear,
+        "gated_linear": reference.gated_linear,
         "embedding": reference.embedding,
         "rms_norm": reference.rms_norm,
         "layer_norm": reference.layer_norm,
@@ -89,11 +92,13 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 # Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
-_TWINS_THAT_VARY = frozenset({"linear", "fused_linear", "added_linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"})
+_TWINS_THAT_VARY = frozenset(
+    {"linear", "fused_linear", "added_linear", "gated_linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"}
+)
 # Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
 _TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
-_MAKERS = frozenset({"linear", "fused_linear", "added_linear", "decode_step"})
+_MAKERS = frozenset({"linear", "fused_linear", "added_linear", "gated_linear", "decode_step"})
 
 Facts = tuple[tuple[str, Any], ...]
 Key = tuple[str, Facts]

@@ -30,6 +30,11 @@ def added_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tenso
     return lambda x, residual: residual + F.linear(x, weight, bias)
 
 
+def gated_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Activation], Tensor]:
+    """y = act(x · Wᵀ + b) ⊙ (x · Vᵀ + c): ``weight`` [2 out, in], W before V; maps x [T, in] and the activation to [T, out]."""
+    return lambda x, kind: gated_activation(F.linear(x, weight, bias), kind)
+
+
 def fused_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Around], Fused]:
     """The product with what stands around it: y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, then y · scale and y².
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels import Kernels
-from headrace.kernels.around import Around
+from headrace.kernels.around import MOST_GATED, MOST_ROWS, Around
 from headrace.layers.linear import Linear
 from headrace.layers.stream import Stream, added
 from headrace.quant import QuantMethod
@@ -116,12 +116,18 @@ class FeedForward(nn.Module):
         self._act = kernels.choose("gated_activation" if gated else "activation", dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
-        return self.down.forward(self._act(self.up.forward(x), self._activation))
+        return self.down.forward(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, inner]
+        if self.up.through_gate is not None and MOST_ROWS < len(x) <= MOST_GATED:
+            return self.up.through_gate(x, self._activation)
+        inner: Tensor = self._act(self.up.forward(x), self._activation)
+        return inner
 
     def forward_added(self, x: Tensor, residual: Tensor) -> Tensor:  # [tokens, hidden] each
         """The residual, which may be overwritten, with this layer's result added."""
         assert self.down.added is not None
-        return self.down.added(self._act(self.up.forward(x), self._activation), residual)
+        return self.down.added(self._inner(x), residual)
 
     @property
     def fuses(self) -> bool:

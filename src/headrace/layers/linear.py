@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, LinearShape, QuantMethod
+from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, ApplyGated, LinearShape, QuantMethod
 
 
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
     ``around``: once loading has finished ``fused`` computes it with what stands around it, for few rows, or is None where nobody can.
-    ``gated``: with a gate, the first half of the rows. ``adds``: ``added`` adds it to a residual, for many rows, or is None.
+    ``gated``: with a gate, the first half of the rows; then ``through_gate`` may be there, too. ``adds``: ``added`` adds it to a residual,
+    for many rows, or is None.
     ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
     """
 
@@ -68,6 +69,10 @@ class Linear(nn.Module):
     @property
     def fused(self) -> ApplyFused | None:
         return self._applies.fused
+
+    @property
+    def through_gate(self) -> ApplyGated | None:
+        return self._applies.gated
 
     @property
     def added(self) -> ApplyAdded | None:

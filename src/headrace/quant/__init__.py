@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from headrace.kernels import Kernels
 from headrace.kernels.around import Around, Fused
+from headrace.spec import Activation
 
 Apply = Callable[[Tensor], Tensor]
 ApplyFused = Callable[[Tensor, Around], Fused]
 ApplyAdded = Callable[[Tensor, Tensor], Tensor]
+ApplyGated = Callable[[Tensor, Activation], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,12 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Applies:
-    """What a layer can be asked for. ``fused``: with what stands around it, for few rows. ``added``: added to a residual, which it may
-    overwrite, for many. None: not here."""
+    """What a layer can be asked for. ``fused``: with what stands around it, for few rows. ``gated``: its first half through an activation,
+    times its second. ``added``: added to a residual, which it may overwrite. None: not here."""
 
     plain: Apply
     fused: ApplyFused | None = None
+    gated: ApplyGated | None = None
     added: ApplyAdded | None = None
 
 

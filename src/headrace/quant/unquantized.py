@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headrace.kernels import Kernels
-from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, LinearShape
+from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, ApplyGated, LinearShape
 
 
 class Unquantized:
@@ -28,9 +28,11 @@ class Unquantized:
         weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
         fuse = kernels.offer("fused_linear", gated=shape.gated, **facts) if shape.around else None
         fused: ApplyFused | None = None if fuse is None else fuse(weight, bias)
+        gate = kernels.offer("gated_linear", **facts) if shape.gated and bias is None else None
+        gated: ApplyGated | None = None if gate is None else gate(weight, bias)
         add = kernels.offer("added_linear", **facts) if shape.added else None
         added: ApplyAdded | None = None if add is None else add(weight, bias)
         apply: Apply = kernels.choose("linear", shared_weight=shared, fused=fused is not None, **facts)(weight, bias)
         layer.register_parameter("weight", None)  # the kernel holds what it needs: this storage, or its own form of it
         layer.register_parameter("bias", None)
-        return Applies(apply, fused, added)
+        return Applies(apply, fused, gated, added)

@@ -24,6 +24,7 @@ from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes
 from headrace.kernels.cuda import candidates as cuda
+from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
 from headrace.models import families, loader
@@ -92,6 +93,7 @@ def _disabled(config: DeviceConfig) -> frozenset[str]:
     """Kernel candidates never to choose: those named, and those whose technique is off."""
     off = {
         vendor.TUNED: config.tuned_products,
+        gated.GATED: config.gated_products,
         triton.FLAT: config.flat_gemm,
         triton.FUSED: config.flat_gemm and config.deep_fusion,
         triton.CASCADE: config.cascade_attention,

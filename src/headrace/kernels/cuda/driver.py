@@ -8,9 +8,13 @@ torch has made the context and knows the stream; a launch may be recorded by a g
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
+from typing import Any
 
+from torch import Tensor
+
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3  # CUtensorMapDataType, …Swizzle, …L2promotion
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -56,6 +60,32 @@ class Function:
         arguments = (c_void_p * 1)(ctypes.addressof(parameters))
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together")
+
+
+    def launch(self, programs: int, threads: int, stream: int, *parameters: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
+        """``parameters`` are copied."""
+        arguments = (c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
+        sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
+        _check(_driver().cuLaunchKernel(self._handle, *sizes, c_void_p(stream), arguments, None), "launching")
+
+
+class TensorMap(ctypes.Structure):
+    """A matrix as the copy engine wants it described: 128 bytes."""
+
+    _fields_ = (("words", c_uint64 * 16),)
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
+    """Boxes of ``rows`` x ``columns`` (128 bytes a row, swizzled) of a bfloat16 matrix whose rows lie at multiples of 16 bytes."""
+    held = (c_uint64 * 24)()  # the driver wants 64 bytes of alignment
+    at = (ctypes.addressof(held) + 63) // 64 * 64
+    sizes, strides = (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.stride(0) * 2)
+    box, steps = (c_uint * 2)(columns, rows), (c_uint * 2)(1, 1)
+    result = _driver().cuTensorMapEncodeTiled(
+        c_void_p(at), _BFLOAT16, 2, c_void_p(matrix.data_ptr()), sizes, strides, box, steps, 0, _SWIZZLE_128, _PROMOTE_256, 0
+    )
+    _check(result, f"describing a matrix of {tuple(matrix.shape)}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
 
 
 class Module:

@@ -1,26 +1,21 @@
 """Which algorithms of cuBLASLt were measured to be best for long steps: shipped ones, and those of this machine.
 
-What lives here: reading and keeping the tables. What may not: measuring (bench/tune_vendor.py), calling the library.
+What lives here: what a row of the tables means, where they are. What may not: measuring (bench/tune_vendor.py), calling the library.
 
-The files are JSON: {device: {"outs x ins": [[least rows, rows it was measured with, settings…], …]}}, ascending. From so many rows on the
-algorithm with these settings (cublaslt.py) computes the product; below, where there are none, and for other shapes, torch chooses.
+A row is [least rows, rows it was measured with, settings…]. From so many rows on the algorithm with these settings (cublaslt.py) computes
+the product; below, where there are none, and for other shapes, torch chooses.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.cost.profile import profile_folder
+from headrace.kernels.tables import Weight, keep_rows, read_rows
 from headrace.kernels.vendor.cublaslt import Settings
 
-_log = logging.getLogger(__name__)
-_UNREADABLE = (OSError, ValueError, TypeError, AttributeError)
 SHIPPED = Path(__file__).with_name("measured.json")
 
 
@@ -33,7 +28,6 @@ class Choice:
     settings: Settings
 
 
-Weight = tuple[int, int]  # [outs, ins]
 Table = Mapping[Weight, tuple[Choice, ...]]
 
 
@@ -48,55 +42,16 @@ def kept_choices() -> Path:
 
 
 def read_choices(path: Path, device: str) -> dict[Weight, tuple[Choice, ...]]:
-    try:
-        return _choices(_read(path), device)
-    except _UNREADABLE as error:
-        _log.warning("%s cannot be read (%s): torch chooses how products are computed; measure again or remove it", path, error)
-        return {}
+    return read_rows(path, device, _choice)
 
 
 def keep_choices(path: Path, device: str, found: Table) -> None:
-    """Adds to the file, in place of what it had for these shapes. One that cannot be read is begun anew."""
-    try:
-        held = _read(path)
-        _choices(held, device)
-    except _UNREADABLE:
-        held = {}
-    rows = {f"{outs} x {ins}": [[each.least, each.measured, *each.settings] for each in choices] for (outs, ins), choices in found.items()}
-    held.setdefault(device, {}).update(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(_text(held), encoding="utf-8")
-    beside.replace(path)
+    """Adds to the file, in place of what it had for these shapes."""
+    keep_rows(path, device, {weight: [(each.least, each.measured, *each.settings) for each in choices] for weight, choices in found.items()})
 
 
-def _read(path: Path) -> dict[str, Any]:
-    held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not isinstance(held, dict):
-        raise ValueError("it holds no object")
-    return held
-
-
-def _text(held: dict[str, Any]) -> str:
-    """A line for each weight, so that changes can be read."""
-    devices = []
-    for device, weights in sorted(held.items()):
-        lines = [f"  {json.dumps(key)}: {json.dumps(rows)}" for key, rows in sorted(weights.items())]
-        devices.append(f"{json.dumps(device)}: {{\n" + ",\n".join(lines) + "\n}")
-    return "{\n" + ",\n".join(devices) + "\n}\n"
-
-
-def _choices(held: dict[str, Any], device: str) -> dict[Weight, tuple[Choice, ...]]:
-    return {_weight(key): tuple(map(_choice, rows)) for key, rows in held.get(device, {}).items()}
-
-
-def _weight(key: str) -> Weight:
-    outs, ins = map(int, key.split(" x "))
-    return outs, ins
-
-
-def _choice(row: list[Any]) -> Choice:
+def _choice(row: Sequence[int]) -> Choice:
     least, measured, *settings = row
-    if len(settings) not in (0, 9) or not all(isinstance(each, int) for each in row):
+    if len(settings) not in (0, 9):
         raise ValueError(f"{row} are not two counts of rows and nine settings or none")
     return Choice(least, measured, tuple(settings))

@@ -1,0 +1,124 @@
+// A gate and what it gates as one product: y = act(x Wᵀ) ⊙ (x Vᵀ) for 65 rows and more, W and V one behind the other in one matrix.
+//
+// One program a processor, each with every so-manieth tile of ROWS rows and COLUMNS / 2 columns of y. One thread asks the copy engine for
+// DEPTH of K at a time of x, W and V into a ring of STAGES; two groups of four warps multiply (wgmma), 64 rows each, over all of K in its
+// order: the sums of a row do not depend on the others. The left half of a tile is gate and the right half what it gates, so both meet in
+// one thread. While a tile is finished, the first stages of the next are under way.
+//
+// Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+#define ROWS 128
+#define DEPTH 64
+#define X_BYTES (ROWS * DEPTH * 2)
+#define W_BYTES (COLUMNS * DEPTH * 2)
+#define OUTS (COLUMNS / 2)               // columns of y, a tile
+#define GROUPS ((OUTS / 8 + 3) / 4)      // of 32 columns
+struct alignas(64) Map { u64 words[16]; };
+
+__device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+__device__ __forceinline__ void make(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+__device__ __forceinline__ void expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void wait(u32 bar, u32 parity) {
+  asm volatile("{\n.reg .pred p;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
+}
+__device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
+  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+__device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
+  bool one = t & 1, two = t & 2;
+  u32 a = one ? p[0] : p[1], b = one ? p[2] : p[3];
+  a = __shfl_xor_sync(~0u, a, 1); b = __shfl_xor_sync(~0u, b, 1);
+  if (one) { p[0] = a; p[2] = b; } else { p[1] = a; p[3] = b; }
+  a = two ? p[0] : p[2]; b = two ? p[1] : p[3];
+  a = __shfl_xor_sync(~0u, a, 2); b = __shfl_xor_sync(~0u, b, 2);
+  if (two) { p[0] = a; p[1] = b; } else { p[2] = a; p[3] = b; }
+}
+__device__ __forceinline__ float act(float x) {  // as kernels/triton/activation.py numbers them
+  if (KIND == 0) return __fdividef(x, 1.0f + __expf(-x));
+  if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+  return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins) {
+  extern __shared__ unsigned char raw[];
+  u32 base = (shared(raw) + 1023) & ~1023u;
+  u32 x_at = base, w_at = base + STAGES * X_BYTES, full = w_at + STAGES * W_BYTES, empty = full + 8 * STAGES;
+  int group = threadIdx.x / 128, steps = (ins + DEPTH - 1) / DEPTH, down = (tokens + ROWS - 1) / ROWS;
+  int tiles = down * ((outs + OUTS - 1) / OUTS);  // those of one column follow each other: they share W in the second-level cache
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, 2); }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 0) {
+      int s = 0, phase = 1;
+      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        int row = tile % down * ROWS, column = tile / down * OUTS;
+        for (int k = 0; k < steps; k++) {
+          u32 bar = full + 8 * s, x = x_at + s * X_BYTES, w = w_at + s * W_BYTES;
+          wait(empty + 8 * s, phase);
+          expect(bar, X_BYTES + W_BYTES);  // what lies beyond a matrix arrives as zeros
+          load(w, &w_map, k * DEPTH, column, bar);
+          load(w + W_BYTES / 2, &w_map, k * DEPTH, outs + column, bar);
+          load(x, &x_map, k * DEPTH, row, bar);
+          load(x + X_BYTES / 2, &x_map, k * DEPTH, row + ROWS / 2, bar);
+          if (++s == STAGES) { s = 0; phase ^= 1; }
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    int s = 0, phase = 0, last = 0, thread = threadIdx.x - 128, t = threadIdx.x % 4;
+    float c[COLUMNS / 2];
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      for (int k = 0; k < steps; k++) {
+        wait(full + 8 * s, phase);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        u64 x = described(x_at + s * X_BYTES + (group - 1) * (X_BYTES / 2)), w = described(w_at + s * W_BYTES);
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; i++) mma(c, x + 2 * i, w + 2 * i, k + i);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (k) {
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          if (thread % 128 == 0) arrive(empty + 8 * last);  // it has only been read: nothing is to be released
+        }
+        last = s;
+        if (++s == STAGES) { s = 0; phase ^= 1; }
+      }
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (thread % 128 == 0) arrive(empty + 8 * last);
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
+      int row = tile % down * ROWS + thread / 32 * 16 + thread % 32 / 4, first = tile / down * OUTS;
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        int mine = g * 4 + t, column = first + 8 * mine;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          u32 q[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            int i = g * 4 + j < OUTS / 8 ? (g * 4 + j) * 4 + 2 * h : 0;
+            q[j] = pack(act(c[i]) * c[i + COLUMNS / 4], act(c[i + 1]) * c[i + 1 + COLUMNS / 4]);
+          }
+          transpose(q, t);
+          if (mine < OUTS / 8 && column < outs && row + 8 * h < tokens)
+            *(uint4 *)(y + (u64)(row + 8 * h) * outs + column) = make_uint4(q[0], q[1], q[2], q[3]);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,119 @@
+"""Gate, up and activation as one product, without a GPU: who is served, which tile, the source compiled where there is a compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.bench import tune_gated
+from headrace.bench.tune_gated import TunedGate
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.cuda import gated_candidates, gated_measured
+from headrace.kernels.triton.flat_forms import Shape
+from headrace.layers.basic import FeedForward
+from headrace.quant import Applies
+from headrace.quant.unquantized import Unquantized
+from headrace.spec import Activation
+
+GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr(gated_candidates, "measured_tiles", lambda name: {(64, 64): ((96, 0), (128, 224)), (64, 32): ((512, 0),)})
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"out_features": None}, "shape is known"),
+        ({"out_features": 136}, "copy engine"),
+        ({"in_features": 60}, "copy engine"),
+        ({"in_features": 72}, "nothing was measured"),
+        ({"in_features": 32}, "nothing was measured"),  # it was, and nothing was better
+    ],
+)
+def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
+    declined = gated_candidates._create(Site("gated_linear", torch.device("cuda"), GOOD | facts, batch_invariant=False))
+    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+
+
+def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert isinstance(gated_candidates._create(Site("gated_linear", torch.device("cuda"), GOOD, batch_invariant=False)), Declined)
+    assert Kernels(torch.device("cpu")).offer("gated_linear", **GOOD) is None
+
+
+def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, 0), (128, 224))}
+    gated_measured.keep_tiles(path, "A card", tiles)
+    assert gated_measured.read_tiles(path, "A card") == tiles
+    path.write_text('{"A card": {"64 x 32": [[128, 100]]}}')
+    assert gated_measured.read_tiles(path, "A card") == {} and "100 columns are none of" in caplog.text
+
+
+def test_the_shipped_table_is_sound() -> None:
+    for tiles in gated_measured.read_tiles(gated_measured.SHIPPED, "NVIDIA H200").values():
+        assert [most for most, _ in tiles] == sorted({most for most, _ in tiles}) and any(columns for _, columns in tiles)
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (513, False)])
+def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool) -> None:
+    layer = FeedForward(
+        8, 6, Activation.SILU, gated=True, bias=False, dtype=torch.float32, device=torch.device("cpu"),
+        kernels=Kernels(torch.device("cpu")), method=Unquantized(),
+    )  # fmt: skip
+    for part in (layer.up, layer.down):
+        torch.nn.init.normal_(part.weight)  # type: ignore[arg-type]
+        part.finish_loading()
+    x, calls = torch.randn(rows, 8), []
+    want, plain = layer.forward(x), layer.up._applies.plain
+
+    def through_gate(x: Tensor, kind: Activation) -> Tensor:
+        calls.append(len(x))
+        gate, up = plain(x).chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    layer.up._applies = Applies(plain, gated=through_gate)
+    torch.testing.assert_close(layer.forward(x), want)
+    assert bool(calls) == whole
+
+
+# --- measuring
+
+
+def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [TunedGate((64, 32), rows, columns, 1.0, 2.0) for rows, columns in ((72, 0), (80, 0), (128, 224), (256, 224), (512, 0))]
+    other = [TunedGate((8, 32), 72, 128, 1.0, 2.0)]
+    assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, 0), (256, 224), (512, 0)), (8, 32): ((72, 128),)}
+    assert "64 x 32" in tune_gated.render(found)
+    assert tune_gated.gates_of([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == ((64, 32),)
+
+
+def test_the_source_compiles_for_every_tile() -> None:
+    """Where NVRTC is; tests/gpu has it always."""
+    pytest.importorskip("triton")
+    from headrace.kernels.cuda import compiler, gated
+
+    try:
+        compiler._nvrtc()
+    except compiler.CompileError:
+        pytest.skip("no NVRTC here")
+    for columns in gated_measured.COLUMNS:
+        assert b"gated" in gated.machine_code(columns, Activation.SILU)
+
+
+def test_the_ring_fits_the_processor() -> None:
+    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    for columns in gated_measured.COLUMNS:
+        assert gated.stages_of(columns) >= 4 and gated._shared_bytes(columns) <= 232448
+        text = gated.instruction(columns)
+        assert f"m64n{columns}k16" in text and text.count('"+f"') == columns // 2
