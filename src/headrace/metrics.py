@@ -191,7 +191,7 @@ class StepRecorder:
             lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
             slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
             decode, mixed, prefill = (lines.get(kind, slowest) for kind in ("decode", "mixed", "prefill"))
-            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap, bool(lines))
+            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap)
         return self._speed
 
     def _guess(self) -> Line:

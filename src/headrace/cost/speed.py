@@ -35,15 +35,13 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
     """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at most so many times
-    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it).
-    ``learned``: from steps; else it is a cautious guess."""
+    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it)."""
 
     decode: Line = Line()
     mixed: Line = Line()
     prefill: Line = Line()
     tail: float = 1.0
     gap: float = 0.0
-    learned: bool = True
 
     def promised(self, seconds: float) -> float:
         """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the times."""
@@ -53,12 +51,12 @@ class StepSpeed:
 class Tail:
     """The ratio measured / predicted that all but a share of them stay below: each that exceeds it raises it, each other lowers it a little."""
 
-    __slots__ = ("_exceed", "ratio")
+    __slots__ = ("_exceed", "_most", "ratio")
 
-    def __init__(self, exceed: float = EXCEED) -> None:
+    def __init__(self, exceed: float = EXCEED, most: float = MOST) -> None:
         self.ratio = 1.0
-        self._exceed = exceed
+        self._exceed, self._most = exceed, most
 
     def observe(self, ratio: float) -> None:
         moved = self.ratio * (1.0 + PACE * ((ratio > self.ratio) - self._exceed))
-        self.ratio = min(max(moved, 1.0), MOST)
+        self.ratio = min(max(moved, 1.0), self._most)

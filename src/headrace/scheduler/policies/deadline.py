@@ -6,6 +6,9 @@ with the numbers and with when to ask again: early rejection on a predicted load
 turns out to be late is turned away as long as none of it is computed. Without that, at twice the load a device can serve, everybody is
 late and nothing that it computes counts.
 
+An engine with nothing to do takes whatever its limits do not forbid: a prediction that is too dark would otherwise never meet a step that
+proves it wrong.
+
 Steps take no longer than the shortest time between tokens that anybody under way was promised.
 
 What lives here: targets, order, refusals. What may not: prediction (prospects.py), HTTP.
@@ -23,7 +26,10 @@ from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order,
 from headrace.scheduler.prospects import Past, Prospect, alone, left_of_prompts, prompt_pace, prospect
 from headrace.sequence import Sequence
 
-LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds
+LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds,
+MOST_RAISED = 2.0  # ... so many times at most
+MATTERS = 0.25  # of a target: whether less than that was predicted right decides nothing
+LIMITS = StepSpeed()  # steps at the device's limits
 
 
 @dataclass(slots=True)
@@ -45,7 +51,7 @@ class Deadline(DynamicPolicy):
         self._forecast = forecast
         self._taken: dict[Sequence, _Taken] = {}
         self._past = Past()
-        self._tail = Tail(LATE)
+        self._tail = Tail(LATE, MOST_RAISED)
         if forecast is not None:
             _check_possible(forecast, ttft, tpot)
 
@@ -70,12 +76,13 @@ class Deadline(DynamicPolicy):
         if self._forecast is None:
             self._taken[sequence] = _Taken(work, 0.0)
             return None
-        refusal = self._impossible(sequence, work, self._forecast, standing)
+        refusal = self._impossible(sequence, work, self._forecast)
         if refusal is not None:
             return refusal
         ahead = [(each, self._work_ahead(each)) for each in standing.waiting.ahead_of(sequence)]
         found = prospect(sequence, work, ahead, self._forecast, standing, self._past, self._bound(sequence, standing))
-        refusal = self._too_late(sequence, found, standing.now) or self._too_slow(sequence, found)
+        idle = not standing.running and not len(standing.waiting)
+        refusal = None if idle else self._too_late(sequence, found, standing.now) or self._too_slow(sequence, found)
         if refusal is None:
             self._taken[sequence] = _Taken(work, found.first_token)
         return refusal
@@ -100,23 +107,22 @@ class Deadline(DynamicPolicy):
 
     # --- refusals
 
-    def _impossible(self, sequence: Sequence, work: int, forecast: Forecast, standing: Standing) -> Refusal | None:
+    def _impossible(self, sequence: Sequence, work: int, forecast: Forecast) -> Refusal | None:
         """Waiting would not help: an idle engine would miss it, too."""
         request = sequence.request
-        speed = standing.speed if standing.speed.learned else StepSpeed()  # a guess may be too cautious: then its limits
-        ttft, least = self._ttft_of(request), alone(work, sequence.num_prompt_tokens - work, forecast, speed)
+        ttft, least = self._ttft_of(request), alone(work, sequence.num_prompt_tokens - work, forecast, LIMITS)
         if least > ttft:
             return Refusal(
                 f"The first token is expected within {_said(ttft)}, but this prompt of {sequence.num_prompt_tokens:,} tokens takes {_said(least)} "
-                f"alone on an idle engine. Give a longer expected_ttft, or a shorter prompt.",
+                f"alone on an idle engine, even at the device's limits. Give a longer expected_ttft, or a shorter prompt.",
                 param="expected_ttft",
             )
         seen = [float(sequence.num_prompt_tokens)] * len(forecast.windows)
-        tpot, gap = self._tpot_of(request), speed.decode.seconds(forecast.floor_seconds(1, 1, seen, seen)) + speed.gap
+        tpot, gap = self._tpot_of(request), forecast.floor_seconds(1, 1, seen, seen)
         if gap > tpot:
             return Refusal(
                 f"A token is expected every {_said(tpot)}, but after {sequence.num_prompt_tokens:,} tokens one takes {_said(gap)} alone on an idle "
-                f"engine. Give a longer expected_tpot, or a shorter prompt.",
+                f"engine, even at the device's limits. Give a longer expected_tpot, or a shorter prompt.",
                 param="expected_tpot",
             )
         return None
@@ -157,12 +163,13 @@ class Deadline(DynamicPolicy):
         return self._late(self._forecast, bound, standing)
 
     def _late(self, forecast: Forecast, bound: float | None, standing: Standing) -> list[tuple[Sequence, Refusal]]:
-        """At the pace of this moment, and were they the next."""
+        """At the pace of this moment, and were they the next; on an idle engine, those that are late already."""
         found, pace = [], prompt_pace(forecast, standing, bound, 0)
         before = pace.time(left_of_prompts(standing))
         for each in standing.waiting:
             target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
-            if each.first_scheduled is None and waited > 0 and waited + before + pace.time(self._taken[each].work) > target:
+            needed = before + pace.time(self._taken[each].work) if standing.running else 0.0
+            if each.first_scheduled is None and waited > 0 and waited + needed > target:
                 found.append((each, _became_late(waited, target)))
         return found
 
@@ -175,7 +182,8 @@ class Deadline(DynamicPolicy):
         if sequence.num_output_tokens:
             self._past.take(sequence.num_output_tokens)
         if taken is not None and taken.predicted > 0 and sequence.first_token is not None:
-            self._tail.observe((sequence.first_token - sequence.request.arrival_time) / taken.predicted)
+            least = MATTERS * self._ttft_of(sequence.request)
+            self._tail.observe((sequence.first_token - sequence.request.arrival_time) / max(taken.predicted, least))
 
 
 def _became_late(waited: float, target: float) -> Refusal:
