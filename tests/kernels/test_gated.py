@@ -65,8 +65,9 @@ def test_the_shipped_table_is_sound() -> None:
         assert [most for most, _ in tiles] == sorted({most for most, _ in tiles}) and any(columns for _, columns in tiles)
 
 
+@pytest.mark.parametrize("declines", [False, True])
 @pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (513, False)])
-def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool) -> None:
+def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool, declines: bool) -> None:
     layer = FeedForward(
         8, 6, Activation.SILU, gated=True, bias=False, dtype=torch.float32, device=torch.device("cpu"),
         kernels=Kernels(torch.device("cpu")), method=Unquantized(),
@@ -77,8 +78,10 @@ def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, w
     x, calls = torch.randn(rows, 8), []
     want, plain = layer.forward(x), layer.up._applies.plain
 
-    def through_gate(x: Tensor, kind: Activation) -> Tensor:
+    def through_gate(x: Tensor, kind: Activation) -> Tensor | None:
         calls.append(len(x))
+        if declines:
+            return None
         gate, up = plain(x).chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 

@@ -91,11 +91,14 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
     monkeypatch.setattr(tune_vendor, "Products", _Offers)
     monkeypatch.setattr(tune_vendor, "Operands", lambda *shape: None)
     monkeypatch.setattr(tune_vendor, "_held", measured)
-    monkeypatch.setattr(tune_vendor, "CLASSES", ((4, 8), (12, 16)))
-    tuned = tune_vendor.tune_products([(6, 8)], lambda line: None)
-    assert held == [{None, (1,)}] * 2, "what computes something else is not even timed"
+    monkeypatch.setattr(tune_vendor, "_timed", measured)
+    monkeypatch.setattr(tune_vendor, "_buckets", lambda: [72, 80])
+    monkeypatch.setattr(tune_vendor, "CLASSES", ((4096, 4100), (4200, 4300)))
+    tuned = tune_vendor.tune_products([(6, 8)], 1000, lambda line: None)
+    assert held == [{None, (1,)}] * 4, "what computes something else is not even timed"
     choices = tune_vendor.choices_of(tuned)
-    assert choices == {(6, 8): (Choice(4, 8, chosen or ()), Choice(12, 16, chosen or ()))}
+    long, few = (Choice(4096, 4100, (1,)), Choice(4200, 4300, (1,))), (Choice(65, 72, (1,)), Choice(73, 80, (1,)), Choice(81, 81, ()))
+    assert choices == ({(6, 8): few + long} if chosen else {})
     assert "6 x 8" in tune_vendor.render(tuned)
 
 

@@ -221,16 +221,16 @@ def _tune(args: argparse.Namespace) -> int:
     tuned = tune.tune(shapes, working_set, print)
     print(tune.render(tuned, limits_now("cuda").read_bandwidth))
     keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
+    products = tune_vendor.tune_products(tune_vendor.weights_of(shapes), working_set, print)
+    print(tune_vendor.render(products))
+    keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(products))
     gates = tune_gated.tune_gates(tune_gated.gates_of(shapes), spec.activation, working_set, print)
     print(tune_gated.render(gates))
     keep_tiles(kept_tiles(), torch.cuda.get_device_name(), tune_gated.tiles_of(gates))
-    long = tune_vendor.tune_products(tune_vendor.weights_of(shapes), print)
-    print(tune_vendor.render(long))
-    keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(long))
     beside = f"{kept_tiles().name} and {kept_choices().name} beside it"
     print(f"kept in {kept_forms()}, {beside}, after {time.monotonic() - begun:.0f} s; the next start uses them")
     if args.output_json:
-        found: dict[str, Sequence[Any]] = {"tuned": tuned, "gates": gates, "long": long}
+        found: dict[str, Sequence[Any]] = {"tuned": tuned, "products": products, "gates": gates}
         write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
     return 0
 

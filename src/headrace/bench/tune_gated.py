@@ -1,4 +1,4 @@
-"""The third part of ``bench kernels --tune``: for which numbers of rows gate and up are better one product with their activation.
+"""The last part of ``bench kernels --tune``: for which numbers of rows gate and up are better one product with their activation.
 
 What lives here: timing tiles beside the vendor's product and the activation's kernel, the choice. What may not: kernels, other products.
 
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from headrace.bench.report import table
 from headrace.kernels.around import MOST_GATED, MOST_ROWS
+from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.cuda.gated_measured import COLUMNS, Tiles
 from headrace.kernels.tables import Weight
 from headrace.kernels.triton.flat_forms import Shape
+from headrace.kernels.vendor.tuned import create_linear
 from headrace.spec import Activation
 from headrace.worker.card import cuda_time
 from headrace.worker.graphs import buckets_up_to
@@ -79,8 +81,8 @@ def _cells(each: TunedGate) -> tuple[Any, ...]:
 def _best(weight: Weight, rows: int, weights: Sequence[Tensor], activation: Activation) -> TunedGate:
     from headrace.kernels.triton.activation import gated_activation
 
-    x = torch.randn(rows, weight[1], device="cuda", dtype=torch.bfloat16)
-    apart = median(cuda_time([lambda w=each: gated_activation(F.linear(x, w), activation) for each in weights], SECONDS))  # type: ignore[misc]
+    x, multiply = torch.randn(rows, weight[1], device="cuda", dtype=torch.bfloat16), _vendor(weights[0])
+    apart = median(cuda_time([lambda w=each: gated_activation(multiply(x, w), activation) for each in weights], SECONDS))  # type: ignore[misc]
     want, best = gated_activation(F.linear(x, weights[0]), activation).float(), TunedGate(weight, rows, 0, apart, apart)
     for columns in COLUMNS:
         calls = [partial(_layer(each).compute, x, activation, columns) for each in weights]
@@ -89,6 +91,17 @@ def _best(weight: Weight, rows: int, weights: Sequence[Tensor], activation: Acti
         if right and seconds < best.seconds and seconds * LEAST_GAIN < apart:
             best = TunedGate(weight, rows, columns, seconds, apart)
     return best
+
+
+def _vendor(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The vendor's product as an engine would compute it now."""
+    site = Site(
+        "linear", weight.device, {"dtype": weight.dtype, "in_features": weight.shape[1], "out_features": weight.shape[0]}, batch_invariant=False
+    )
+    make = create_linear(site)
+    if isinstance(make, Declined):
+        return F.linear
+    return lambda x, weight: make(weight, None)(x)
 
 
 def _layer(weight: Tensor) -> Any:

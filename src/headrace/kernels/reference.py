@@ -31,7 +31,10 @@ def added_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tenso
 
 
 def gated_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Activation], Tensor]:
-    """y = act(x · Wᵀ + b) ⊙ (x · Vᵀ + c): ``weight`` [2 out, in], W before V; maps x [T, in] and the activation to [T, out]."""
+    """y = act(x · Wᵀ + b) ⊙ (x · Vᵀ + c): ``weight`` [2 out, in], W before V; maps x [T, in] and the activation to [T, out].
+
+    A candidate may give None for a number of rows that product and activation serve as well one after the other.
+    """
     return lambda x, kind: gated_activation(F.linear(x, weight, bias), kind)
 
 

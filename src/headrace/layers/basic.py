@@ -119,9 +119,10 @@ class FeedForward(nn.Module):
         return self.down.forward(self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, inner]
-        if self.up.through_gate is not None and MOST_ROWS < len(x) <= MOST_GATED:
-            return self.up.through_gate(x, self._activation)
-        inner: Tensor = self._act(self.up.forward(x), self._activation)
+        through_gate = self.up.through_gate if MOST_ROWS < len(x) <= MOST_GATED else None
+        inner = None if through_gate is None else through_gate(x, self._activation)
+        if inner is None:
+            inner = self._act(self.up.forward(x), self._activation)
         return inner
 
     def forward_added(self, x: Tensor, residual: Tensor) -> Tensor:  # [tokens, hidden] each

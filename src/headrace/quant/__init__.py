@@ -19,7 +19,7 @@ from headrace.spec import Activation
 Apply = Callable[[Tensor], Tensor]
 ApplyFused = Callable[[Tensor, Around], Fused]
 ApplyAdded = Callable[[Tensor, Tensor], Tensor]
-ApplyGated = Callable[[Tensor, Activation], Tensor]
+ApplyGated = Callable[[Tensor, Activation], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)

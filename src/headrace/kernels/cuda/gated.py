@@ -11,14 +11,13 @@ from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.candidate import Site
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable, TensorMap, tensor_map
 from headrace.kernels.cuda.gated_measured import Tiles, measured_tiles
-from headrace.kernels.triton.activation import KINDS, gated_activation
+from headrace.kernels.triton.activation import KINDS
 from headrace.spec import Activation
 
 _NAME = "gated"
@@ -76,7 +75,7 @@ class Kernels:
 class GatedLinear:
     """y = act(x · Wᵀ) ⊙ (x · Vᵀ): ``x`` [T, in] and the weight [2 out, in], W before V, in bfloat16; float32 sums, one rounding.
 
-    ``tiles`` says for how many rows which tile is best; for the others it is the vendor's product and an activation of its own.
+    ``tiles`` says for how many rows which tile is best; the others get None: product and activation apart are as quick.
     """
 
     weight: Tensor
@@ -84,14 +83,12 @@ class GatedLinear:
     tiles: Tiles
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
 
-    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
+    def __call__(self, x: Tensor, activation: Activation) -> Tensor | None:
         columns = self.columns(x.shape[0])
-        if columns == 0:
-            return gated_activation(F.linear(x, self.weight), activation)
-        return self.compute(x, activation, columns)
+        return self.compute(x, activation, columns) if columns else None
 
     def columns(self, tokens: int) -> int:
-        """Of the tile that serves so many rows; 0: the vendor's product does."""
+        """Of the tile that serves so many rows; 0: none does."""
         return next((columns for most, columns in self.tiles if tokens <= most), 0)
 
     def compute(self, x: Tensor, activation: Activation, columns: int) -> Tensor:
