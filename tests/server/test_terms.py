@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.config import ServerConfig
-from headrace.errors import InvalidRequest
+from headrace.config import SchedulerConfig, ServerConfig
+from headrace.errors import ConfigError, InvalidRequest
 from headrace.request import Expectations
 from headrace.server.auth import Guard
 from headrace.server.fields import CHAT, MESSAGES
@@ -16,6 +15,7 @@ from headrace.server.generate import _check_policy
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.sampling import MAX_USER, AnswerOptions, answer_options
 from headrace.server.service import Service
+from headrace.server.tenants import check_weights, tenant_of
 
 
 def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
@@ -24,10 +24,6 @@ def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
 
 def service(policy: str = "fcfs", **config: Any) -> Service:
     return Service(ServerConfig(**config), "0", [], scheduling_policy=policy)
-
-
-def tenant(of: Service, key_name: str, user: str) -> str:
-    return of.tenant(SimpleNamespace(key_name=key_name), user)  # type: ignore[arg-type]
 
 
 def test_keys_have_names_that_tell_nothing_of_them() -> None:
@@ -50,7 +46,20 @@ def test_keys_have_names_that_tell_nothing_of_them() -> None:
     ],
 )
 def test_who_is_a_tenant(by: str, keys: tuple[str, ...], expected: str) -> None:
-    assert tenant(service(tenant_by=by, api_key=keys), "key2" if keys else "", "ann") == expected
+    assert tenant_of(ServerConfig(tenant_by=by, api_key=keys), "key2" if keys else "", "ann") == expected
+
+
+def test_weights_that_would_change_nothing_are_refused() -> None:
+    two = ServerConfig(api_key=("a", "b"))
+    check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("key2=3",)), two)
+    check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("ann=3",)), ServerConfig())
+    check_weights(SchedulerConfig(), two)
+    with pytest.raises(ConfigError, match=r"'ann', but tenants are API keys here .key1 to key2"):
+        check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("ann=3",)), two)
+    with pytest.raises(ConfigError, match="none is set"):
+        check_weights(SchedulerConfig(scheduling_policy="fair", tenant_weight=("key1=3",)), ServerConfig(tenant_by="key"))
+    with pytest.raises(ConfigError, match="--scheduling-policy is qoe"):
+        check_weights(SchedulerConfig(scheduling_policy="qoe", tenant_weight=("key1=3",)), two)
 
 
 def test_users_are_named_by_either_api() -> None:

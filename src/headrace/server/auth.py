@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, Unauthorized
 from headrace.server.http_errors import Forbidden, HttpError
+from headrace.server.tenants import key_name
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -40,7 +41,7 @@ class Guard:
         self._host = config.host.lower()
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         self.secret = secret or secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
-        self.key_names = {self._tenant(digest): f"key{number}" for number, digest in reversed(list(enumerate(self._digests, start=1)))}
+        self.key_names = {self._tenant(digest): key_name(number) for number, digest in reversed(list(enumerate(self._digests, start=1)))}
 
     def check_browser(self, headers: Headers) -> None:
         """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""

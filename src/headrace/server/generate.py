@@ -30,6 +30,7 @@ from headrace.server.protocol.sampling import EXPECTED
 from headrace.server.requests import explained
 from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
 from headrace.server.stream import EventStream
+from headrace.server.tenants import tenant_of
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.wire import encode
 
@@ -193,7 +194,7 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
     engine = service.engine
     service.bodies.release(exchange)
-    sources, salt, tenant = [], service.cache_salt(exchange, options.cache_salt), service.tenant(exchange, options.user)
+    sources, salt, tenant = [], service.cache_salt(exchange, options.cache_salt), tenant_of(service.config, exchange.key_name, options.user)
     for each in prepared:
         prompt = ParsedPrompt(None, each.prompt_token_ids)
         source = engine.stream(

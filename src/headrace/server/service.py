@@ -274,13 +274,6 @@ class Service:
         """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
         return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
 
-    def tenant(self, exchange: Exchange, user: str) -> str:
-        """Who asks, for policies that share out: a key by its place among --api-key, or the user that the request names (of that key)."""
-        keys = len(self.config.api_key)
-        if self.config.tenant_by == "key" or (self.config.tenant_by == "auto" and keys > 1):
-            return exchange.key_name
-        return f"{exchange.key_name}/{user}" if keys > 1 else user
-
     def end_all(self, cause: HeadraceError) -> None:
         for exchange in list(self.exchanges):
             exchange.end(cause)

@@ -1,0 +1,39 @@
+"""Who is a tenant to policies that share out: a key by its place among --api-key, or the user that a request names.
+
+What lives here: that name, and whether weights name anybody. What may not: checking keys (auth.py), sharing (scheduler/policies/fair.py).
+"""
+
+from __future__ import annotations
+
+from headrace.config import SchedulerConfig, ServerConfig
+from headrace.errors import ConfigError
+
+
+def key_name(number: int) -> str:
+    """Of the key that is number ``number``, from 1: it tells nothing of the key."""
+    return f"key{number}"
+
+
+def are_keys(config: ServerConfig) -> bool:
+    return config.tenant_by == "key" or (config.tenant_by == "auto" and len(config.api_key) > 1)
+
+
+def tenant_of(config: ServerConfig, key: str, user: str) -> str:
+    """``key``: the name of the one that was sent. Users of several keys are told apart by key: nobody takes another key's share."""
+    if are_keys(config):
+        return key
+    return f"{key}/{user}" if len(config.api_key) > 1 else user
+
+
+def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
+    """Raises ConfigError for weights that would change nothing."""
+    names = list(scheduler.tenant_weights)
+    if names and scheduler.scheduling_policy != "fair":
+        raise ConfigError(
+            f"tenant_weight is given, but --scheduling-policy is {scheduler.scheduling_policy}, which knows no shares; add --scheduling-policy fair."
+        )
+    keys = [key_name(number) for number in range(1, len(config.api_key) + 1)]
+    unknown = next((name for name in names if are_keys(config) and name not in keys), None)
+    if unknown is not None:
+        known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
+        raise ConfigError(f"tenant_weight names {unknown[:80]!r}, but tenants are API keys here ({known}); name one, or add --tenant-by user.")
