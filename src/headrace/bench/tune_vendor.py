@@ -2,8 +2,9 @@
 
 What lives here: holding products under load, the choice. What may not: the library's calls (kernels/vendor/), products of few rows (tune.py).
 
-Products of decode steps are timed over weights that no cache holds, for the numbers of rows that steps are padded to. A long step is bound by the card's power, so algorithms are compared when the card has been at work for a while, each held for a tenth of a
-second, in turn, twice: what came before weighs on all of them alike. Where torch's own choice is nearly the best, it stays.
+Products of decode steps are timed over weights that no cache holds, for the numbers of rows that steps are padded to. A long step is bound
+by the card's power, so its algorithms are compared when the card has been at work for a while, each held for a tenth of a second, in turn,
+twice: what came before weighs on all of them alike. Where torch's own choice is nearly the best, it stays.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from headrace.bench.report import table
 from headrace.kernels.around import MOST_ROWS
+from headrace.kernels.tables import Weight
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.kernels.vendor.cublaslt import Algorithm, Operands, Products, Settings
-from headrace.kernels.vendor.measured import Choice, Weight
+from headrace.kernels.vendor.measured import Choice
 from headrace.worker.card import cuda_time
 from headrace.worker.graphs import buckets_up_to
 
