@@ -56,7 +56,8 @@ def tune_gates(gates: Sequence[Weight], activation: Activation, working_set: int
     for outs, ins in gates:
         count = max(2, -(-working_set // (4 * outs * ins)))
         weights = [torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5) for _ in range(count)]
-        tuned += [_best((outs, ins), each, weights, activation) for each in rows]
+        layers = _layers(weights)
+        tuned += [_best((outs, ins), each, layers, activation) for each in rows]
         say(f"{outs} x {ins}, gated: {', '.join(f'up to {most}: {columns}' for most, columns in tiles_of(tuned)[outs, ins])}")
     return tuned
 
@@ -78,14 +79,14 @@ def _cells(each: TunedGate) -> tuple[Any, ...]:
     return (f"{each.weight[0]} x {each.weight[1]}", each.rows, each.columns, each.seconds * 1e6, each.apart * 1e6)
 
 
-def _best(weight: Weight, rows: int, weights: Sequence[Tensor], activation: Activation) -> TunedGate:
+def _best(weight: Weight, rows: int, layers: Sequence[Any], activation: Activation) -> TunedGate:
     from headrace.kernels.triton.activation import gated_activation
 
-    x, multiply = torch.randn(rows, weight[1], device="cuda", dtype=torch.bfloat16), _vendor(weights[0])
-    apart = median(cuda_time([lambda w=each: gated_activation(multiply(x, w), activation) for each in weights], SECONDS))  # type: ignore[misc]
-    want, best = gated_activation(F.linear(x, weights[0]), activation).float(), TunedGate(weight, rows, 0, apart, apart)
+    x, multiply = torch.randn(rows, weight[1], device="cuda", dtype=torch.bfloat16), _vendor(layers[0].weight)
+    apart = median(cuda_time([lambda w=each: gated_activation(multiply(x, w.weight), activation) for each in layers], SECONDS))  # type: ignore[misc]
+    want, best = gated_activation(F.linear(x, layers[0].weight), activation).float(), TunedGate(weight, rows, 0, apart, apart)
     for columns in COLUMNS:
-        calls = [partial(_layer(each).compute, x, activation, columns) for each in weights]
+        calls = [partial(each.compute, x, activation, columns) for each in layers]
         right = (calls[0]().float() - want).norm() < 0.02 * want.norm()
         seconds = median(cuda_time(calls, SECONDS))
         if right and seconds < best.seconds and seconds * LEAST_GAIN < apart:
@@ -104,7 +105,8 @@ def _vendor(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, weight: make(weight, None)(x)
 
 
-def _layer(weight: Tensor) -> Any:
+def _layers(weights: Sequence[Tensor]) -> list[Any]:
     from headrace.kernels.cuda.gated import GatedLinear, Kernels
 
-    return GatedLinear(weight, Kernels(weight.device), (), {})
+    kernels = Kernels(weights[0].device)
+    return [GatedLinear(each, kernels, (), {}) for each in weights]
