@@ -75,9 +75,9 @@ class OrderWatch:
         self._check_progress(scheduler, failed=failed)
 
     def _check_pushed_out(self, scheduler: Scheduler) -> None:
-        """Nobody gives way while somebody runs who came later and may not pass. (Whoever falls with a step falls with all.)"""
-        everybody = [sequence for siblings in scheduler.requests.values() for sequence in siblings]
-        running = [sequence for sequence in everybody if sequence.status is SequenceStatus.RUNNING]
+        """Nobody gives way while somebody runs who came later and may not pass. Whoever is planned to the last token only waits for results;
+        whoever falls with a step falls with all."""
+        running = [s for s in scheduler._roster.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
         for out in (sequence for sequence in self._running if sequence.status is SequenceStatus.WAITING):
             for other in running:
                 self._give_way(out.request_id, other.request_id)
