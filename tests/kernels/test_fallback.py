@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,23 @@ def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: py
     ahead.close()
     assert kernel.calls == 2
     assert order[:2] == ["prepared", "calls 0"]
+
+
+def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, last = list[str](), threading.Event()
+
+    def rehearse(site: Site, run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+        return [("one", lambda: order.append("one")), ("last", lambda: last.wait(5)), ("two", lambda: order.append("two"))]
+
+    plant(monkeypatch, "rms_norm", replace(Planted("kernel", None).candidate(), rehearse=rehearse))
+    kernels = Kernels(CPU)
+    kernels.choose("rms_norm", dtype=torch.float32)
+    ahead = CompileAhead(lambda: None, strict=True, threads=3)
+    ahead.start(kernels, SIZES, lambda: None)
+    took = ahead.finish(lambda: (order.append("looked"), last.set()))
+    ahead.close()
+    assert (sorted(order[:2]), order[2:], len(took)) == (["one", "two"], ["looked"], 3)
+    assert CompileAhead(lambda: None, strict=True, threads=1).finish(lambda: order.append("again")) == {} and order[-1] == "again"
 
 
 def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,15 +107,13 @@ class CompileAhead(Generic[Prepared]):
         """What the first ``prepare`` returned."""
         return self._first.result()
 
-    def finish(self) -> dict[str, float]:
-        """Seconds each rehearsal took. Raises StrictKernelError or ConfigError where a kernel did not build and may not be replaced,
-        ConfigError where the compiler hangs."""
-        pending = {*self._running.values()}
-        while pending:
-            done, pending = wait(pending, self._patience, FIRST_COMPLETED)
-            if not done:
-                self._hangs = True
-                raise ConfigError(self._stuck(len(pending)))
+    def finish(self, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
+        """Seconds each rehearsal took. ``meanwhile`` is called once, when no more than one is still under way: while many are, they load code
+        and launch, and the device has no quiet moment. Raises StrictKernelError or ConfigError where a kernel did not build and may not be
+        replaced, ConfigError where the compiler hangs."""
+        self._wait(leaving=1)
+        meanwhile()
+        self._wait(leaving=0)
         return {name: rehearsed.result() for name, rehearsed in self._running.items()}
 
     def close(self) -> None:
@@ -123,6 +121,15 @@ class CompileAhead(Generic[Prepared]):
         self._threads.close(0.0 if self._hangs else self._patience)
 
     # --- parts
+
+    def _wait(self, leaving: int) -> None:
+        """Until no more than so many rehearsals are under way."""
+        pending = {each for each in self._running.values() if not each.done()}
+        while len(pending) > leaving:
+            done, pending = wait(pending, self._patience, FIRST_COMPLETED)
+            if not done:
+                self._hangs = True
+                raise ConfigError(self._stuck(len(pending)))
 
     def _stuck(self, count: int) -> str:
         names = [name for name, rehearsed in self._running.items() if not rehearsed.done()]

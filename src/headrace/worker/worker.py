@@ -65,7 +65,7 @@ def create_executor(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
     """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is called once on a
-    GPU, where the start would wait for its kernels and the device has nothing to do.
+    GPU, where the start waits for the last of its kernels and the device has nothing to do.
 
     ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
@@ -211,9 +211,10 @@ class _Start:
         sizes = product_sizes(self._demand.most_rows, self._setting.tokens_a_step)
         ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS  # up to so many, kernels of our own: the threads build them
         self._multiply(decoder, [size for size in sizes if size > ours])
-        self._meanwhile()
-        if self._ahead is not None:
-            self._ahead.finish()
+        if self._ahead is None:
+            self._meanwhile()
+        else:
+            self._ahead.finish(self._meanwhile)
         if self._head_start is not None:
             self._head_start.has_built()
         self._stages.done("kernels waited for")
