@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace import LLM
 from headrace.kernels import Kernels
 from headrace.kernels.cuda.candidates import PERSISTENT
-from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step
+from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from support import tiny
@@ -45,7 +45,8 @@ CONTEXTS = {
     "one": [192],
     "first token": [1],
     "three": [1, 17, 300],
-    "uneven": [1, 17, 300, 2500, 64, 128, 129, 1000],
+    "uneven": [1, 17, 300, 1024, 64, 128, 129, 1000],
+    "in parts": [2500, 7, 2000],
     "padded": [5, 0, 700, 0],
     "long": [5900],
     "ends of parts": [256, 257, 255, 512, 16, 15, 128, 127],
@@ -155,6 +156,8 @@ def test_steps_that_are_not_for_it_are_declined() -> None:
     assert step(inputs, (cache,)) is None
     inputs, cache = random_step(BASE, [3], 8)
     assert step(inputs, (cache,)) is None
+    inputs, cache = random_step(BASE, [3, 4097], 16)
+    assert step(inputs, (cache,)) is None
 
 
 def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
@@ -170,16 +173,25 @@ def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
 
 
 def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
-    """Greedy tokens of few requests, which come and go; where two answers part, both tokens were nearly as likely."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    """Greedy tokens of few requests, which come and go, one across the longest context of such a step; where two answers part, both
+    tokens were nearly as likely."""
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+    }
     folder = str(tiny.save("llama", tmp_path, seed=3, **sizes))
     prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(5)]
+    prompts[0] = {"prompt_token_ids": [each * each % 251 for each in range(longest_context(8) - 7)]}
     answers = []
     for way in ({}, {"disabled_kernels": (PERSISTENT,)}):
-        with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 120, **way}) as llm:
+        with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 1200, **way}) as llm:
             chosen = [each.value for each in llm.info.decisions if each.name == "kernel decode_step"]
             assert chosen == ([] if way else [PERSISTENT])
-            answers.append(llm.generate(prompts, [params(max_tokens=12 + 9 * index, logprobs=2) for index in range(5)], use_tqdm=False))
+            answers.append(llm.generate(prompts, [params(max_tokens=48 - 9 * index, logprobs=2) for index in range(5)], use_tqdm=False))
     for one, other in zip(*answers, strict=True):
         tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs
         for at, (token, wanted) in enumerate(zip(tokens, other.outputs[0].token_ids, strict=True)):

@@ -15,6 +15,8 @@ from headrace.kernels import reference
 from headrace.layers.inputs import ForwardInputs
 from headrace.spec import Activation
 
+MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
+MOST_KEYS = 8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
 WholeStep = Callable[[ForwardInputs, Sequence[Tensor]], Tensor | None]  # hidden states after the last norm; None: not for this step
 
 
@@ -30,6 +32,11 @@ class StepWeights:
     kv_heads: int
     eps: float
     scale: float  # of scores
+
+
+def longest_context(rows: int) -> int:
+    """Of a step of so many rows in one launch; 0: there is none."""
+    return MOST_KEYS // rows if 1 <= rows <= MOST_ROWS else 0
 
 
 def decode_step(weights: StepWeights) -> WholeStep:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
-from headrace.kernels.whole_step import StepWeights, WholeStep
+from headrace.kernels.whole_step import StepWeights, WholeStep, longest_context
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
@@ -245,6 +245,10 @@ class Decoder(nn.Module):
             x, residual = self._blocks(x, inputs, halves)
         hidden, _ = self.norm.forward(x, residual)
         return hidden
+
+    def brief(self, rows: int) -> int:
+        """Up to which context steps of so many rows are computed in one launch; 0: none are."""
+        return 0 if self._step is None else longest_context(rows)
 
     def _step_weights(self) -> StepWeights:
         """What all layers in one launch are made from."""

@@ -40,6 +40,8 @@ class Computes(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
 
+    def brief(self, rows: int) -> int: ...  # up to which context steps of so many rows are computed in a way of their own; 0: none are
+
 
 def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
     """1, 2, 4, then multiples of 8 up to 256, then of 32: padding costs at most an eighth of a large batch."""
@@ -83,6 +85,8 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(rows.device)
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
         self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
+        self._long: dict[int, tuple[int, torch.cuda.CUDAGraph]] = {}  # by bucket: above which context another graph writes the same
+        self._longest = 0  # context of the step just written
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch: Callable[..., None] = kernels.choose("fetch_step", dtype=torch.int32)
         self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
@@ -118,6 +122,7 @@ class DecodeGraphs:
                 raise
             self._forward.clear()
             self._draw.clear()
+            self._long.clear()
 
     def _capture_each(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
@@ -128,7 +133,7 @@ class DecodeGraphs:
 
     def _run_eagerly(self, bucket: int) -> None:
         """What a graph will hold, once: first-use costs are paid outside of captures."""
-        hidden = self._hidden(bucket)
+        hidden = self._hidden(bucket, self._max_model_len)
         for how in self._draws_of(bucket):
             self._drawn(bucket, hidden, how)
         self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
@@ -154,6 +159,7 @@ class DecodeGraphs:
         """
         count, bucket = len(rows), self._bucket(len(rows))
         assert bucket is not None, f"no graph serves {count} rows"
+        self._longest = int(contexts.max()) if bucket in self._long else 0
         host = self._mailbox.next()
         host[_ROW, :count] = rows
         np.subtract(contexts, 1, out=host[_POSITION, :count])
@@ -167,7 +173,9 @@ class DecodeGraphs:
 
     def compute(self, bucket: int) -> None:
         """The forward pass of the step just written."""
-        self._forward[bucket].graph.replay()
+        most, long = self._long.get(bucket, (self._max_model_len, None))
+        graph = self._forward[bucket].graph if long is None or self._longest <= most else long
+        graph.replay()
         self._mailbox.queued()
 
     def hidden(self, bucket: int, count: int) -> Tensor:
@@ -192,12 +200,11 @@ class DecodeGraphs:
         """[3, bucket]: what was fetched; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(self, bucket: int) -> Tensor:
+    def _hidden(self, bucket: int, longest: int) -> Tensor:
+        """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
-        inputs = self._gather.gathered(
-            columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, self._max_model_len
-        )
+        inputs = self._gather.gathered(columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, longest)
         return self._decoder.forward(inputs, self._kv_caches)
 
     def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> None:
@@ -207,15 +214,24 @@ class DecodeGraphs:
         self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
-        forward = torch.cuda.CUDAGraph()
+        forward, brief = torch.cuda.CUDAGraph(), self._decoder.brief(bucket)
         with self._recorded(forward):
-            hidden = self._hidden(bucket)
+            hidden = self._hidden(bucket, min(brief or self._max_model_len, self._max_model_len))
         self._forward[bucket] = _Captured(forward, hidden)
+        if 0 < brief < self._max_model_len:
+            self._long[bucket] = brief, self._capture_long(bucket, hidden)
         for how in self._draws_of(bucket):
             graph = torch.cuda.CUDAGraph()
             with self._recorded(graph):
                 self._drawn(bucket, hidden, how)
             self._draw[bucket, how] = graph
+
+    def _capture_long(self, bucket: int, hidden: Tensor) -> torch.cuda.CUDAGraph:
+        """For contexts of any length: what draws look at is in the same place."""
+        graph = torch.cuda.CUDAGraph()
+        with self._recorded(graph):
+            hidden.copy_(self._hidden(bucket, self._max_model_len))
+        return graph
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Module, NotLoadable
-from headrace.kernels.cuda.step_shape import MOST_ROWS, WARPS, StepShape
-from headrace.kernels.whole_step import StepWeights
+from headrace.kernels.cuda.step_shape import WARPS, StepShape
+from headrace.kernels.whole_step import MOST_ROWS, StepWeights, longest_context
 from headrace.layers.inputs import ForwardInputs
 from headrace.spec import DecoderSpec
 
@@ -104,18 +104,17 @@ class DecodeStep:
         self._weights = weights
         pointers = [[each.data_ptr() for each in layer] for layer in weights.layers]
         self._layers = torch.tensor(pointers, dtype=torch.int64).to(weights.embedding.device)
-        self._scratch: _Scratch | None = None
+        self._scratch = _make_scratch(steps.spec, steps.programs, weights.embedding.device)  # now: no graph may be recorded
 
     def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:
         tokens, attention = inputs.token_ids.shape[0], inputs.attention[0]
-        if not 1 <= tokens <= MOST_ROWS or attention.max_query_len != 1 or attention.context_len.shape[0] != tokens:
+        if attention.max_query_len != 1 or attention.context_len.shape[0] != tokens or attention.max_context_len > longest_context(tokens):
             return None
         if (module := self._steps.prepare(attention.block_size)) is None:
             return None
         cache, embedding = kv_caches[0], self._weights.embedding
         assert cache[0].is_contiguous() and attention.block_table.stride(1) == 1
-        if self._scratch is None:
-            self._scratch = self._make_scratch(module)
+        assert self._scratch.exchange.numel() >= module.number("exchange_bytes")
         out = torch.empty((tokens, embedding.shape[1]), dtype=embedding.dtype, device=embedding.device)
         parameters = self._parameters(inputs, cache, out, self._scratch)
         function = module.function(_NAME, module.number("shared_bytes"))
@@ -131,12 +130,14 @@ class DecodeStep:
         table_stride = attention.block_table.stride(0)
         return _Parameters(*(each.data_ptr() for each in tensors), 0, cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
 
-    def _make_scratch(self, module: Module) -> _Scratch:
-        spec, programs, device = self._steps.spec, self._steps.programs, self._weights.embedding.device
-        group = spec.num_heads // spec.num_kv_heads
-        return _Scratch(
-            torch.empty(module.number("exchange_bytes"), dtype=torch.uint8, device=device),
-            torch.empty((programs, group, spec.head_dim), dtype=torch.float32, device=device),
-            torch.empty((programs, 2, group), dtype=torch.float32, device=device),
-            torch.zeros(_TICKETS + MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device),
-        )
+
+def _make_scratch(spec: DecoderSpec, programs: int, device: torch.device) -> _Scratch:
+    group, wide = spec.num_heads // spec.num_kv_heads, spec.num_heads * spec.head_dim
+    handed = 2 * wide + 2 * spec.num_kv_heads * spec.head_dim + 2 * spec.hidden_size + spec.intermediate_size  # values of a row in a layer
+    size = 2 * (2 * MOST_ROWS * (handed + 4 * programs) + 16)  # two layers' buffers: values of two bytes, and sums of squares
+    return _Scratch(
+        torch.empty(size, dtype=torch.uint8, device=device),
+        torch.empty((programs, group, spec.head_dim), dtype=torch.float32, device=device),
+        torch.empty((programs, 2, group), dtype=torch.float32, device=device),
+        torch.zeros(_TICKETS + MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device),
+    )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from headrace.spec import Activation, DecoderSpec, NormKind
 
 WARPS = 8
-MOST_ROWS = 8  # sequences of a step; with 16 it is slower than layer by layer
 HEAD_DIMS = (64, 128)
+_ROWS = 8  # sequences of a step, at most
 _TILE = 8  # rows of a weight
 _CHUNK = 512  # elements of a row that a warp asks for at once
 _MOST_TILES = 4  # of the residual that a program keeps
@@ -39,7 +39,7 @@ class StepShape:
             "LAYERS": spec.num_layers,
             "BLOCK": self.block_size,
             "GRID": self.programs,
-            "ROWS": MOST_ROWS,
+            "ROWS": _ROWS,
         }
         return ("--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{name}={value}" for name, value in values.items()))
 
