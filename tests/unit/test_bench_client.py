@@ -108,6 +108,14 @@ def test_each_event_with_a_token_is_an_arrival_and_usage_is_believed() -> None:
     assert 0.02 < sample.ttft < 0.5 and sample.gaps[0] > 0.015
 
 
+def test_a_last_token_without_text_is_an_arrival_where_usage_counts_it() -> None:
+    """As of a model without a tokenizer: the event that says why the answer ended brought its last token."""
+    usage = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}})
+    pieces = (STREAM, chunk(token("")), chunk(token("")), chunk(token("", "length") + usage), chunk(event(b"[DONE]")), b"0\r\n\r\n")
+    (sample,) = against(script(*pieces), one_request).samples
+    assert len(sample.arrivals) == sample.output_tokens == 3
+
+
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_bytes_may_be_cut_anywhere(size: int) -> None:
     whole = b"".join(GOOD)

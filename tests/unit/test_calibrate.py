@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from headrace import cli
 from headrace.bench.calibration_report import report
 from headrace.bench.server_steps import parse_steps, step_figures
+from headrace.bench.statistics import Sample, summarise
 from headrace.bench.truth_loads import loads_for
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
@@ -48,7 +50,7 @@ from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, cla
 from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.pricing import choose_prices
-from headrace.planner.runs import read_run
+from headrace.planner.runs import RecordedRun, read_run
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepTime
 from headrace.planner.workload import Asked, drawn, prompt_ids
@@ -80,7 +82,14 @@ def true_prices(kind: str = "cuda") -> StepPrices:
     )  # fmt: skip
 
 
-def traced(path: Path, on: Device, asked: list[Asked], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m") -> Path:
+def traced(path: Path, *run: Any, **more: Any) -> Path:
+    ran(path, *run, **more)
+    return path
+
+
+def ran(
+    path: Path, on: Device, asked: list[Asked], prices: StepPrices, *, depth: int = 1, spec: DecoderSpec = SPEC, model: str = "m", room: int = 12
+) -> list[Sample]:
     """A run of the real core over a device of these prices, as an engine there would have written it down."""
     costs, clock = cost_model(on, spec), VirtualClock()
     info = keyed_hash_info(vocab_size=spec.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
@@ -90,9 +99,14 @@ def traced(path: Path, on: Device, asked: list[Asked], prices: StepPrices, *, de
     facts = facts_of(costs, DeviceConfig(overlap=depth), model=model, engine="test")
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     core.observe(trace)
-    Drive(core, asked, lambda index: prompt_ids(asked[index], index, vocab_size=spec.vocab_size, seed=0), room=12, max_queue=10_000).run()
+    ids = partial(_ids, asked, spec.vocab_size)
+    samples = Drive(core, asked, ids, room=room, max_queue=10_000).run().samples
     trace.close()
-    return path
+    return samples
+
+
+def _ids(asked: list[Asked], vocab_size: int, index: int) -> array[int]:
+    return prompt_ids(asked[index], index, vocab_size=vocab_size, seed=0)
 
 
 def some(count: int = 60, prompt: int = 150, output: int = 12, seed: int = 0) -> list[Asked]:
@@ -298,22 +312,34 @@ def test_a_run_whose_steps_are_alike_says_what_it_cannot_tell(tmp_path: Path) ->
 # --- the front end
 
 
-def served(asked: list[Asked], found: CalibratedSteps, front: FrontPrices, path: Path) -> Path:
-    on = replace(device(), calibrated=(replace(found, front=front),))
-    samples = simulate(SPEC, EngineConfig(), on, Load(asked)).samples
-    path.write_text(json.dumps({"requests": [asdict(each) for each in samples]}))
-    return path
+def seen(folder: Path, front: FrontPrices, asked: list[Asked], room: int = 1) -> tuple[Path, RecordedRun]:
+    """A run, one request after another, and what its clients saw behind such a front end."""
+    samples = ran(folder / "run.json", device(), asked, true_prices(), room=room)
+    requests = [asdict(each) | {"arrivals": [at + front.seconds(each.prompt_tokens) for at in each.arrivals]} for each in samples]
+    path = folder / "seen.json"
+    path.write_text(json.dumps({"requests": requests}))
+    return path, read_run(folder / "run.json")
 
 
 def test_a_front_end_is_found_again_and_shifts_first_tokens(found: CalibratedSteps, tmp_path: Path) -> None:
+    path, run = seen(tmp_path, FrontPrices(2e-3, 5e-6), some(30))
+    fitted = fit_front(path, found, run)
+    assert fitted.front is not None and fitted.front.request == pytest.approx(2e-3, rel=0.02) and fitted.front.token == pytest.approx(5e-6, rel=0.02)
+    assert [each.name for each in fitted.runs] == ["a.json", "seen.json"]
     asked = [replace(each, at=0.2 * index) for index, each in enumerate(some(30))]
-    path = served(asked, found, FrontPrices(2e-3, 5e-6), tmp_path / "seen.json")
-    fitted = fit_front(path, found, SPEC, EngineConfig(), device())
-    assert fitted.front is not None and fitted.front.request == pytest.approx(2e-3, rel=0.05) and fitted.front.token == pytest.approx(5e-6, rel=0.1)
-    assert [run.name for run in fitted.runs] == ["a.json", "seen.json"]
     plain, behind = (simulate(SPEC, EngineConfig(), replace(device(), calibrated=(each,)), Load(asked)).figures for each in (found, fitted))
     assert behind["median_ttft_ms"] - plain["median_ttft_ms"] == pytest.approx(2.0 + 0.005 * 150, rel=0.3)
     assert behind["median_tpot_ms"] == pytest.approx(plain["median_tpot_ms"], rel=0.05)
+
+
+def test_a_client_whose_request_is_under_way_misses_the_next_step(found: CalibratedSteps) -> None:
+    """In a closed loop: without a front end the next request joins the step after the last token, with one it waits for that."""
+    load = Load([Asked(20, 30) for _ in range(40)], max_concurrency=8)
+    both = [
+        simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=front),)), load).figures
+        for front in (None, FrontPrices(1e-4))
+    ]
+    assert both[1]["median_ttft_ms"] >= both[0]["median_ttft_ms"]
 
 
 def test_prompts_of_one_length_give_one_number() -> None:
@@ -324,7 +350,8 @@ def test_prompts_of_one_length_give_one_number() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda rows: rows[:3], "has 3 requests with an answer, and at least 8"),
+        (lambda rows: rows[:3], "has 3 requests with an answer, and at least 5"),
+        (lambda rows: [{**each, "prompt_tokens": each["prompt_tokens"] + 1} for each in rows], "are not found in run.json in their order"),
         (lambda rows: [{**each, "arrivals": [-1.0]} for each in rows], "a time that is negative"),
         (lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows], "times that go back"),
         (lambda rows: [{**each, "cached_tokens": each["prompt_tokens"]} for each in rows], "100% of its prompt tokens came from the cache"),
@@ -334,11 +361,17 @@ def test_prompts_of_one_length_give_one_number() -> None:
 def test_clients_files_that_say_nothing_are_refused(
     found: CalibratedSteps, tmp_path: Path, change: Callable[[list[dict[str, Any]]], Any], says: str
 ) -> None:
-    path = served([replace(each, at=0.2 * index) for index, each in enumerate(some(10))], found, FrontPrices(), tmp_path / "seen.json")
+    path, run = seen(tmp_path, FrontPrices(), some(10))
     path.write_text(json.dumps({"requests": change(json.loads(path.read_text())["requests"])}))
     with pytest.raises(ConfigError) as refused:
-        fit_front(path, found, SPEC, EngineConfig(), device())
+        fit_front(path, found, run)
     assert says in refused.value.message
+
+
+def test_requests_that_never_came_alone_say_nothing_of_a_front_end(found: CalibratedSteps, tmp_path: Path) -> None:
+    path, run = seen(tmp_path, FrontPrices(), some(20), room=10)
+    with pytest.raises(ConfigError, match="came to an idle engine"):
+        fit_front(path, found, run)
 
 
 # --- keys that are read once
@@ -436,9 +469,12 @@ def test_the_command_calibrates_simulates_and_refuses_the_run_it_was_fitted_to(
     assert "calibrated from" in capsys.readouterr().out
     written = json.loads((tmp_path / "s.json").read_text())
     assert written["prices"]["fitted_parameters"] > 5 and written["prices"]["fitted_runs"] and "extrapolated" in written["prices"]
-    front = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(path), "--front-of", str(tmp_path / "s.json")]
+    alone = ran(tmp_path / "b.json", card, some(10), true_prices(), spec=spec, model="demo", room=1)
+    (tmp_path / "c.json").write_text(json.dumps(summarise(alone, 1.0) | {"requests": [asdict(each) for each in alone]}))
+    front = ["simulate", "--device", "h200", "--dtype", "bfloat16", "--calibrate", str(tmp_path / "b.json"), "--front-of", str(tmp_path / "c.json")]
     assert cli.main(front) == 0 and "a front end" in capsys.readouterr().out
-    assert cli.main([*words[:-2], "--against", str(tmp_path / "s.json")]) == 2
+    shape = ["--num-prompts", "10", "--input-len", "149", "--output-len", "12", "--random-range-ratio", "0.9", "--max-concurrency", "1"]
+    assert cli.main([*words[:5], *shape, "--against", str(tmp_path / "c.json")]) == 2
     assert "which the prices were fitted to" in capsys.readouterr().err
     assert cli.main([*words[:-2], "--assumed-prices", "--against", str(tmp_path / "s.json")]) == 0
     assert "assumed, not calibrated" in capsys.readouterr().out

@@ -124,6 +124,7 @@ def read_stream(answer: Answer, sample: Sample) -> str:
     if not answer.events or answer.events[-1][1] != b"[DONE]":
         raise BrokenAnswer("the stream ended without [DONE]")
     pieces: list[str] = []
+    closed: float | None = None  # by an event without text: it may have brought the last token, too
     for when, data in answer.events[:-1]:
         event = json.loads(data)
         if "error" in event:
@@ -134,6 +135,10 @@ def read_stream(answer: Answer, sample: Sample) -> str:
             if piece or not (choice.get("finish_reason") or "delta" in choice):  # an event without text may be a token's first bytes
                 sample.arrivals.append(when)
                 pieces.append(piece)
+            elif choice.get("finish_reason"):
+                closed = when
+    if closed is not None and sample.output_tokens == len(sample.arrivals) + 1:  # every other token had an event of its own
+        sample.arrivals.append(closed)
     sample.output_tokens = sample.output_tokens or len(sample.arrivals)
     return "".join(pieces)
 

@@ -132,7 +132,7 @@ def _calibrate(bench: _Bench, ran: Ran, *, front: str | None) -> tuple[Calibrate
     groups = kv_groups(bench.spec, bench.config.cache.block_size, size)
     found = calibrate([recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype))
     if front is not None:
-        found = fit_front(ran.files[front], found, bench.spec, bench.config, device)
+        found = fit_front(ran.files[front], found, recorded)
     save_calibrated(found, bench.folder / "calibration.json")
     return found, replace(device, calibrated=(found,))
 

@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     report = simulate(spec, config, device, load)
     facts = _facts(args, source, device, report, time.perf_counter() - begin)
-    compared = compare(report.figures, args.against) if args.against else []
     check_unseen(args.against or [], report.pricing.calibrated)
+    compared = compare(report.figures, args.against) if args.against else []
     _print(facts, report, compared)
     _write(args, facts, report, compared)
     return 0 if report.figures["completed"] else 1

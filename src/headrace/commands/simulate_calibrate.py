@@ -14,7 +14,6 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.cost.calibrated import CalibratedSteps
     from headrace.cost.cost_model import CostModel
     from headrace.planner.devices import Device
     from headrace.spec import DecoderSpec
@@ -69,6 +68,7 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     from headrace.bench.calibration_report import report
     from headrace.cost.calibrated import calibrated_path, save_calibrated
     from headrace.planner.calibrate import calibrate
+    from headrace.planner.calibrate_front import fit_front
     from headrace.planner.runs import read_run
 
     if len(set(args.calibrate)) < len(args.calibrate):
@@ -76,7 +76,7 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     runs = [read_run(path) for path in args.calibrate]
     found = calibrate(runs, device, _cost_model(args, config, device, spec, runs[0].facts.dtype))
     if args.front_of is not None:
-        found = _with_front(args, config, device, spec, found)
+        found = fit_front(args.front_of, found, runs[0])
     print("\n".join(report(found)))
     path = args.output_calibration or calibrated_path(found)
     save_calibrated(found, path)
@@ -95,9 +95,3 @@ def _cost_model(args: argparse.Namespace, config: EngineConfig, device: Device, 
     size = ELEMENT_BYTES[dtype]
     groups = kv_groups(spec, config.cache.block_size, size)
     return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity(args, spec))
-
-
-def _with_front(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec, found: CalibratedSteps) -> CalibratedSteps:
-    from headrace.planner.calibrate_front import fit_front
-
-    return fit_front(args.front_of, found, spec, config, device)

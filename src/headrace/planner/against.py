@@ -80,10 +80,10 @@ def compare_figures(simulated: Mapping[str, Any], measured: Sequence[Mapping[str
 
 
 def check_unseen(paths: Sequence[Path], calibrated: CalibratedSteps | None) -> None:
-    """A run that prices were fitted to says nothing about them. Raises ConfigError."""
+    """A run that prices were fitted to says nothing about them. Raises ConfigError. (What cannot be read is said by ``compare``.)"""
     fitted = {run.sha256: run.name for run in calibrated.runs} if calibrated is not None else {}
     for path in paths:
-        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest())
+        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest()) if path.is_file() else None
         if name is not None:
             raise ConfigError(f"--against {path} is {name}, which the prices were fitted to; hold them against a run of another workload.")
 

@@ -1,7 +1,8 @@
 """What a front end adds to a first token: parsing, sockets, streaming, of which a step knows nothing.
 
-A run that ``headrace bench serve`` saw from outside is simulated from its own requests with calibrated steps alone. What its first tokens
-really took longer is fitted by two numbers, a request's and a prompt token's, with least absolute errors.
+The same run is known from inside, by its trace, and from outside, by what ``headrace bench serve`` saw. Of requests that came to an idle engine
+and whose prompt was one step, what the client waited beyond that step is the front end's: two numbers, a request's and a prompt token's, with
+least absolute errors. (Other requests wait for other steps, too, and say less.)
 
 What lives here: that fit. What may not: steps (calibrate.py).
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,33 +20,54 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import EngineConfig
 from headrace.cost.calibrated import CalibratedSteps, FittedRun
 from headrace.cost.nnls import nnls
 from headrace.cost.prices import FrontPrices
 from headrace.errors import ConfigError
-from headrace.planner.devices import Device
-from headrace.planner.simulator import Load, simulate
-from headrace.planner.workload import Asked
-from headrace.spec import DecoderSpec
+from headrace.planner.runs import RecordedRun, RecordedStep
 
-LEAST_REQUESTS = 8
+LEAST_REQUESTS = 5
 MOST_CACHED = 0.05  # of the prompt tokens: what was found in a cache cannot be told from lengths
 _ROUNDS, _FLOOR = 30, 1e-4  # s
 
 
-def fit_front(path: Path, found: CalibratedSteps, spec: DecoderSpec, config: EngineConfig, device: Device) -> CalibratedSteps:
-    """``found`` with the front end's prices, the file among its runs. Raises ConfigError."""
+def fit_front(path: Path, found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
+    """``found`` with the front end's prices, the file among its runs. ``run``: the trace of the same run. Raises ConfigError."""
     content, requests = _requests(path)
-    origin = min(each["sent"] for each in requests)
     ordered = sorted(requests, key=lambda each: float(each["sent"]))
-    asked = [Asked(each["prompt_tokens"], each["output_tokens"], each["sent"] - origin) for each in ordered]
-    alone = replace(device, calibrated=(replace(found, front=None),))
-    simulated = simulate(spec, config, alone, Load(asked, stepwise=True)).samples
-    late = [each["arrivals"][0] - each["sent"] - other.ttft for each, other in zip(ordered, simulated, strict=True)]
-    front = least_absolute([each.prompt for each in asked], late)
-    run = FittedRun(hashlib.sha256(content).hexdigest(), path.name, len(requests))
-    return replace(found, front=front, runs=(*found.runs, run))
+    steps = _steps_of(path, run, [each["prompt_tokens"] for each in ordered])
+    late = [
+        (each["prompt_tokens"], each["arrivals"][0] - each["sent"] - (step.collected - step.scheduled))
+        for each, step in zip(ordered, steps, strict=True)
+        if step is not None and each["arrivals"]
+    ]
+    if len(late) < LEAST_REQUESTS:
+        raise ConfigError(
+            f"Of the {len(ordered)} requests of --front-of {path} only {len(late)} came to an idle engine with a prompt that was one step, and at "
+            f"least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
+        )
+    front = least_absolute([prompt for prompt, _ in late], [seconds for _, seconds in late])
+    fitted = FittedRun(hashlib.sha256(content).hexdigest(), path.name, len(late))
+    return replace(found, front=front, runs=(*found.runs, fitted))
+
+
+def _steps_of(path: Path, run: RecordedRun, prompts: Sequence[int]) -> list[RecordedStep | None]:
+    """The step of each prompt, where nothing else was going on; prompts are found in the trace by their lengths, in order."""
+    lengths = [tokens for _, tokens in run.begun]
+    places = range(len(lengths) - len(prompts), -1, -1)
+    first = next((place for place in places if lengths[place : place + len(prompts)] == list(prompts)), None)
+    if first is None:
+        raise ConfigError(
+            f"The {len(prompts)} prompts of --front-of {path} are not found in {run.name} in their order of sending: another run, or requests "
+            f"overtook each other; send some one by one: headrace bench serve --max-concurrency 1."
+        )
+    steps = {round(step.scheduled, 6): step for step in run.steps}
+    found = [steps.get(round(begin, 6)) for begin, _ in run.begun[first : first + len(prompts)]]
+    return [step if step is not None and _alone(step, prompt) else None for step, prompt in zip(found, prompts, strict=True)]
+
+
+def _alone(step: RecordedStep, prompt: int) -> bool:
+    return not step.continuous and step.rows == 1 and step.load.tokens == prompt and step.load.sampled == 1
 
 
 def least_absolute(prompts: list[int], late: list[float]) -> FrontPrices:
@@ -65,9 +87,10 @@ def _requests(path: Path) -> tuple[bytes, list[dict[str, Any]]]:
     try:
         content = path.read_bytes()
         rows = json.loads(content)["requests"]
-        good = [each for each in rows if each["error"] is None and each["arrivals"]]
-        for each in good:
+        answered = [each for each in rows if each["error"] is None and each["prompt_tokens"]]
+        for each in answered:
             _check(each)
+        good = [each for each in answered if each["arrivals"]]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"--front-of {path} cannot be read ({type(error).__name__}: {error}); {remedy}.") from error
     if len(good) < LEAST_REQUESTS:
@@ -75,7 +98,7 @@ def _requests(path: Path) -> tuple[bytes, list[dict[str, Any]]]:
     cached, total = sum(each["cached_tokens"] for each in good), sum(each["prompt_tokens"] for each in good)
     if cached > MOST_CACHED * total:
         raise ConfigError(f"--front-of {path}: {cached / total:.0%} of its prompt tokens came from the cache; take a run of random prompts.")
-    return content, good
+    return content, answered
 
 
 def _check(each: Mapping[str, Any]) -> None:
@@ -85,5 +108,5 @@ def _check(each: Mapping[str, Any]) -> None:
         raise ValueError("a time that is negative or none")
     if any(later < earlier for earlier, later in pairwise(times)):
         raise ValueError("times that go back")
-    if int(each["prompt_tokens"]) < 1 or int(each["output_tokens"]) < 1:
+    if int(each["prompt_tokens"]) < 1:
         raise ValueError("a length below 1")

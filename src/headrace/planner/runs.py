@@ -40,17 +40,20 @@ class RecordedStep:
     submitted: float
     queued: float
     waited: float
+    collected: float
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """``sha256`` of the file's content; ``dropped``: steps that failed or whose record is not whole."""
+    """``sha256`` of the file's content; ``dropped``: steps that failed or whose record is not whole. ``begun``: prompts, in the order in which they
+    got a row: when (the scheduling of that step, s) and how many tokens."""
 
     facts: RunFacts
     steps: tuple[RecordedStep, ...]
     sha256: str
     name: str
     dropped: int
+    begun: tuple[tuple[float, int], ...] = ()
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -59,10 +62,10 @@ def read_run(path: Path) -> RecordedRun:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"The run {path} cannot be read ({error.strerror}); {REMEDY}.") from error
-    facts, host, device = _sorted(path, _events(path, content))
+    facts, host, device, begun = _sorted(path, _events(path, content))
     steps = [_step(path, event, host.get(event["args"]["step"], {})) for event in device]
     whole = [each for each in steps if each is not None]
-    return RecordedRun(facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, len(steps) - len(whole))
+    return RecordedRun(facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, len(steps) - len(whole), tuple(begun))
 
 
 def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
@@ -87,13 +90,19 @@ def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
 Host = dict[int, dict[str, tuple[float, float]]]  # step → slice → begin and end, s
 
 
-def _sorted(path: Path, events: Iterable[dict[str, Any]]) -> tuple[RunFacts, Host, list[dict[str, Any]]]:
+Begun = list[tuple[float, int]]
+
+
+def _sorted(path: Path, events: Iterable[dict[str, Any]]) -> tuple[RunFacts, Host, list[dict[str, Any]], Begun]:
     facts: RunFacts | None = None
     host: Host = {}
     device: list[dict[str, Any]] = []
+    begun: Begun = []
     for event in events:
         if event.get("name") == EVENT:
             facts = _facts(path, event.get("args"))
+        elif event.get("ph") == "b" and event.get("cat") == "sequence":
+            begun += _prompt(event)
         elif event.get("cat") == "step" and event.get("tid") in (_HOST, _DEVICE):
             args, begin, length = _times(path, event)
             if event["tid"] == _HOST:
@@ -105,7 +114,16 @@ def _sorted(path: Path, events: Iterable[dict[str, Any]]) -> tuple[RunFacts, Hos
             f"The trace {path} does not say which model and device it is of: it was written by an earlier version, or on a device "
             f"without a profile. Measure the device (headrace doctor --profile) and write the trace again."
         )
-    return facts, host, device
+    return facts, host, device, begun
+
+
+def _prompt(event: Mapping[str, Any]) -> Begun:
+    """Of a sequence that got a row for the first time; one that was pushed out before is none."""
+    args, begin = event.get("args"), event.get("ts")
+    if not isinstance(args, dict) or not isinstance(begin, (int, float)) or args.get("output_tokens") != 0:
+        return []
+    tokens = args.get("prompt_tokens")
+    return [(begin * 1e-6, tokens)] if isinstance(tokens, int) and not isinstance(tokens, bool) else []
 
 
 def _facts(path: Path, stored: Any) -> RunFacts:
@@ -143,7 +161,7 @@ def _step(path: Path, event: Mapping[str, Any], host: Mapping[str, tuple[float, 
     return RecordedStep(
         args["step"], StepLoad(tokens, sampled, **groups), rows, *_added(path, args, load), args.get("single tokens") == rows,
         int(load.get("longest", 0)), bool(load.get("continuous")), seconds, event["begin"] + event["length"],
-        scheduled, submitted, queued, collected - awaited,
+        scheduled, submitted, queued, collected - awaited, collected,
     )  # fmt: skip
 
 
