@@ -30,13 +30,13 @@ P90 = 1.2815515655446004  # of a standard normal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="config.json, its folder, or a hub id; no weights are read")
-    parser.add_argument("--device", default="a100", help="a device that headrace simulate knows (default: a100)")
+    parser.add_argument("--device", default="a100", help="a device that headrace simulate knows (default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and lengths of a trace, faster or slower; without it lengths are drawn")
-    parser.add_argument("--requests", type=int, default=400, help="requests a run (default: 400)")
-    parser.add_argument("--input", type=int, nargs=2, default=(1730, 5696), metavar=("MEDIAN", "P90"), help="prompt tokens (default: 1730 5696)")
-    parser.add_argument("--output", type=int, nargs=2, default=(415, 834), metavar=("MEDIAN", "P90"), help="output tokens (default: 415 834)")
-    parser.add_argument("--max-len", type=int, default=8192, help="longer prompts and answers are cut to this together (default: 8192)")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
+    parser.add_argument("--requests", type=int, default=400, help="requests a run (default: %(default)s)")
+    parser.add_argument("--input", type=int, nargs=2, default=(1730, 5696), metavar=("MEDIAN", "P90"), help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--output", type=int, nargs=2, default=(415, 834), metavar=("MEDIAN", "P90"), help="output tokens (default: %(default)s)")
+    parser.add_argument("--max-len", type=int, default=8192, help="longer prompts and answers are cut to this together (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: %(default)s)")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every point")
 
 
