@@ -155,8 +155,9 @@ class QualityOfExperience(DynamicPolicy):
     def _order_of(self, sequence: Sequence, reader: Reader, now: float) -> Order:
         if reader.turn and reader.tokens < reader.ready_at:
             return (0.0, 0.0, reader.turn, sequence.order[-1])
-        left = self._length
-        gain = reader.experience(now, left) - reader.experience(now + HORIZON, left)
+        if reader.dry >= now + HORIZON:  # it has enough to read: nothing is gained, as the formula would find
+            return (1.0, 0.0, reader.dry, sequence.order[-1])
+        gain = reader.experience(now, self._length) - reader.experience(now + HORIZON, self._length)
         weight = max(self._row, self._token * sequence.num_tokens)
         worth = gain / weight * (STAYS if reader.turn else 1.0)
         return (1.0, -worth, reader.dry, sequence.order[-1])
