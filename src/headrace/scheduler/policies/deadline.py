@@ -168,7 +168,7 @@ class Deadline(DynamicPolicy):
         before = pace.time(left_of_prompts(standing))
         for each in standing.waiting:
             target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
-            needed = before + pace.time(self._taken[each].work) if standing.running else 0.0
+            needed = before + pace.time(self._work_ahead(each)) if standing.running else 0.0
             if each.first_scheduled is None and waited > 0 and waited + needed > target:
                 found.append((each, _became_late(waited, target)))
         return found
