@@ -1,0 +1,107 @@
+"""The persistent decode step compiles for an H200 without one: next to nothing spills, the instructions that were meant, memory that fits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from headrace.kernels.cuda import compiler
+from headrace.kernels.cuda.step_shape import StepShape, why_not
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+
+BASE = DecoderSpec(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    layers=(LayerSpec(),) * 32,
+    max_positions=4096,
+    rope=RopeSpec(theta=500000.0, rotary_dim=128),
+    attention_scale=128**-0.5,
+)
+SHAPE = StepShape(BASE, block_size=128, programs=132)
+SHARED = 232448  # bytes a program may have
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc") or next((str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))), None)
+
+
+def machine_code(text: str, folder: Path) -> bytes:
+    """By NVRTC, as the engine does it, or by the compiler of an installed toolkit."""
+    try:
+        return compiler.build(text, SHAPE.options(), folder)
+    except compiler.CompileError as error:
+        if "not found" not in str(error):
+            raise
+    if (found := nvcc()) is None:
+        pytest.skip("neither NVRTC nor nvcc is installed")
+    source, target = folder / "step.cu", folder / "step.cubin"
+    source.write_text(text)
+    subprocess.run([found, "-cubin", *SHAPE.options(), "-o", str(target), str(source)], check=True, capture_output=True, timeout=110)
+    return target.read_bytes()
+
+
+def tool(name: str) -> str:
+    """Triton brings the disassembler."""
+    found = find_spec("triton")
+    beside = Path(str(found.origin)).parent / "backends" / "nvidia" / "bin" / name if found is not None else Path(name)
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed (it comes with triton)")
+    return path
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    target = tmp_path_factory.mktemp("cuda") / "kernel.cubin"
+    target.write_bytes(machine_code(compiler.source("decode_step.cu"), target.parent))
+    yield target
+
+
+def dump(code: Path, *options: str) -> str:
+    return subprocess.run([tool("cuobjdump"), *options, str(code)], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.timeout(120)
+def test_next_to_nothing_spills(code: Path) -> None:
+    said = dump(code, "-res-usage")
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    assert registers <= 255 and stack <= 16, said
+
+
+@pytest.mark.timeout(120)
+def test_weights_come_by_bulk_copies_into_matrix_instructions(code: Path) -> None:
+    text = dump(code, "-sass")
+    counts = {name: len(re.findall(rf"\b{name}", text)) for name in ("UBLKCP", "HMMA", "MOVM", "LDL", "STL")}
+    assert counts["UBLKCP"] and counts["HMMA"] >= 32 and counts["MOVM"], counts
+    assert counts["LDL"] + counts["STL"] <= 8, counts  # and none of them in a loop over weights
+
+
+@pytest.mark.timeout(120)
+def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -> None:
+    """Code for each operator in turn was 141 KiB, and every layer read it again from the second-level cache."""
+    last = max(int(each, 16) for each in re.findall(r"/\*([0-9a-f]{4,5})\*/", dump(code, "-sass")))
+    assert last < 100 * 1024
+
+
+def test_a_shape_that_cannot_be_dealt_is_refused_by_both(tmp_path: Path) -> None:
+    """What the source asserts and what Python declines are one rule."""
+    assert why_not(BASE, 132) is None
+    text = compiler.source("decode_step.cu")
+    wrong = tuple("-DINNER=8200" if each.startswith("-DINNER=") else each for each in SHAPE.options())
+    try:
+        compiler.build(text, wrong, tmp_path)
+    except compiler.CompileError as error:
+        assert "not found" in str(error) or "K cannot be dealt" in str(error)
+    else:
+        pytest.fail("8200 is no multiple of what the warps take")
