@@ -189,6 +189,21 @@ def test_who_is_due_first_goes_first() -> None:
     assert order == [2, 3, 1]
 
 
+@given(st.lists(st.tuples(st.floats(50.0, 500.0), st.integers(1, 60)), min_size=2, max_size=8), st.integers(0, 2))
+@settings(max_examples=30, deadline=None)
+def test_nobody_is_passed_by_one_that_is_due_later(asked: list[tuple[float, int]], depth: int) -> None:
+    core, begun = core_of(rows=1, depth=depth), list[int]()
+
+    def note(core: EngineCore, answers: Answers) -> None:
+        begun.extend(each.request_id for each in core.scheduler.roster.running if each.request_id not in begun)
+
+    for index, (ttft, prompt) in enumerate(asked):
+        core.add(request(index, range(index, index + prompt), max_tokens=2, expects=Expectations(ttft=ttft, tpot=60.0)))
+    run(core, each_step=note)
+    due = [asked[index][0] for index in begun]
+    assert due == sorted(due) and len(begun) == len(asked)
+
+
 # --- refusals
 
 
