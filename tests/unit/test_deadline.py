@@ -204,6 +204,20 @@ def test_nobody_is_passed_by_one_that_is_due_later(asked: list[tuple[float, int]
     assert due == sorted(due) and len(begun) == len(asked)
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_siblings_that_were_pushed_out_wait_like_others(depth: int) -> None:
+    patient = Expectations(ttft=3600.0, tpot=60.0)
+    core, answers, asked = core_of(rows=8, blocks=24, depth=depth), Answers(), []
+    for index in range(12):
+        asked.append(request(index, range(index * 9, index * 9 + 12), max_tokens=24, n=2, expects=patient))
+        core.add(asked[-1])
+        for _ in range(3):
+            answers.take(core.step())
+    run(core, answers=answers)
+    assert core.stats().counters.preemptions > 0
+    assert all(answers.tokens[each.request_id, index] == expected(each, index=index, max_model_len=400) for each in asked for index in (0, 1))
+
+
 # --- refusals
 
 

@@ -95,7 +95,7 @@ class Deadline(DynamicPolicy):
     def _work_ahead(self, waiting: Sequence) -> int:
         """Further answers (n > 1) came with a prompt that was computed; one that was pushed out computes all it has."""
         taken = self._taken.get(waiting)
-        return waiting.num_tokens if taken is None else taken.work
+        return waiting.num_tokens if taken is None or waiting.first_scheduled is not None else taken.work
 
     def _bound(self, sequence: Sequence | None, standing: Standing) -> float | None:
         """Seconds a step may take with it."""
