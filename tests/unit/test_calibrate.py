@@ -78,7 +78,7 @@ def true_prices(kind: str = "cuda") -> StepPrices:
     count = len(classes.names)
     return StepPrices(
         (Slowness(1.4, 1.3),) * count, ONE, (Slowness(2.2, 1.0),) * count, Slowness(0.0, 1.8), 1.0, 1.0, classes, (0.0,) * count, 1e-5,
-        HostPrices(launch=4e-3) if kind == "cuda" else HostPrices(4e-4, 1e-5, 2e-5, 1e-6),  # a modelled host works within the handing over
+        host=HostPrices(launch=4e-3) if kind == "cuda" else HostPrices(4e-4, 1e-5, 2e-5, 1e-6),  # a modelled host works within the handing over
     )  # fmt: skip
 
 
@@ -570,3 +570,17 @@ def test_an_engine_is_told_its_calibration_and_starts_without_one(found: Calibra
     assert find_price(cost_model(device(), replace(SPEC, hidden_size=256)), {}, [tmp_path]) is None  # another model's says nothing true
     (tmp_path / "x.calibrated.json").write_text("{")
     assert find_price(costs, {}, [tmp_path]) is None and "cannot be read" in caplog.text
+
+
+def test_steps_after_a_pause_are_told_from_others_and_simulated_so(tmp_path: Path) -> None:
+    on, prices = device("cpu", "a cpu"), replace(true_prices("cpu"), woken=5e-3)
+    asked = [replace(each, at=0.3 * index) for index, each in enumerate(some(40, 60, 6))]
+    path = traced(tmp_path / "p.json", on, asked, prices, depth=0)
+    found = calibrate([read_run(path)], on, cost_model(on))
+    assert found.prices.woken == pytest.approx(5e-3, rel=0.05)
+    both = [
+        simulate(SPEC, EngineConfig(), replace(on, calibrated=(replace(found, prices=replace(found.prices, woken=woken)),)), Load(asked)).figures
+        for woken in (0.0, 5e-3)
+    ]
+    assert both[1]["median_ttft_ms"] - both[0]["median_ttft_ms"] == pytest.approx(5.0, rel=0.05)
+    assert both[1]["median_itl_ms"] == pytest.approx(both[0]["median_itl_ms"], rel=0.01)

@@ -76,6 +76,7 @@ def _cpu_loads() -> tuple[list[Part], list[Part]]:
     fitted = [Part("single", 10, 90, 6, 0.9, clients=1, seed=1)]
     fitted += [Part(f"decode-{clients}", clients, 12, 16, clients=clients, seed=2) for clients in (2, 3, 4, 6, 8, 12, 16)]
     fitted += [Part("long", 2, 700, 12, clients=2, seed=3), Part("mixed", 20, 150, 14, 0.9, clients=5, seed=4)]
+    fitted += [Part("pauses", 8, 90, 5, 0.9, rate=0.8, seed=5)]  # most of them wake the engine
     held = [Part("closed", 24, 120, 20, 0.5, clients=4, seed=11), Part("open", 24, 100, 16, 0.5, rate=1.0, seed=12)]
     return fitted, held
 

@@ -93,7 +93,8 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples."""
+    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples;
+    ``woken``: seconds that a step takes longer when there was no work before it (threads slept, caches have gone cold)."""
 
     products: tuple[Slowness, ...]
     experts: Slowness
@@ -104,6 +105,7 @@ class StepPrices:
     classes: Classes = field(default_factory=Classes)
     fixed: tuple[float, ...] = (0.0,)
     sampled: float = 0.0
+    woken: float = 0.0
     host: HostPrices = field(default_factory=HostPrices)
 
     def seconds(self, work: Work, bandwidth: float, rate: float, *, tokens: int, sampled: int, alone: bool) -> Any:
@@ -135,5 +137,6 @@ def prices_from(stored: Mapping[str, Any]) -> StepPrices:
         classes=Classes(tuple(stored["classes"]["bounds"]), stored["classes"]["apart"]),
         fixed=tuple(stored["fixed"]),
         sampled=stored["sampled"],
+        woken=stored["woken"],
         host=HostPrices(**stored["host"]),
     )

@@ -34,13 +34,15 @@ _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step: its work in bytes and FLOPs, its tokens and sampled rows, and the seconds it took. ``alone``: single tokens alone."""
+    """One step: its work in bytes and FLOPs, its tokens and sampled rows, and the seconds it took. ``alone``: single tokens alone. ``woken``:
+    there was no work before it."""
 
     work: Work
     tokens: int
     sampled: int
     alone: bool
     seconds: float
+    woken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class _Columns:
         traffic = [each.work.others + each.work.activations for each in self._observed]
         self._add("norms, embedding and activations, bytes", np.array(traffic) / self._bandwidth, assumed.others)
         self._add("a sampled row, seconds", np.array([each.sampled for each in self._observed]), assumed.sampled)
+        self._add("a step after a pause, seconds", np.array([each.woken for each in self._observed]), assumed.woken)
         return self._columns
 
     def _amounts(self, name: str) -> np.ndarray:
@@ -159,6 +162,7 @@ def _prices(values: np.ndarray, assumed: StepPrices) -> StepPrices:
     return replace(
         assumed, products=tuple(pairs[:classes]), decode=tuple(pairs[classes : 2 * classes]), experts=pairs[-1], prompts=Slowness(0.0, prompts),
         fixed=tuple(rest[:classes]), others=rest[classes], activations=rest[classes], sampled=rest[classes + 1],
+        woken=rest[classes + 2],
     )  # fmt: skip
 
 

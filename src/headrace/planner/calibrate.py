@@ -58,7 +58,7 @@ def _fitted(
     bandwidth, rate = profile.read_bandwidth, profile.gemm_rate(facts.dtype)
     classes = classes_of(device.kind, eager=bool(facts.switches.get("enforce_eager")))
     assumed = device.efficiency.prices(0, classes=classes)
-    observed = [Observed(cost_model.work(step.load), step.load.tokens, step.load.sampled, step.alone, step.seconds) for step in own]
+    observed = [_observed(step, cost_model) for step in own]
     found = fit_steps(observed, assumed, bandwidth=bandwidth, rate=rate, least=0.0 if device.kind == "cpu" else LEAST_LIMIT)
     host, host_parameters = fit_host(runs, steps)
     return CalibratedSteps(
@@ -80,6 +80,11 @@ def _fitted(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         version=facts.engine,
     )
+
+
+def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
+    load = step.load
+    return Observed(cost_model.work(load), load.tokens, load.sampled, step.alone, step.seconds, woken=not step.continuous)
 
 
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:

@@ -22,6 +22,7 @@ from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult, TokenMasks
 
+PAUSE = 1e-6  # s that a device waits for more than its host: then there was no work
 _SEQUENCE, _POSITION = 2_654_435_761, 40_503  # odd, so that neighbours are far apart
 
 
@@ -93,7 +94,10 @@ class ModelledExecutor:
 
     def submit(self, plan: StepPlan) -> _Timed:
         price = self._price(plan)
-        began = self._clock.now() + self._host_seconds + price.host_seconds
+        now = self._clock.now()
+        began = now + self._host_seconds + price.host_seconds
+        if price.woken_seconds and now > self._busy_until + PAUSE:
+            price = replace(price, seconds=price.seconds + price.woken_seconds)
         price, self._busy_until = _placed(price, began, self._busy_until)
         self._clock.sleep_until(began + price.launch_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price)

@@ -25,7 +25,7 @@ _FLOOR = Slowness(1.0, 1.0)
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, ``launch_seconds`` while it
-    does: the device is at it meanwhile, and ends no sooner."""
+    does: the device is at it meanwhile, and ends no sooner. ``woken_seconds`` come on top when there was no work before."""
 
     seconds: float
     floor_seconds: float
@@ -33,6 +33,7 @@ class StepPrice:
     flops: float
     host_seconds: float = 0.0
     launch_seconds: float = 0.0
+    woken_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class StepTime:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, alone)
         launch = 0.0 if alone and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host_seconds, launch)
+        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.woken)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
