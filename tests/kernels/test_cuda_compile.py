@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.kernels.cuda import compiler
-from headrace.kernels.cuda.step_shape import StepShape, why_not
+from headrace.kernels.cuda.step_shape import SOURCES, StepShape, why_not
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 BASE = DecoderSpec(
@@ -64,7 +64,7 @@ def tool(name: str) -> str:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     target = tmp_path_factory.mktemp("cuda") / "kernel.cubin"
-    target.write_bytes(machine_code(compiler.source("decode_step.cu"), target.parent))
+    target.write_bytes(machine_code(compiler.source(*SOURCES), target.parent))
     yield target
 
 
@@ -97,7 +97,7 @@ def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -
 def test_a_shape_that_cannot_be_dealt_is_refused_by_both(tmp_path: Path) -> None:
     """What the source asserts and what Python declines are one rule."""
     assert why_not(BASE, 132) is None
-    text = compiler.source("decode_step.cu")
+    text = compiler.source(*SOURCES)
     wrong = tuple("-DINNER=8200" if each.startswith("-DINNER=") else each for each in SHAPE.options())
     try:
         compiler.build(text, wrong, tmp_path)

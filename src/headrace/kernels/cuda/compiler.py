@@ -30,8 +30,10 @@ class CompileError(RuntimeError):
     """NVRTC is missing or refused the source; the message begins with its first complaint."""
 
 
-def source(name: str) -> str:
-    return resources.files("headrace.kernels.cuda").joinpath("csrc", name).read_text()
+def source(*names: str) -> str:
+    """Files of csrc, one behind the other."""
+    folder = resources.files("headrace.kernels.cuda").joinpath("csrc")
+    return "\n".join(folder.joinpath(name).read_text() for name in names)
 
 
 def build(text: str, options: Sequence[str], folder: Path | None = None) -> bytes:

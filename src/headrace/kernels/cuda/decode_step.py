@@ -1,4 +1,4 @@
-"""The persistent decode step: all layers of a small batch in one launch (csrc/decode_step.cu).
+"""The persistent decode step: all layers of a small batch in one launch (csrc/, from step_types.cuh to decode_step.cu).
 
 What lives here: what the kernel is given, its scratch memory, which steps it takes. What may not: which decoders (step_shape.py).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Module, NotLoadable
-from headrace.kernels.cuda.step_shape import WARPS, StepShape
+from headrace.kernels.cuda.step_shape import SOURCES, WARPS, StepShape
 from headrace.kernels.whole_step import MOST_ROWS, StepWeights, longest_context
 from headrace.layers.inputs import ForwardInputs
 from headrace.spec import DecoderSpec
@@ -27,7 +27,7 @@ _NAME = "decode_step"
 _THREADS = 32 * WARPS
 _POINTERS = (
     "layers", "embedding", "final_norm", "token_ids", "positions", "slots", "context", "block_table", "cos_sin", "kv", "out",
-    "exchange", "parts", "peaks", "sync", "debug",
+    "exchange", "parts", "peaks", "sync",
 )  # fmt: skip
 _KEYS = 16  # that a warp takes from one block at once
 _TICKETS = 64  # where they begin among the words programs count in
@@ -89,7 +89,7 @@ class DecodeSteps:
             return None
 
     def _build(self, shape: StepShape) -> Module:
-        code = compiler.build(compiler.source("decode_step.cu"), shape.options())
+        code = compiler.build(compiler.source(*SOURCES), shape.options())
         module = Module(code, torch.cuda.current_device() if self._device.index is None else self._device.index)
         module.function(_NAME, module.number("shared_bytes"))
         module.number("exchange_bytes")  # nothing is read from the device later, when a graph may be recorded
@@ -128,7 +128,7 @@ class DecodeStep:
             attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.sync,
         )  # fmt: skip
         table_stride = attention.block_table.stride(0)
-        return _Parameters(*(each.data_ptr() for each in tensors), 0, cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
+        return _Parameters(*(each.data_ptr() for each in tensors), cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
 
 
 def _make_scratch(spec: DecoderSpec, programs: int, device: torch.device) -> _Scratch:
