@@ -126,15 +126,15 @@ def test_colliding_names_of_prefixes_change_no_token(monkeypatch: pytest.MonkeyP
 # --- a small world
 
 
-@pytest.mark.parametrize(("depth", "actions"), [(0, 1000), (1, 10)])
+@pytest.mark.parametrize(("depth", "actions"), [(0, 1000), (1, 9)])
 def test_every_interleaving_of_a_small_world_ends(depth: int, actions: int) -> None:
-    """Synchronous, all there are; overlapped, those within ten actions (the command goes on to the end, and to depth 2)."""
+    """Synchronous, all there are; overlapped, those within nine actions (the command goes on to the end, and to depth 2)."""
     explored = exhaust.explore(depth, most_actions=actions)
     print(explored)
-    assert explored.states > 2000 and explored.whole == (depth == 0)
+    assert explored.states > 1500 and explored.whole == (depth == 0)
 
 
-@pytest.mark.parametrize("plant", [defects.a_block_is_freed_in_flight, defects.a_wake_up_is_lost], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", [defects.a_block_is_freed_in_flight, defects.an_answer_ends_twice], ids=lambda plant: plant.__name__)
 def test_a_small_world_breaks_too(plant: defects.Plant) -> None:
     with defects.planted(plant), pytest.raises(Broken, match="after add 0"):
         exhaust.explore(1)
