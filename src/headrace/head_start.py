@@ -47,7 +47,8 @@ class HeadStart:
         return found[0] if len(found) == 1 else None
 
     def has_built(self) -> None:
-        """Every kernel is in Triton's cache now: the next start needs no processes."""
+        """Every kernel is in Triton's cache now: the next start needs no processes, and those of this one are gone before it is ready."""
+        self._end_builders()
         with suppress(OSError):
             self._mark.touch()
 
@@ -56,8 +57,12 @@ class HeadStart:
 
     def __exit__(self, *_: object) -> None:
         """The start is over."""
-        if self.builders is not None:
-            self.builders.close()
+        self._end_builders()
+
+    def _end_builders(self) -> None:
+        builders, self.builders = self.builders, None
+        if builders is not None:
+            builders.close()
 
     def join(self) -> None:
         self._context.join()

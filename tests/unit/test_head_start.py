@@ -78,7 +78,10 @@ def test_builders_end_with_the_start_and_a_start_that_has_built_all_leaves_a_mar
         assert begun.builders is builders
         raise RuntimeError("the start fails")
     assert builders.closed == 1
-    begun.has_built()
+    with head_start.HeadStart(tmp_path / "mark") as begun:
+        begun.has_built()
+        assert builders.closed == 2, "before the start is over"
+    assert builders.closed == 2
     assert (tmp_path / "mark").exists()
     with head_start.HeadStart(tmp_path / "mark") as begun:
         assert begun.builders is None
