@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace import LLM
-from headrace.kernels import Kernels
+from headrace.kernels import NOBODY, Kernels
 from headrace.kernels.cuda.candidates import PERSISTENT
 from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
@@ -190,7 +190,7 @@ def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
     for way in ({}, {"disabled_kernels": (PERSISTENT,)}):
         with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 1200, **way}) as llm:
             chosen = [each.value for each in llm.info.decisions if each.name == "kernel decode_step"]
-            assert chosen == ([] if way else [PERSISTENT])
+            assert chosen == ([NOBODY] if way else [PERSISTENT])
             answers.append(llm.generate(prompts, [params(max_tokens=48 - 9 * index, logprobs=2) for index in range(5)], use_tqdm=False))
     for one, other in zip(*answers, strict=True):
         tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs

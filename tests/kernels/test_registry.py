@@ -55,6 +55,14 @@ def test_batch_invariance_is_refused_rather_than_broken(no_compiler: None) -> No
         Kernels(CPU, batch_invariant=True).choose("linear", dtype=torch.float32, in_features=4, out_features=4)
 
 
+def test_a_shortcut_that_nobody_takes_says_why_where_asked() -> None:
+    kernels = Kernels(torch.device("cuda"))
+    assert kernels.offer("decode_step", dtype=torch.bfloat16) is None and kernels.passed == ()
+    assert kernels.offer("decode_step", reported=True, dtype=torch.bfloat16) is None
+    (passed,) = kernels.passed
+    assert passed.chosen == "nobody" and "does not state" in passed.declined[0][1] and kernels.choices == ()
+
+
 @pytest.mark.parametrize(
     ("op", "facts", "reason"),
     [

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,7 @@ from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
 
 TWIN = "torch"
+NOBODY = "nobody"  # takes a shortcut
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ class Kernels:
         self._strict = strict
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
+        self._passed: list[KernelChoice] = []  # shortcuts that nobody takes
         self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
         self._retired: list[Callable[..., Any] | None] = []  # who gave way: graphs captured before go on using its scratch memory
         self._lock = threading.RLock()  # kernels are built in several threads
@@ -194,13 +196,23 @@ class Kernels:
                 self._chosen[key] = self._choose(key)
             return self._chosen[key].call
 
-    def offer(self, op: str, **facts: Any) -> Callable[..., Any] | None:
-        """As ``choose``, for a shortcut that a layer can do without: None where there is nobody but the twin."""
+    @property
+    def passed(self) -> tuple[KernelChoice, ...]:
+        """Shortcuts over whole decoders that candidates declined, and why; nobody is chosen."""
+        return tuple(self._passed)
+
+    def offer(self, op: str, *, reported: bool = False, **facts: Any) -> Callable[..., Any] | None:
+        """As ``choose``, for a shortcut that a layer can do without: None where there is nobody but the twin.
+
+        ``reported``: why there is nobody is kept for ``passed``.
+        """
         key = (op, tuple(sorted(facts.items())))
         with self._lock:
             if key not in self._chosen:
                 chosen = self._choose(key, optional=True)
                 if chosen.candidate is None:
+                    if reported and chosen.choice.declined:
+                        self._passed.append(replace(chosen.choice, chosen=NOBODY))
                     return None
                 self._chosen[key] = chosen
             return self._chosen[key].call

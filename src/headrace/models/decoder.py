@@ -207,7 +207,7 @@ class Decoder(nn.Module):
         self.head = make.head(self.embedding if spec.tied_head else None)
         self._steps = _cache_places(spec, self.layers)
         self._fuses = self._adds = False
-        self._make_step = kernels.offer("decode_step", dtype=dtype, spec=spec)
+        self._make_step = kernels.offer("decode_step", reported=True, dtype=dtype, spec=spec)
         self._step: WholeStep | None = None
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 

@@ -317,7 +317,7 @@ def _device_name(device: torch.device, threads: int) -> str:
 def _kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
     """Who carries out each operation, and why those before it do not; call sites that agree are said once."""
     said: dict[tuple[str, str, str], None] = {}
-    for choice in kernels.choices:
+    for choice in (*kernels.choices, *kernels.passed):
         declined = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined)
         said[(choice.op, choice.chosen, declined or "the first that serves this device")] = None
     return tuple(Decision(f"kernel {op}", chosen, reason) for op, chosen, reason in said)
