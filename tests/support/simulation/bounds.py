@@ -31,11 +31,13 @@ class Came:
 class Bound:
     """``may_pass(later, earlier)``: a request that came later may be admitted for the first time while the earlier one still waits for that.
     False for any two of a class: first in, first out within the class.
+    ``may_outlast(later, earlier)``: it may go on running while the earlier one is pushed out; if not said, who may pass may.
     ``most_passed(one, older)``: how many may pass it, when these older ones were there as it came. ``refuses``: it may turn requests away."""
 
     may_pass: Callable[[Came, Came], bool]
     most_passed: Callable[[Came, Sequence[Came]], float] = lambda one, older: math.inf
     refuses: bool = False
+    may_outlast: Callable[[Came, Came], bool] | None = None
 
 
 UNKNOWN = Bound(lambda later, earlier: True, refuses=True)
@@ -57,7 +59,10 @@ BOUNDS: Mapping[str, Bound] = {
     "fcfs": Bound(lambda later, earlier: False),
     "priority": Bound(lambda later, earlier: later.asked.priority < earlier.asked.priority),
     "deadline": Bound(lambda later, earlier: True, refuses=True),  # due times hang on the stamps of arrivals
-    "fair": Bound(lambda later, earlier: later.asked.tenant != earlier.asked.tenant),
+    "fair": Bound(
+        lambda later, earlier: later.asked.tenant != earlier.asked.tenant,
+        may_outlast=lambda later, earlier: True,  # the place of who runs is that of its last admission
+    ),
     "qoe": Bound(lambda later, earlier: True, _turns),
     "shortest-remaining": Bound(_ages),
 }

@@ -85,7 +85,8 @@ class OrderWatch:
 
     def _give_way(self, out: int, other: int) -> None:
         later = out in self.live and other in self.live and self._place[other] > self._place[out]
-        if later and not self.bound.may_pass(self.live[other], self.live[out]):
+        may_outlast = self.bound.may_outlast or self.bound.may_pass
+        if later and not may_outlast(self.live[other], self.live[out]):
             raise Broken("order", f"request {out} was pushed out, and request {other}, which came later, runs")
 
     def _check_progress(self, scheduler: Scheduler, *, failed: bool) -> None:
