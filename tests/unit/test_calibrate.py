@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from headrace.cost.calibrated import (
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.prices import Classes, FrontPrices, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
-from headrace.cost.run_facts import facts_of
+from headrace.cost.run_facts import MEASURED_SWITCHES, facts_of
 from headrace.cost.sharing import SharedBlocks
 from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.engine.core import EngineCore
@@ -584,3 +584,8 @@ def test_steps_after_a_pause_are_told_from_others_and_simulated_so(tmp_path: Pat
     ]
     assert both[1]["median_ttft_ms"] - both[0]["median_ttft_ms"] == pytest.approx(5.0, rel=0.05)
     assert both[1]["median_itl_ms"] == pytest.approx(both[0]["median_itl_ms"], rel=0.01)
+
+
+def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows() -> None:
+    switches = {each.name for each in fields(DeviceConfig) if each.metadata.get("technique") is True and each.metadata.get("flag") is False}
+    assert switches - set(MEASURED_SWITCHES) == {"cascade_attention"}  # whose worth is counted
