@@ -190,7 +190,7 @@ class DeviceConfig:
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
-    tuned_products: bool = switch(True, "off: torch chooses how long products are computed, and norms add the residual")
+    tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
     gated_products: bool = switch(True, "off: the activation behind gate and up of 65 to 512 rows is a kernel of its own")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")

@@ -156,8 +156,8 @@ TECHNIQUES = (
         source="measured choice among a library's algorithms: ATLAS (Whaley and Dongarra, SC 98); the residual as the product's C (BLAS' beta)",
         switch="device.tuned_products",
         off=False,
-        improves="prompt tokens/s in steps of 4,096 tokens and more, which are bound by the card's power",
-        off_means="cuBLAS' first proposal computes long products, and the norm behind them adds the residual",
+        improves="time a decode step of 65 to 512 requests; prompt tokens/s in steps of 4,096 tokens and more, which are bound by the card's power",
+        off_means="cuBLAS' first proposal computes them, and the norm behind long products adds the residual",
         needs_gpu=True,
     ),
     Technique(
