@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.around import MOST_ROWS, Around
-from headrace.kernels.whole_step import StepWeights
+from headrace.kernels.whole_step import StepWeights, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
 
@@ -78,7 +78,7 @@ class CaseMaker:
             if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
                 yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
         elif op == "decode_step":
-            if rows <= MANY_ROWS:
+            if self.context <= longest_context(rows):
                 yield self._step(rows)
         elif op in ("gather_inputs", "store_tokens"):
             yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
