@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from headrace.cost.online_fit import OnlineFit
-from headrace.cost.speed import Line, StepSpeed, Tail
+from headrace.cost.speed import Line, StepSpeed, Tail, steered
 from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.request import StepPlan, StepResult, column_of
 
@@ -172,7 +172,7 @@ class StepRecorder:
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._timeline = DeviceTimeline()
         self._fits = {kind: OnlineFit() for kind in ("decode", "mixed", "prefill")}
-        self._tail, self._gap = Tail(), 0.0
+        self._tail, self._gap, self._share = Tail(), 0.0, 1.0
         self._speed: StepSpeed | None = None  # as it was last told, until another step teaches something
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
@@ -191,7 +191,7 @@ class StepRecorder:
             lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
             slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
             decode, mixed, prefill = (lines.get(kind, slowest) for kind in ("decode", "mixed", "prefill"))
-            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap)
+            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap, self._share)
         return self._speed
 
     def _guess(self) -> Line:
@@ -264,6 +264,8 @@ class StepRecorder:
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
+        if record.kind == "mixed":
+            self._share, self._speed = steered(self._share, kept=kept), None
 
     def _add(self, record: StepRecord, generated: int) -> None:
         sums = self._sums

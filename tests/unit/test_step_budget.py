@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.cost.cost_model import load_of
-from headrace.cost.speed import EXCEED, Line, StepSpeed, Tail
+from headrace.cost.speed import EXCEED, Line, StepSpeed, Tail, steered
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.workload import Asked, arriving
@@ -179,3 +179,14 @@ def test_a_promise_is_kept_on_a_device_whose_speed_must_be_learned() -> None:
     assert found["time"]["p99_itl_ms"] <= 12.0 * 1.02 < found["tokens"]["p99_itl_ms"] / 2
     assert found["time"]["promise_kept_share"] >= 0.98 and found["time"]["promised_steps"] > 200
     assert found["time"]["overfull_steps"] == 0 and "promised_steps" not in found["tokens"]
+
+
+def test_where_prices_are_wrong_promises_steer() -> None:
+    """Limits that are wrong tenfold let every token seem free; the share of what seems to fit comes down to what does."""
+    share, promise, kept = 1.0, 0.03, []
+    for step in range(600):
+        chunk = meter(promise, floors=Floors(weights=20e-3, a_token=1e-6), speed=StepSpeed(share=share)).fits(0, 2000)
+        kept.append(5e-3 + 1e-4 * chunk <= promise)
+        share = steered(share, kept=kept[-1])
+        assert 1 <= chunk <= 2000, step
+    assert not kept[0] and sum(kept[200:]) / 400 > 0.95 and share < 0.2

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
 MOST = 4.0
+SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02  # level where one promise in thirty-five breaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +36,24 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
     """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at most so many times
-    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it)."""
+    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it).
+    ``share``: of what seems to fit, what is to be taken: less where promises break although the price says that they hold (wrong limits)."""
 
     decode: Line = Line()
     mixed: Line = Line()
     prefill: Line = Line()
     tail: float = 1.0
     gap: float = 0.0
+    share: float = 1.0
 
     def promised(self, seconds: float) -> float:
         """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the times."""
         return self.mixed.floor((seconds - self.gap) / self.tail)
+
+
+def steered(share: float, *, kept: bool) -> float:
+    """The share after one more promise."""
+    return min(1.0, share * SHARE_UP) if kept else max(SHARE_LEAST, share * SHARE_DOWN)
 
 
 class Tail:

@@ -39,7 +39,10 @@ class StepFloors(Protocol):
 class StepMeter:
     """One step. ``starts``: positions of the single tokens that it computes already. ``overfull``: they alone exceed ``seconds``."""
 
-    __slots__ = ("_answer", "_asked", "_chunks", "_floor", "_floors", "_keys", "_least", "_pairs", "_target", "_tokens", "bound", "overfull")
+    __slots__ = (
+        "_answer", "_asked", "_chunks", "_floor", "_floors", "_keys", "_least",
+        "_pairs", "_share", "_target", "_tokens", "bound", "overfull",
+    )  # fmt: skip
 
     def __init__(self, floors: StepFloors, speed: StepSpeed, seconds: float, starts: Sequence[int]) -> None:
         self.bound = bool(starts)
@@ -50,6 +53,7 @@ class StepMeter:
         self._pairs = self._keys[:]
         self._asked, self._answer = (0, 0), 0
         self._target = speed.promised(seconds)
+        self._share = speed.share
         self._least = LEAST_SHARE * seconds / speed.mixed.slope
         self._floor = self.floor_with(0, 0) if self.bound else 0.0
         self.overfull = self.bound and self._floor > self._target
@@ -75,9 +79,9 @@ class StepMeter:
 
     def _count(self, start: int, most: int) -> int:
         if self._chunks:
-            count = self._largest(start, most, self._target)
+            count = int(self._share * self._largest(start, most, self._target))
             return count if count >= min(most, SLICE) else 0
-        return max(1, self._largest(start, most, max(self._target, self._floor + self._least)))
+        return max(1, int(self._share * self._largest(start, most, max(self._target, self._floor + self._least))))
 
     def _largest(self, start: int, most: int, target: float) -> int:
         """The most tokens whose step has a floor of at most ``target``, or a few less: chord and middle in turn, from below."""
