@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -23,6 +24,7 @@ from headrace.bench.statistics import Sample, summarise
 from headrace.bench.truth_loads import loads_for
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost import sharing
 from headrace.cost.calibrated import (
     SHIPPED,
     CalibratedSteps,
@@ -589,3 +591,14 @@ def test_steps_after_a_pause_are_told_from_others_and_simulated_so(tmp_path: Pat
 def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows() -> None:
     switches = {each.name for each in fields(DeviceConfig) if each.metadata.get("technique") is True and each.metadata.get("flag") is False}
     assert switches - set(MEASURED_SWITCHES) == {"cascade_attention"}  # whose worth is counted
+
+
+def test_what_is_assumed_of_kernels_is_what_kernels_say() -> None:
+    """Where kernels change with the number of rows, and how shared blocks are read: facts of files that cannot be imported here."""
+    kernels = Path(sharing.__file__).parents[1] / "kernels"
+    text = (kernels / "triton" / "sharing.py").read_text()
+    for name, value in (("ROWS", sharing.QUERIES), ("UNIT", sharing.UNIT), ("FEWEST", sharing.FEWEST), ("LEAST_SAVED", sharing.LEAST_SAVED)):
+        assert re.search(rf"^{name} = {value}\b", text, re.MULTILINE), name
+    forms = json.loads((kernels / "triton" / "flat_forms.json").read_text())["NVIDIA H200"]
+    assert {row[0] for shape in forms.values() for row in shape} == set(classes_of("cuda").bounds)
+    assert re.search(rf"^FEW_ROWS = {classes_of('cpu').bounds[0]}\b", (kernels / "cpu" / "native.py").read_text(), re.MULTILINE)
