@@ -197,6 +197,15 @@ TECHNIQUES = (
         needs_gpu=True,
     ),
     Technique(
+        name="unified_maximum",
+        source="FlashDecoding++ (Hong et al., MLSys 24), section 3: asynchronized softmax with unified maximum value",
+        switch="device.unified_maximum",
+        off=False,
+        improves="time of decode attention: no tile waits for its highest score, no sum is rescaled; answers stay right by a guard",
+        off_means="exponentials are relative to the highest score so far, and sums are rescaled when it rises",
+        needs_gpu=True,
+    ),
+    Technique(
         name="programmatic_launch",
         source="programmatic dependent launch (CUDA 12 on Hopper); No Bubbles (Hazy Research, 2025) on what launches cost at batch 1",
         switch="device.programmatic_launch",

@@ -98,6 +98,19 @@ def test_invariant_attention_of_long_contexts_is_dealt_out_to_the_bit(dim: int) 
         start += count
 
 
+@pytest.mark.parametrize("scale", [1.0, 80.0, 1000.0])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float32, 128)], ids=str)
+def test_attention_without_a_running_maximum(dtype: torch.dtype, dim: int, scale: float) -> None:
+    """Some rows, or none, have scores whose powers no float32 holds: as long as a program's span, shorter, longer."""
+    kernel = chosen("paged_attention", dtype=dtype, head_dim=dim, num_heads=32, num_kv_heads=8, unified_maximum=True)
+    lengths = [*LENGTHS["decode"], (1, 9000), *((1, 10 + 30 * row) for row in range(60)), (3, 700)]
+    for count in (4, len(lengths)):
+        case = on_card(PagedCase(lengths[:count], heads=32, kv_heads=8, dim=dim, dtype=dtype, block_size=128))
+        case.q[::3] *= scale
+        case.k_cache[case.table[0, 2].long(), ..., 0] += scale  # one block of the first sequence
+        check(attend(case, kernel), attend(case, reference.paged_attention))
+
+
 CASCADES = {
     "one prefix": ([(1, 2060 + 3 * row) for row in range(100)], [(range(100), 16)]),
     "a prefix in a prefix, and strangers": ([(1, 1700)] * 40 + [(30, 900), (1, 0), (2, 700)], [(range(36), 4), (range(20), 12)]),

@@ -72,6 +72,13 @@ def test_cascade_equals_the_twin(name: str, processors: int) -> None:
         assert torch.equal(case.run(kernel), got), "what one launch leaves does not reach the next"
 
 
+def test_cascade_beside_own_scores_that_no_float32_holds_powers_of() -> None:
+    case = shared_case(*SHARING["all of one prefix"])
+    case.q[::2] *= 100.0
+    kernel = PagedAttention(16, 2, 3, False, cascade=True, unified=True)
+    assert_close(case.run(kernel), case.run(reference.paged_attention), torch.bfloat16)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 16), (2, 2, 16), (8, 1, 40)])
 def test_cascade_of_other_heads_with_a_cap(heads: int, kv_heads: int, dim: int) -> None:
     """33 sequences fill more than one chunk of 16 or 8, and part of one of 64."""

@@ -100,8 +100,8 @@ def exhaust(*_: Any) -> Any:
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value
 
 
-def chosen(op: str, *, batch_invariant: bool = False, **facts: Any) -> Any:
-    kernels = Kernels(torch.device("cuda"), strict=True, batch_invariant=batch_invariant)
+def chosen(op: str, *, batch_invariant: bool = False, unified_maximum: bool = False, **facts: Any) -> Any:
+    kernels = Kernels(torch.device("cuda"), strict=True, batch_invariant=batch_invariant, unified_maximum=unified_maximum)
     kernel = kernels.choose(op, **facts)
     assert kernels.choices[-1].chosen in ("triton", "cascade")
     return kernel

@@ -118,7 +118,10 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4) -> dict[str, dict[str, int]]:
+def attention(
+    dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4, unified: bool = False
+) -> dict[str, dict[str, int]]:
+    """``unified``: the decode kernel alone, the others know nothing of it."""
     from headrace.kernels.triton import decode, plan, prefill
     from headrace.kernels.triton.attention import PagedAttention
     from headrace.layers.inputs import AttentionInputs
@@ -127,7 +130,7 @@ def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, s
     q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, size, dim, dtype=dtype)
     starts = torch.zeros(sequences + 1, dtype=torch.int32)
     inputs = AttentionInputs(torch.zeros(sequences, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
-    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=True)
+    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=not unified, unified=unified)
 
     def call() -> object:
         return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
@@ -138,6 +141,8 @@ def attention(dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, s
         planned.update(record(decode, ("_decode_kernel",), _without(prefill, call)))
 
     found = record(plan, ("_plan_kernel",), decoded)  # made once for these inputs: the second call finds it
+    if unified:
+        return planned
     return found | planned | record(prefill, ("_prefill_kernel",), _without(decode, call))
 
 
@@ -252,6 +257,7 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 64": lambda: attention(torch.bfloat16, 32, 64),
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
+    "attention bfloat16 128 unified": lambda: attention(torch.bfloat16, 32, 128, bulk=True, sequences=20, unified=True),
     "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
     "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
     "attention, variants without a cascade": lambda: attention_variants(None, (None,), batch_invariant=False, cascade=False),

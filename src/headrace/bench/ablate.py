@@ -38,6 +38,7 @@ ABLATIONS = (
     "deep_fusion",
     "persistent_decode",
     "cascade_attention",
+    "unified_maximum",
     "programmatic_launch",
     "batch_invariant",
 )

@@ -150,7 +150,7 @@ class Kernels:
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
-    a kernel may be launched while the one before still runs (on a GPU that can).
+    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError.
@@ -164,10 +164,12 @@ class Kernels:
         disabled: frozenset[str] = frozenset(),
         batch_invariant: bool = False,
         programmatic: bool = False,
+        unified_maximum: bool = False,
     ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
         self._programmatic = programmatic
+        self._unified_maximum = unified_maximum
         self._strict = strict
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
@@ -228,7 +230,7 @@ class Kernels:
 
     def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
         op, facts = key
-        site = Site(op, self.device, dict(facts), self.batch_invariant, self._programmatic)
+        site = Site(op, self.device, dict(facts), self.batch_invariant, self._programmatic, self._unified_maximum)
         declined: list[tuple[str, Declined]] = []
         for candidate in CANDIDATES[op]:
             if self.device.type not in candidate.devices:

@@ -29,7 +29,8 @@ class Declined:
 class Site:
     """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there.
 
-    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves.
+    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
+    need not look for its maximum where a guard finds out whether that was needed.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Site:
     facts: Mapping[str, Any]
     batch_invariant: bool
     programmatic: bool = False
+    unified_maximum: bool = False
 
 
 @dataclass(frozen=True, slots=True)

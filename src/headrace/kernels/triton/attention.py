@@ -87,7 +87,8 @@ class PagedAttention:
     of them; scores s become soft_cap · tanh(s / soft_cap). Nothing beyond a sequence's length or behind its window is used.
     ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values to the prefill
     kernel wherever blocks are as large as tiles: from 64 tokens, better 128. ``cascade``: what decoding sequences begin with in common is
-    read once for many (cascade.py). Calls of one object must follow each other on the device.
+    read once for many (cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (decode.py); not for
+    float16. Calls of one object must follow each other on the device.
     """
 
     head_dim: int
@@ -98,6 +99,7 @@ class PagedAttention:
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
     cascade: bool = False
+    unified: bool = False
     _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
     _ticket: Tensor | None = field(init=False, repr=False, compare=False)
@@ -136,8 +138,9 @@ class PagedAttention:
             prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, bulk, self.processors, tickets)
         if few:
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
+            unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
-            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common)
+            decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common, unified)
         return out
 
     def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
@@ -192,7 +195,8 @@ def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     head_dim, heads, kv_heads = (int(site.facts[name]) for name in ("head_dim", "num_heads", "num_kv_heads"))
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
     bulk = torch.cuda.get_device_capability(site.device)[0] == 9
-    return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk, site.facts["dtype"], site.device)
+    dtype, unified = site.facts["dtype"], site.unified_maximum
+    return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk, dtype, site.device, unified=unified)
 
 
 def create_cascade_attention(site: Site) -> Callable[..., Tensor]:

@@ -39,12 +39,15 @@ from headrace.kernels.triton.plan import (
     own_keys,
     tiles_of,
 )  # fmt: skip
-from headrace.kernels.triton.prefill import MAX_WINDOW, load_tile, padded, weigh
+from headrace.kernels.triton.prefill import LOG2_E, MAX_WINDOW, load_tile, padded, scores, weigh
 from headrace.kernels.triton.sharing import CHUNK, ROWS, SLOT
 from headrace.layers.inputs import AttentionInputs
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
+
+_AGAIN = 32  # keys read at once by programs that begin again: few, so that this takes no registers of the first pass
+LEAST_MASS = tl.constexpr(2.0**-64)  # of a row whose scores were taken as powers of 2; and 1 / LEAST_MASS at most
 
 
 @triton.jit
@@ -61,9 +64,47 @@ def _place(shared_ptr, shared_row, sequence, shares, kv_head, KV_HEADS: tl.const
 
 
 @triton.jit
+def _doubtful(mass):
+    """Whether float32 may not have held what makes up sums of powers of 2. One score too high lifts the sum: there is no more to look at."""
+    return ~((mass >= LEAST_MASS) & (mass <= 1.0 / LEAST_MASS))  # NaN: yes
+
+
+@triton.jit
+def _fold_parts(
+    row, first, last, inside, live, part_ptr, part_peak_ptr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr,
+):  # fmt: skip
+    """Sums of what programs first … last found for rows ``row`` of one pair: [G, D], their peak and mass. UNIFIED: as they are."""
+    element = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    peak = tl.zeros((BLOCK_G,), tl.float32) if UNIFIED else tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_G,), tl.float32)
+    for some in range(first, last + 1, BLOCK_P):
+        for each in tl.static_range(BLOCK_P):  # their loads stand together; a thread sums up what it loaded
+            program = some + each
+            at = (program * 2 + (program == first).to(tl.int32)) * BLOCK_M + row
+            here = tl.load(part_peak_ptr + at, mask=live & (program <= last), other=float("-inf"), cache_modifier=".cg")
+            place = part_ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
+            part = tl.load(place, mask=inside & (program <= last), other=0.0, cache_modifier=".cg")
+            if UNIFIED:
+                weight = tl.exp2(here)
+                total += part * weight[:, None]
+                mass += weight
+            else:
+                higher = tl.maximum(peak, here)
+                shift = tl.where(higher == float("-inf"), 0.0, higher)
+                weight, keep = tl.exp2(here - shift), tl.exp2(peak - shift)
+                total = total * keep[:, None] + part * weight[:, None]
+                mass = mass * keep + weight
+                peak = higher
+    return total, peak, mass
+
+
+@triton.jit
 def _merge(
     sequence, head, first, last, rest, out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
+    UNIFIED: tl.constexpr,
 ):  # fmt: skip
     """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass.
 
@@ -74,22 +115,14 @@ def _merge(
     member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     inside = (member < GROUP)[:, None] & (element < DIM)[None, :]
     for query in range(queries):
-        total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        mass = tl.zeros((BLOCK_G,), tl.float32)
-        for some in range(first, last + 1, BLOCK_P):
-            for each in tl.static_range(BLOCK_P):  # their loads stand together; a thread sums up what it loaded
-                program = some + each
-                at = (program * 2 + (program == first).to(tl.int32)) * BLOCK_M + query * GROUP + member
-                here = tl.load(part_peak_ptr + at, mask=(member < GROUP) & (program <= last), other=float("-inf"), cache_modifier=".cg")
-                place = part_ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
-                part = tl.load(place, mask=inside & (program <= last), other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(peak, here)
-                shift = tl.where(higher == float("-inf"), 0.0, higher)
-                weight, keep = tl.exp2(here - shift), tl.exp2(peak - shift)
-                total = total * keep[:, None] + part * weight[:, None]
-                mass = mass * keep + weight
-                peak = higher
+        total, peak, mass = _fold_parts(
+            query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED
+        )  # fmt: skip
+        if UNIFIED:  # noqa: SIM102  this one is compiled away
+            if tl.max((_doubtful(mass) & (member < GROUP)).to(tl.int32), 0) > 0:
+                total, peak, mass = _fold_parts(
+                    query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, False
+                )  # fmt: skip
         out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
         if rest < 0:
             at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
@@ -97,6 +130,86 @@ def _merge(
         else:
             tl.store(rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside)
             tl.store(rest_peak_ptr + rest * GROUP + member, peak + tl.log2(mass), mask=member < GROUP)
+
+
+@triton.jit
+def _own_span(
+    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
+    begin, end, sequence, kv_head, step, few, window,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+    CASCADE: tl.constexpr, COMMON_M: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """Attends to tiles begin … end - 1 of the line, the first of which is tile ``step`` of (sequence, kv_head). Returns the pair it ends
+    in or before, and which rows' sums are in doubt. UNIFIED: scores are powers of 2 as they are, not relative to the highest.
+    TIMES: that many tiles here are one of the plan's.
+    """
+    program = tl.program_id(0)
+    lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query = lane // GROUP
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak = tl.zeros((BLOCK_M,), tl.float32) if UNIFIED else tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    masses = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by key of a tile: their sum is wanted once a pair, not once a tile
+    doubt = tl.zeros((BLOCK_M,), tl.int32)
+    for unit in range(begin, end):
+        start = tl.load(query_start_ptr + sequence)
+        counted = tl.load(query_start_ptr + sequence + 1) - start
+        context, queries = _own(tl.load(context_ptr + sequence), counted, few)
+        own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, CASCADE)
+        whole = tiles_of(context, queries, own, window, WINDOW, BLOCK_N * TIMES) * TIMES
+        lowest = first_key(context, queries, own, window, WINDOW)
+        tile = lowest // (BLOCK_N * TIMES) * TIMES + step
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = (key < context) & (key >= lowest)
+        live = lane < queries * GROUP
+        inside = live[:, None] & (element < DIM)[None, :]
+        token = (start + query).to(tl.int64)
+        head = kv_head * GROUP + lane % GROUP
+        k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
+        q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
+        k = load_tile(k_ptr, k_ptr, table, tile, key, there, context, k_block, k_head_at, k_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
+        v = load_tile(v_ptr, v_ptr, table, tile, key, there, context, v_block, v_head_at, v_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
+        position = context - queries + query
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        fresh = (step == 0) | (unit == begin)  # what another pair left is not multiplied by zero: it may be NaN
+        total = tl.where(fresh, 0.0, total)
+        if not UNIFIED:
+            peak = tl.where(fresh, float("-inf"), peak)
+        masses = tl.where(fresh, 0.0, masses)
+        if UNIFIED:
+            weight = tl.exp2(scores(q, k, seen, scale, soft_cap, True, SOFT_CAP, PRECISION) * (LOG2_E if SOFT_CAP else scale * LOG2_E))
+            masses += weight
+            total = tl.dot(weight.to(v.dtype), v, total, input_precision=PRECISION)
+        else:
+            weight, keep, peak = weigh(peak, q, k, seen, scale, soft_cap, True, SOFT_CAP, PRECISION)
+            masses = masses * keep[:, None] + weight
+            total = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
+        ends = step + 1 == whole
+        begun = unit - step >= begin  # by this program
+        if ends | (unit + 1 == end):
+            mass = tl.sum(masses, 1)
+            if UNIFIED:
+                doubt = doubt | (_doubtful(mass) & live & (context > 0)).to(tl.int32)
+            result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+            if CASCADE & ends & begun & (own > 0):
+                rest = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G) * GROUP + lane
+                tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
+            elif ends & begun:
+                at = (token * out_token + head * out_head)[:, None] + element[None, :]
+                tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+            else:
+                place = ((program * 2 + begun.to(tl.int32)) * BLOCK_M + lane).to(tl.int64)
+                tl.store(part_ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(part_peak_ptr + place, peak + tl.log2(mass), mask=live)
+        step = tl.where(ends, 0, step + 1)
+        kv_head += ends.to(tl.int32)
+        sequence += (kv_head == KV_HEADS).to(tl.int32)
+        kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
+    return sequence, kv_head, doubt
 
 
 @launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"])
@@ -108,11 +221,10 @@ def _decode_kernel(
     CASCADE: tl.constexpr, COMMON_M: tl.constexpr, COMMON_N: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    query = lane // GROUP
     if PDL:
         gdc_wait()
     if CASCADE:
@@ -126,58 +238,22 @@ def _decode_kernel(
     sequence, kv_head, step = tl.load(record + SEQUENCE), tl.load(record + HEAD), tl.load(record + STEP)
     if begin < end:
         first_sequence, first_head, first_step = sequence, kv_head, step
-        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        masses = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by key of a tile: their sum is wanted once a pair, not once a tile
-        for unit in range(begin, end):
-            start = tl.load(query_start_ptr + sequence)
-            counted = tl.load(query_start_ptr + sequence + 1) - start
-            context, queries = _own(tl.load(context_ptr + sequence), counted, few)
-            own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, CASCADE)
-            whole = tiles_of(context, queries, own, window, WINDOW, BLOCK_N)
-            lowest = first_key(context, queries, own, window, WINDOW)
-            tile = lowest // BLOCK_N + step
-            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            there = (key < context) & (key >= lowest)
-            live = lane < queries * GROUP
-            inside = live[:, None] & (element < DIM)[None, :]
-            token = (start + query).to(tl.int64)
-            head = kv_head * GROUP + lane % GROUP
-            k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
-            q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
-            k = load_tile(k_ptr, k_ptr, table, tile, key, there, context, k_block, k_head_at, k_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
-            v = load_tile(v_ptr, v_ptr, table, tile, key, there, context, v_block, v_head_at, v_row, False, True, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N)
-            position = context - queries + query
-            seen = there[None, :] & (key[None, :] <= position[:, None])
-            if WINDOW:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            fresh = (step == 0) | (unit == begin)  # what another pair left is not multiplied by zero: it may be NaN
-            total = tl.where(fresh, 0.0, total)
-            peak = tl.where(fresh, float("-inf"), peak)
-            masses = tl.where(fresh, 0.0, masses)
-            weight, keep, peak = weigh(peak, q, k, seen, scale, soft_cap, True, SOFT_CAP, PRECISION)
-            masses = masses * keep[:, None] + weight
-            total = tl.dot(weight.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
-            ends = step + 1 == whole
-            begun = unit - step >= begin  # by this program
-            if ends | (unit + 1 == end):
-                mass = tl.sum(masses, 1)
-                result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-                if CASCADE & ends & begun & (own > 0):
-                    rest = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G) * GROUP + lane
-                    tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
-                    tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
-                elif ends & begun:
-                    at = (token * out_token + head * out_head)[:, None] + element[None, :]
-                    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
-                else:
-                    place = ((program * 2 + begun.to(tl.int32)) * BLOCK_M + lane).to(tl.int64)
-                    tl.store(part_ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
-                    tl.store(part_peak_ptr + place, peak + tl.log2(mass), mask=live)
-            step = tl.where(ends, 0, step + 1)
-            kv_head += ends.to(tl.int32)
-            sequence += (kv_head == KV_HEADS).to(tl.int32)
-            kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
+        sequence, kv_head, doubt = _own_span(
+            q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
+            begin, end, first_sequence, first_head, first_step, few, window,
+            q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+            CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_G, PRECISION, UNIFIED, 1,
+        )  # fmt: skip
+        if UNIFIED:  # noqa: SIM102  this one is compiled away
+            if tl.max(doubt, 0) > 0:
+                tl.debug_barrier()  # what is in doubt is written before it is written over
+                _own_span(
+                    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
+                    rest_ptr, rest_peak_ptr, shared_ptr, begin * TIMES, end * TIMES, first_sequence, first_head, first_step * TIMES, few, window,
+                    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+                    CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N // TIMES, BLOCK_G, PRECISION,
+                    False, TIMES,
+                )  # fmt: skip
         which = tl.arange(0, 2)  # the pair continued, the pair begun
         firsts, lasts = tl.load(record + FIRST_0 + 2 * which), tl.load(record + LAST_0 + 2 * which)
         split = firsts <= lasts
@@ -198,7 +274,7 @@ def _decode_kernel(
                     _merge(
                         its_sequence, its_head, tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0), rest,
                         out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
-                        GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P,
+                        GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED,
                     )  # fmt: skip
         if CASCADE:  # noqa: SIM102  this one is compiled away
             if tl.load(record + SHARED_LINE) > 0:
@@ -253,10 +329,12 @@ def attend(
     plan: Plan,
     scratch: Scratch,
     common: Common | None,
+    unified: bool,
 ) -> None:
     """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``.
 
     ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan says that some do.
+    ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
     """
     heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
     block_g = triton.next_power_of_2(heads // kv_heads)
@@ -274,5 +352,5 @@ def attend(
         GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
         BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
         BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))),
-        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+        PRECISION="ieee", UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -88,6 +88,15 @@ def load_tile(
 
 
 @triton.jit
+def scores(q, k, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Of ``q`` [M, D] with a tile's keys ``k`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf but where ``seen``."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFT_CAP:
+        score = _capped(score * scale, soft_cap)
+    return tl.where(seen, score, float("-inf")) if MASKED else score
+
+
+@triton.jit
 def weigh(peak, q, k, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to lower what was summed
     up so far [M], the new peak [M].
@@ -95,11 +104,7 @@ def weigh(peak, q, k, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.
     ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N] says.
     """
     factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SOFT_CAP:
-        score = _capped(score * scale, soft_cap)
-    if MASKED:
-        score = tl.where(seen, score, float("-inf"))
+    score = scores(q, k, seen, scale, soft_cap, MASKED, SOFT_CAP, PRECISION)
     higher = tl.maximum(peak, tl.max(score, 1) * factor)
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # −inf: a row that has seen nothing yet
     weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
