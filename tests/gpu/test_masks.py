@@ -5,7 +5,6 @@ The judge is the CPU with the same ids as a list. Graphs = eager = few logits at
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,20 +90,3 @@ def test_a_mask_that_allows_nothing_ends_its_own_request_alone(judge: Judge) -> 
         for index, (prompt, answer) in enumerate(zip(PROMPTS, found, strict=True)):
             if index != 2:
                 judge.check(prompt, params(**SHORT), answer)
-
-
-def test_waiting_for_masks_is_idle_time() -> None:
-    """A masked step whose masks come late: the device had nothing to do meanwhile, and that is no work of the step's."""
-    with LLM(**{**STRICT, "overlap": 1}) as llm:
-        masks = follow_residues(llm)
-        slow, late = masks.masks, 0.01
-
-        def after_a_while(wanted: Any) -> Any:
-            time.sleep(late)
-            return slow(wanted)
-
-        masks.masks = after_a_while  # type: ignore[method-assign]
-        llm.generate({"prompt_token_ids": PROMPTS[0]}, masked(params(max_tokens=40), 1, 3), use_tqdm=False)
-        steps = [record for record in llm.engine.recorder.records if record.decodes][5:35]
-        assert all(record.idle_seconds >= 0.8 * late for record in steps)
-        assert all(record.measured_seconds <= late for record in steps)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from headrace.bench.skip import launch_floor, profiled, run_skip_profile
 from headrace.bench.steps import steady_decode
 from headrace.engine.keywords import create_config
 from headrace.worker.card import card_limits, glance_at_card, measure_launches
-from support.card import require_card
+from support.card import STRICT, params, require_card
+from support.residue_masks import follow_residues, masked
 
 require_card()
 
@@ -63,3 +66,20 @@ def test_the_profiler_sees_every_kernel_of_a_graph_and_its_one_launch() -> None:
     graphs, eager = run_skip_profile(create_config(load_format="dummy"), batch_size=4, input_len=16, steps=8)
     assert graphs.mode == "graphs" and graphs.launches_per_step < eager.launches_per_step and graphs.kernels_per_step > graphs.launches_per_step
     assert eager.verdict == "CPU-bound" and 0 < eager.busy_share < 1
+
+
+def test_waiting_for_masks_is_idle_time() -> None:
+    """A masked step whose masks come late: the device had nothing to do meanwhile, and that is no work of the step's."""
+    with LLM(**{**STRICT, "overlap": 1}) as llm:
+        masks = follow_residues(llm)
+        slow, late = masks.masks, 0.01
+
+        def after_a_while(wanted: Any) -> Any:
+            time.sleep(late)
+            return slow(wanted)
+
+        masks.masks = after_a_while  # type: ignore[method-assign]
+        llm.generate({"prompt_token_ids": list(range(4))}, masked(params(max_tokens=40), 1, 3), use_tqdm=False)
+        steps = [record for record in llm.engine.recorder.records if record.decodes][5:35]
+        assert all(record.idle_seconds >= 0.8 * late for record in steps)
+        assert all(record.measured_seconds <= late for record in steps)
