@@ -5,6 +5,8 @@ What lives here: the plain QuantMethod. What may not: kernels (``Kernels`` choos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,7 +26,7 @@ class Unquantized:
         layer.register_parameter("bias", bias)
 
     def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Applies:
-        facts = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features}
+        facts: dict[str, Any] = {"dtype": shape.dtype, "in_features": shape.in_features, "out_features": shape.out_features}
         weight, bias = layer.weight.data, None if layer.bias is None else layer.bias.data
         fuse = kernels.offer("fused_linear", gated=shape.gated, **facts) if shape.around else None
         fused: ApplyFused | None = None if fuse is None else fuse(weight, bias)
