@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from headrace.kernels import reference
-from headrace.kernels.cuda.gated import GatedLinear, Kernels
 from headrace.kernels.cuda.gated_measured import COLUMNS
 from headrace.spec import Activation
+from support.card import require_card
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+require_card()
+
+from headrace.kernels.cuda.gated import GatedLinear, Kernels  # noqa: E402  (needs Triton's cache, so a card's packages)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

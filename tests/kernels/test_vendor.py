@@ -117,6 +117,7 @@ def test_without_the_library_the_candidate_declines_by_choice(monkeypatch: pytes
         raise cublaslt.LtError("cuBLASLt was not found; it comes with torch for CUDA")
 
     monkeypatch.setattr(tuned, "Products", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     site = Site("linear", torch.device("cuda"), {"dtype": torch.bfloat16, "in_features": 64, "out_features": 64}, batch_invariant=False)
     for made in (tuned.create_linear(site), tuned.create_sum(site)):

@@ -104,6 +104,8 @@ def _products(site: Site) -> Products | Declined:
     outs, ins, device = site.facts.get("out_features"), site.facts.get("in_features"), site.device
     if outs is None or ins is None or site.facts.get("dtype") not in TYPES:
         return Declined("only weights of bfloat16 or float16 whose shape is known were measured", by_choice=True)
+    if not torch.cuda.is_available():
+        return Declined("torch finds no CUDA device", by_choice=True)
     try:
         return Products(outs, ins, site.facts["dtype"], torch.cuda.current_device() if device.index is None else device.index)
     except (LtError, OSError, AttributeError) as error:
