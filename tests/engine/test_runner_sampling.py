@@ -254,7 +254,9 @@ def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float
         sampler, how = Sampler(rows, Kernels(torch.device("cpu"))), draw_of(rows.traits[at])
         assert how is list(Draw)[len(company)]
         if whole:
-            picked = sampler.draw(logits, torch.from_numpy(at), torch.from_numpy(places), how)
+            ring = torch.zeros(1, 4, 2, dtype=torch.int32)
+            sampler.draw(logits, torch.from_numpy(at), torch.from_numpy(places), how, ring, torch.ones(1, dtype=torch.int32))
+            picked = ring[0]
         else:
             picked = sampler.sample(logits.float(), SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked
         results.append((picked[:3].tolist(), int(picked[3, 1]), rows.token_ids[:, :3].tolist(), rows.token_ids[[5, 3, 0], 3].tolist()))

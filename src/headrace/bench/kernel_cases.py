@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.around import MOST_ROWS, Around
+from headrace.kernels import reference
+from headrace.kernels.around import MOST_GATED, MOST_ROWS, Around
 from headrace.kernels.whole_step import StepWeights, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
@@ -80,8 +81,13 @@ class CaseMaker:
         elif op == "decode_step":
             if self.context <= longest_context(rows):
                 yield self._step(rows)
-        elif op in ("gather_inputs", "store_tokens"):
-            yield self._gather(rows) if op == "gather_inputs" else self._store(rows)
+        elif op == "added_linear":
+            yield self._added(rows)
+        elif op == "gated_linear":
+            if MOST_ROWS < rows <= MOST_GATED:
+                yield self._gated(rows)
+        elif op in ("gather_inputs", "store_tokens", "fetch_step"):
+            yield {"gather_inputs": self._gather, "store_tokens": self._store, "fetch_step": self._fetch}[op](rows)
         else:
             yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
@@ -137,6 +143,31 @@ class CaseMaker:
             return [partial(pack(weight.clone() if i else weight, None), x) for i in range(copies)]
 
         return KernelCase("linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _added(self, rows: int) -> KernelCase:
+        """Each call gets a residual of its own, since a candidate may overwrite it: a copy is part of every time."""
+        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
+        size, x, weight, residual = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins), self._random(rows, outs)
+
+        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
+            products = [pack(weight.clone() if i else weight, None) for i in range(self._copies(size) if size < self.working_set else 1)]
+            return [partial(_onto_a_copy, product, x, residual) for product in products]
+
+        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs}
+        moved = size + self._bytes(rows * (ins + 2 * outs))
+        return KernelCase("added_linear", f"down, sum {rows}x{ins}x{outs}", facts, moved, 2 * rows * outs * ins, calls)
+
+    def _gated(self, rows: int) -> KernelCase:
+        outs, ins = self.spec.intermediate_size, self.spec.hidden_size
+        size, x, weight = self._bytes(2 * outs * ins), self._random(rows, ins), self._weight(2 * outs, ins)
+
+        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
+            weights = [weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)]
+            return [partial(_gated_or_plain, pack(each, None), each, x, self.spec.activation) for each in weights]
+
+        facts = {"dtype": self.dtype, "in_features": ins, "out_features": 2 * outs}
+        moved = size + self._bytes(rows * (ins + outs))
+        return KernelCase("gated_linear", f"gate+up, act {rows}x{ins}x{outs}", facts, moved, 4 * rows * outs * ins, calls)
 
     def _norm(self, op: str, rows: int) -> KernelCase:
         width = self.spec.hidden_size
@@ -282,6 +313,17 @@ class CaseMaker:
 
         return KernelCase("store_tokens", f"{rows} rows", {"dtype": torch.int32}, rows * (4 + 4 + 8 + 1 + 4 + 8), 0, calls)
 
+    def _fetch(self, rows: int) -> KernelCase:
+        """Of each row its place, and no edits of the block table."""
+        ring = torch.randint(self.context, (1, 7, rows), dtype=torch.int32, generator=self._generator)
+        ring[:, 3:] = 0
+        turn, step, table = torch.zeros(1, dtype=torch.int32), torch.zeros(3, rows, dtype=torch.int32), torch.zeros(rows, 8, dtype=torch.int32)
+
+        def calls(fetch: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(_fetched, fetch, ring, turn, step, table)]
+
+        return KernelCase("fetch_step", f"{rows} rows", {"dtype": torch.int32}, 2 * 3 * 4 * rows, 0, calls)
+
     def _logits(self, op: str, rows: int) -> KernelCase:
         """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs of given tokens."""
         vocab, generator = self.spec.vocab_size, self._generator
@@ -315,3 +357,18 @@ class CaseMaker:
 def _first(call: Callable[..., Any], *arguments: Any) -> Any:
     """The first of its results: others may be in pieces, which candidates cut as they like."""
     return call(*arguments)[0]
+
+
+def _onto_a_copy(product: Callable[..., Tensor], x: Tensor, residual: Tensor) -> Tensor:
+    return product(x, residual.clone())
+
+
+def _gated_or_plain(product: Callable[..., Tensor | None], weight: Tensor, x: Tensor, kind: Activation) -> Tensor:
+    """As a layer does where a candidate has nothing for so many rows."""
+    found = product(x, kind)
+    return reference.gated_activation(x @ weight.t(), kind) if found is None else found
+
+
+def _fetched(fetch: Callable[..., None], ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> Tensor:
+    fetch(ring, turn, step, table)
+    return step
