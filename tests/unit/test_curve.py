@@ -51,6 +51,7 @@ def test_configurations_are_compared_without_rates_too(capsys: pytest.CaptureFix
 
 
 def test_a_trace_is_sped_up_to_each_rate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     trace, curve = tmp_path / "t.jsonl", tmp_path / "c.json"
     rows = [{"timestamp": 100 * index**2, "input_length": 100, "output_length": 5, "hash_ids": [index]} for index in range(12)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -39,6 +39,7 @@ def test_a_curve_has_few_points_and_its_slowest() -> None:
 def test_a_simulated_and_a_measured_run_lie_in_one_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib")
     drawn: list[Any] = []
     monkeypatch.setattr(serve, "plot_curves", lambda path, title, panels, note="": drawn.extend(panels))
     words = ["simulate", "--device", "h200", "--num-prompts", "9", "--request-rate", "20"]
