@@ -15,7 +15,7 @@ os.environ.pop("HEADRACE_API_KEY", None)
 os.environ.pop("HEADRACE_LOG_LEVEL", None)
 
 # Seconds on two cores. Folders that share a line share the budget.
-BUDGETS = {"unit": 60, "engine + kernels": 165, "server": 120, "reliability": 140}
+BUDGETS = {"unit": 60, "engine + kernels": 150, "server": 120, "reliability": 120}
 
 SECONDS = pytest.StashKey[Counter[str]]()
 
