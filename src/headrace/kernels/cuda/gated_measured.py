@@ -8,11 +8,12 @@ the last row, and for weights that are not there, they always are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace.cost.profile import profile_folder
-from headrace.kernels.tables import Weight, keep_rows, read_rows
+from headrace.kernels.tables import Weight, keep_rows, read_rows, weight_key, weight_of, whole_numbers
 
 SHIPPED = Path(__file__).with_name("gated_measured.json")
 COLUMNS = (256, 224, 192, 128)  # of a tile, of gate and what it gates together, that are worth trying
@@ -31,16 +32,16 @@ def kept_tiles() -> Path:
 
 
 def read_tiles(path: Path, device: str) -> dict[Weight, Tiles]:
-    return read_rows(path, device, _tile)
+    return read_rows(path, device, weight_of, _tile)
 
 
 def keep_tiles(path: Path, device: str, found: Mapping[Weight, Tiles]) -> None:
     """Adds to the file, in place of what it had for these shapes."""
-    keep_rows(path, device, found)
+    keep_rows(path, device, weight_of, _tile, {weight_key(weight): tiles for weight, tiles in found.items()})
 
 
-def _tile(row: Sequence[int]) -> tuple[int, int]:
-    most, columns = row
+def _tile(row: list[Any]) -> tuple[int, int]:
+    most, columns = whole_numbers(row)
     if columns not in (0, *COLUMNS):
         raise ValueError(f"{columns} columns are none of {COLUMNS}")
     return most, columns

@@ -8,12 +8,13 @@ the product; below, where there are none, and for other shapes, torch chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.cost.profile import profile_folder
-from headrace.kernels.tables import Weight, keep_rows, read_rows
+from headrace.kernels.tables import Weight, keep_rows, read_rows, weight_key, weight_of, whole_numbers
 from headrace.kernels.vendor.cublaslt import Settings
 
 SHIPPED = Path(__file__).with_name("measured.json")
@@ -42,16 +43,17 @@ def kept_choices() -> Path:
 
 
 def read_choices(path: Path, device: str) -> dict[Weight, tuple[Choice, ...]]:
-    return read_rows(path, device, _choice)
+    return read_rows(path, device, weight_of, _choice)
 
 
 def keep_choices(path: Path, device: str, found: Table) -> None:
     """Adds to the file, in place of what it had for these shapes."""
-    keep_rows(path, device, {weight: [(each.least, each.measured, *each.settings) for each in choices] for weight, choices in found.items()})
+    rows = {weight_key(weight): [(each.least, each.measured, *each.settings) for each in choices] for weight, choices in found.items()}
+    keep_rows(path, device, weight_of, _choice, rows)
 
 
-def _choice(row: Sequence[int]) -> Choice:
-    least, measured, *settings = row
+def _choice(row: list[Any]) -> Choice:
+    least, measured, *settings = whole_numbers(row)
     if len(settings) not in (0, 9):
         raise ValueError(f"{row} are not two counts of rows and nine settings or none")
     return Choice(least, measured, tuple(settings))
