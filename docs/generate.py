@@ -71,9 +71,9 @@ Switch one on the command line with `--technique NAME=on|off|VALUE` (repeatable,
 
 REQUEST_FIELDS = """# Request fields
 
-What each generating route takes ([the server](server.md) has the routes). A field that no route knows is an error, and so is one that is
-known from OpenAI or vLLM but not supported here: it is refused by name with a remedy, never ignored. `null` counts as absent. Bounds of
-sampling parameters are those of `SamplingParams` in `src/headrace/request.py`, the same for every route and for Python.
+What each route takes ([the server](server.md) has the routes): first the fields of all that generate, then each one's own. A field that no route
+knows is an error, and so is one that is known from OpenAI or vLLM but not supported here: it is refused by name with a remedy, never ignored.
+`null` counts as absent. Bounds of sampling parameters are those of `SamplingParams` in `src/headrace/request.py`, the same for every route and for Python.
 This page is written by `python docs/generate.py`.
 
 """
@@ -132,20 +132,34 @@ def _technique(item: techniques.Technique) -> Iterator[str]:
     yield f"- **Measure it:** `{item.ablate}`\n"
 
 
+_Table = tuple[fields.Field, ...]
+
+
 def request_fields() -> str:
-    routes = {
-        "POST /v1/chat/completions": fields.CHAT,
-        "POST /v1/completions": fields.COMPLETION,
-        "POST /v1/responses": fields.RESPONSES,
-        "POST /v1/messages": fields.MESSAGES,
+    """What several routes share stands once, under all their names."""
+    chat, completions = "POST /v1/chat/completions", "POST /v1/completions"
+    generating = (fields.CHAT, fields.COMPLETION, fields.RESPONSES, fields.MESSAGES)
+    every = tuple(each for each in generating[0] if all(each in table for table in generating))
+    older = _without(tuple(each for each in fields.CHAT if each in fields.COMPLETION), every)
+    parts = {
+        "Every route that generates": every,
+        f"{chat} and {completions}": older,
+        chat: _without(fields.CHAT, every, older),
+        completions: _without(fields.COMPLETION, every, older),
+        "POST /v1/responses": _without(fields.RESPONSES, every),
+        "POST /v1/messages": _without(fields.MESSAGES, every),
         "POST /v1/messages/count_tokens": fields.COUNT_TOKENS,
         "POST /tokenize": fields.TOKENIZE,
         "POST /detokenize": fields.DETOKENIZE,
     }
-    return REQUEST_FIELDS + "\n".join(_route(name, table) for name, table in routes.items())
+    return REQUEST_FIELDS + "\n".join(_route(name, table) for name, table in parts.items())
 
 
-def _route(name: str, table: tuple[fields.Field, ...]) -> str:
+def _without(table: _Table, *others: _Table) -> _Table:
+    return tuple(each for each in table if not any(each in other for other in others))
+
+
+def _route(name: str, table: _Table) -> str:
     taken = [each for each in table if each.use in (fields.Use.SAMPLING, fields.Use.OPTION)]
     labels = ", ".join(f"`{each.name}`" for each in table if each.use is fields.Use.LABEL)
     refused = [each for each in table if each.use is fields.Use.REFUSED]

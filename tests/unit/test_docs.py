@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -41,8 +42,17 @@ def test_generated_pages_say_what_the_code_says(page: str) -> None:
 
 def broken_links(page: Path) -> Iterator[str]:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
-        if "://" not in target and not target.startswith("#") and not (page.parent / target.partition("#")[0]).exists():
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        if "://" not in target and not (found.exists() and (not anchor or anchor in headings(found))):
             yield f"{page.relative_to(ROOT)}: {target}"
+
+
+@cache
+def headings(page: Path) -> set[str]:
+    """As links spell them: small letters, hyphens for spaces, other signs left out."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", LINK.sub(lambda link: link[0].partition("]")[0], each).lower()).replace(" ", "-") for each in found}
 
 
 def missing_files(page: Path) -> Iterator[str]:
