@@ -60,15 +60,6 @@ class Histogram:
     def mean(self) -> float:
         return self.total / self.count if self.count else 0.0
 
-    def quantile(self, share: float) -> float:
-        """The bound under which ``share`` of the observations lie (the highest finite bound for the open bucket)."""
-        wanted, seen = share * self.count, 0
-        for bound, count in zip(self.bounds, self.counts, strict=False):
-            seen += count
-            if seen >= wanted:
-                return bound
-        return self.bounds[-1]
-
     def as_dict(self) -> dict[str, Any]:
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total, "count": self.count}
 
@@ -325,7 +316,7 @@ def render_value(name: str, value: float, kind: str, help: str) -> list[str]:
     return [f"# HELP {name} {help}", f"# TYPE {name} {kind}", f"{name} {value}"]
 
 
-def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
+def render_steps(summary: Mapping[str, Any]) -> str:
     """The step record as Prometheus text: what ``StepRecorder.summary()`` holds, under constant names."""
     counters = (
         ("steps_total", "steps", "steps collected"),
@@ -340,48 +331,48 @@ def render_steps(summary: Mapping[str, Any], prefix: str = "headrace_") -> str:
     )
     lines: list[str] = []
     for name, key, help in counters:
-        lines += render_value(prefix + name, summary[key], "counter", help)
-    lines += _render_promise(summary, prefix)
-    lines += _render_errors(summary["prediction_errors"], prefix)
-    lines += _render_last(summary["last_step"], prefix)
-    lines += render_value(prefix + "device_idle_share", summary["idle_share"], "gauge", "idle / (idle + measured) seconds since the start")
+        lines += render_value(f"headrace_{name}", summary[key], "counter", help)
+    lines += _render_promise(summary)
+    lines += _render_errors(summary["prediction_errors"])
+    lines += _render_last(summary["last_step"])
+    lines += render_value("headrace_device_idle_share", summary["idle_share"], "gauge", "idle / (idle + measured) seconds since the start")
     histograms = summary["histograms"]
-    lines += render_histogram(prefix + "step_seconds", histograms["step_seconds"], "seconds a step took")
-    lines += render_histogram(prefix + "step_host_seconds", histograms["step_host_seconds"], "CPU seconds of the engine's thread a step")
-    lines += render_histogram(prefix + "step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
-    lines += render_histogram(prefix + "step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
+    lines += render_histogram("headrace_step_seconds", histograms["step_seconds"], "seconds a step took")
+    lines += render_histogram("headrace_step_host_seconds", histograms["step_host_seconds"], "CPU seconds of the engine's thread a step")
+    lines += render_histogram("headrace_step_fraction", histograms["step_roofline_fraction"], "floor / measured, by step")
+    lines += render_histogram("headrace_step_measured_over_predicted", histograms["step_measured_over_predicted"], "error of the prediction, by step")
     return "\n".join(lines) + "\n"
 
 
-def _render_errors(errors: Mapping[str, Mapping[str, float]], prefix: str) -> Iterable[str]:
+def _render_errors(errors: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
     """By which prediction: what this engine learns as it goes, or what was calibrated here before."""
     names = (
         ("step_prediction_error", "signed", "predicted / measured - 1 of the last steps, fading: above 0, steps are quicker than predicted"),
         ("step_prediction_absolute_error", "absolute", "the same without its sign"),
     )
     for name, key, help in names if errors else ():
-        yield from (f"# HELP {prefix}{name} {help}", f"# TYPE {prefix}{name} gauge")
-        yield from (f'{prefix}{name}{{prediction="{which}"}} {each[key]}' for which, each in errors.items())
+        yield from (f"# HELP headrace_{name} {help}", f"# TYPE headrace_{name} gauge")
+        yield from (f'headrace_{name}{{prediction="{which}"}} {each[key]}' for which, each in errors.items())
 
 
-def _render_promise(summary: Mapping[str, Any], prefix: str) -> Iterable[str]:
+def _render_promise(summary: Mapping[str, Any]) -> Iterable[str]:
     if summary["promise_seconds"] is None:
         return []
     return [
-        *render_value(prefix + "step_promise_seconds", summary["promise_seconds"], "gauge", "seconds a step may take while answers wait for it"),
-        *render_value(prefix + "step_promises_total", summary["promised_steps"], "counter", "steps that somebody's answer waited for"),
-        *render_value(prefix + "step_promises_kept_total", summary["kept_steps"], "counter", "... that took no longer than promised"),
-        *render_value(prefix + "step_overfull_total", summary["overfull_steps"], "counter", "... that took longer by their single tokens alone"),
-        *render_value(prefix + "step_promise_tail", summary["promise_tail"], "gauge", "measured / predicted that 99 of 100 mixed steps stay below"),
+        *render_value("headrace_step_promise_seconds", summary["promise_seconds"], "gauge", "seconds a step may take while answers wait for it"),
+        *render_value("headrace_step_promises_total", summary["promised_steps"], "counter", "steps that somebody's answer waited for"),
+        *render_value("headrace_step_promises_kept_total", summary["kept_steps"], "counter", "... that took no longer than promised"),
+        *render_value("headrace_step_overfull_total", summary["overfull_steps"], "counter", "... that took longer by their single tokens alone"),
+        *render_value("headrace_step_promise_tail", summary["promise_tail"], "gauge", "measured / predicted that 99 of 100 mixed steps stay below"),
     ]
 
 
-def _render_last(last: Mapping[str, Any] | None, prefix: str) -> Iterable[str]:
+def _render_last(last: Mapping[str, Any] | None) -> Iterable[str]:
     if last is None:
         return []
     fraction = last["fraction"] if last["fraction"] is not None else 0.0
     return [
-        *render_value(prefix + "step_roofline_fraction", fraction, "gauge", "last step's floor / measured"),
-        *render_value(prefix + "step_predicted_seconds", last["predicted_seconds"], "gauge", "last step's predicted seconds"),
-        *render_value(prefix + "step_measured_seconds", last["measured_seconds"], "gauge", "last step's measured seconds"),
+        *render_value("headrace_step_roofline_fraction", fraction, "gauge", "last step's floor / measured"),
+        *render_value("headrace_step_predicted_seconds", last["predicted_seconds"], "gauge", "last step's predicted seconds"),
+        *render_value("headrace_step_measured_seconds", last["measured_seconds"], "gauge", "last step's measured seconds"),
     ]

@@ -109,7 +109,6 @@ class DecoderSpec:
     logits_soft_cap: float | None = None
     embedding_scale: float | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     checkpoint_dtype: str = "float32"
 
     @property

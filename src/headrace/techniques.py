@@ -234,9 +234,9 @@ def find_technique(name: str) -> Technique:
     raise ConfigError(f"There is no technique {name!r}; choose one of {known}.")
 
 
-def config_switches(config_class: type = EngineConfig) -> Iterator[str]:
+def config_switches() -> Iterator[str]:
     """Paths of every config field that says it switches a technique."""
-    config = config_class()
+    config = EngineConfig()
     for part in fields(config):
         value = getattr(config, part.name)
         if is_dataclass(value):

@@ -57,11 +57,6 @@ def _compiled() -> GrammarMasks:
     return masks
 
 
-def text_of(tokens: list[int]) -> bytes:
-    known = vocabulary().tokens
-    return b"".join(known[token] for token in tokens if token != EOS)
-
-
 def expected_under_grammar(request: Request, *, index: int = 0, max_model_len: int = 200) -> list[int]:
     """What the keyed-hash model says under a constraint, computed alone, with a new matcher for every token."""
     params, wanted = request.params, request.params.structured_outputs

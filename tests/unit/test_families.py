@@ -65,7 +65,7 @@ def test_llama() -> None:
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale) == (4, 4, 2, 16, 0.25)
     assert spec.layers == (LayerSpec(),) * 4
     assert spec.rope == RopeSpec(theta=10000.0, rotary_dim=16)
-    assert (spec.eos_token_ids, spec.bos_token_id, spec.checkpoint_dtype, spec.tied_head) == ((7, 9), 5, "bfloat16", False)
+    assert (spec.eos_token_ids, spec.checkpoint_dtype, spec.tied_head) == ((7, 9), "bfloat16", False)
 
 
 def test_gemma2_has_its_own_mathematics() -> None:

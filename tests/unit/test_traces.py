@@ -112,7 +112,7 @@ def test_lengths_from_a_trace_keep_their_pairs(tmp_path: Path) -> None:
     pairs = [(int(draw.integers(10, 20)), 400) if index % 4 else (3000, int(draw.integers(1, 5))) for index in range(200)]
     path = tmp_path / "t.csv"
     path.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{i},{a},{b}\n" for i, (a, b) in enumerate(pairs)))
-    lengths = trace_lengths(path, count=None, max_prompt=None, max_output=300)
+    lengths = trace_lengths(path, max_prompt=None, max_output=300)
     rng = np.random.default_rng(0)
     found = np.array([lengths.draw(rng) for _ in range(4000)])
     assert {tuple(each) for each in found.tolist()} <= {(a, min(b, 300)) for a, b in pairs}

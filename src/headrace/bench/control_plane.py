@@ -27,6 +27,7 @@ from headrace.scheduler.events import AddRequest
 from headrace.scheduler.scheduler import Scheduler
 
 PREFIX = 2048  # tokens
+MATCHES = 20  # of it
 BUDGETS = {64: 100.0, 256: 300.0}  # CPU µs a step, schedule and update together
 MATCH_BUDGET = 100.0  # µs
 
@@ -94,7 +95,7 @@ def _turn(scheduler: Scheduler, executor: KeyedHashExecutor, events: list[Any]) 
     return scheduled - begin, time.thread_time() - collected
 
 
-def prefix_match_seconds(repeats: int = 20) -> float:
+def prefix_match_seconds() -> float:
     """The cost of admitting a request whose first 2,048 tokens are cached, less that of one with nothing to match (medians)."""
     info = keyed_hash_info(num_blocks=4096)
     executor = KeyedHashExecutor(info)
@@ -102,7 +103,7 @@ def prefix_match_seconds(repeats: int = 20) -> float:
     ids = iter(range(1_000_000))
     _finish(scheduler, executor, _request(next(ids), PREFIX + 16, 1))
     hits, plain = [], []
-    for _ in range(repeats):
+    for _ in range(MATCHES):
         hits.append(_finish(scheduler, executor, _request(next(ids), PREFIX + 16, 1)))
         plain.append(_finish(scheduler, executor, _request(next(ids), 1, 1, start=9)))
     return max(0.0, median(hits) - median(plain))

@@ -85,7 +85,7 @@ def lengths_of(args: argparse.Namespace) -> DrawsLengths:
     """Raises ConfigError."""
     if args.lengths_from is None:
         return Lengths(args.input_len, args.output_len, args.random_range_ratio)
-    return trace_lengths(args.lengths_from, count=None, max_prompt=args.max_input_len, max_output=args.max_output_len)
+    return trace_lengths(args.lengths_from, max_prompt=args.max_input_len, max_output=args.max_output_len)
 
 
 def swing_of(args: argparse.Namespace) -> Swing | None:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             _ours(llm, args, 1, args.input_len, seed=1)  # warm
             ours, theirs, batches = [], [], []
             for round_ in range(args.rounds):  # what the machine loses to its neighbours, both sides lose
-                theirs.append(_theirs(args, gguf, threads, repeats=1))
+                theirs.append(_theirs(args, gguf, threads))
                 ours.append(_ours(llm, args, 1, args.input_len, seed=10 + round_))
                 batches.append(_ours(llm, args, args.batch_size, _BATCH_PROMPT, seed=100 + round_))
     facts["rival"] = f"llama.cpp with {threads[0]} decode and {threads[1]} prefill threads"
@@ -83,12 +83,12 @@ def _merge(rounds: Sequence[Rates]) -> Rates:
 def _best_threads(args: argparse.Namespace, gguf: Path) -> tuple[int, int]:
     """The rival's best setting for each of its two figures."""
     pairs = [tuple(map(int, pair.split(":"))) for pair in args.rival_threads.split(",")]
-    tried = {pair: _theirs(args, gguf, pair, repeats=1) for pair in pairs}
+    tried = {pair: _theirs(args, gguf, pair) for pair in pairs}
     return max(tried, key=lambda pair: tried[pair].decode[0])[0], max(tried, key=lambda pair: tried[pair].prefill[0])[1]
 
 
-def _theirs(args: argparse.Namespace, gguf: Path, threads: Sequence[int], repeats: int) -> Rates:
-    command = [args.rival_python, str(Path(rival_llama_cpp.__file__)), str(gguf), *map(str, (args.input_len, args.output_len, repeats, *threads))]
+def _theirs(args: argparse.Namespace, gguf: Path, threads: Sequence[int]) -> Rates:
+    command = [args.rival_python, str(Path(rival_llama_cpp.__file__)), str(gguf), *map(str, (args.input_len, args.output_len, *threads))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

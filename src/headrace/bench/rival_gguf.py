@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 from headrace.spec import DecoderSpec
 
 
-def write_random_gguf(path: Path, spec: DecoderSpec, context: int, seed: int = 0) -> None:
+def write_random_gguf(path: Path, spec: DecoderSpec, context: int) -> None:
     """Llama-shaped dense models only: RMS norms, gated feed-forward, no biases. Raises ConfigError for other shapes."""
     import gguf
 
@@ -36,7 +36,7 @@ def write_random_gguf(path: Path, spec: DecoderSpec, context: int, seed: int = 0
     writer.add_vocab_size(spec.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, tensor in _tensors(spec, np.random.default_rng(seed)):
+    for name, tensor in _tensors(spec, np.random.default_rng(0)):
         if tensor.dtype == np.uint16:
             writer.add_tensor(name, tensor.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:

@@ -1,6 +1,6 @@
 """The rival's side of ``headrace bench rival``: run by an interpreter that has llama-cpp-python; imports nothing of Headrace.
 
-Usage: python rival_llama_cpp.py GGUF PROMPT_TOKENS OUTPUT_TOKENS REPEATS THREADS BATCH_THREADS; prints one JSON line.
+Usage: python rival_llama_cpp.py GGUF PROMPT_TOKENS OUTPUT_TOKENS THREADS BATCH_THREADS; prints one JSON line.
 Tokens go through the C API directly (llama_decode), so that no Python work is timed besides the call.
 """
 
@@ -14,7 +14,7 @@ import time
 
 
 def main(arguments: list[str]) -> None:
-    path, (prompt, output, repeats, threads, batch_threads) = arguments[0], map(int, arguments[1:])
+    path, (prompt, output, threads, batch_threads) = arguments[0], map(int, arguments[1:])
     import llama_cpp as llama
 
     quiet = _LOG(lambda level, text, data: None)  # kept until the end: the library calls it whenever it likes
@@ -26,8 +26,9 @@ def main(arguments: list[str]) -> None:
     params.n_threads, params.n_threads_batch = threads, batch_threads
     context = llama.llama_init_from_model(model, params)
     vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    runs = [_run(llama, context, vocab, prompt, output, seed) for seed in range(repeats + 1)][1:]
-    print(json.dumps({"prefill": [prompt / run[0] for run in runs], "decode": [output / run[1] for run in runs]}))
+    _run(llama, context, vocab, prompt, output, 0)  # warm
+    first, rest = _run(llama, context, vocab, prompt, output, 1)
+    print(json.dumps({"prefill": [prompt / first], "decode": [output / rest]}))
 
 
 _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)

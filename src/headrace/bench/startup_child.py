@@ -50,7 +50,6 @@ class Readiness:
     steady_step: float  # s
     first: float  # s, of round 0
     slowest_step: float  # s, of round 0
-    steps_above: int  # of round 0, above STEP_BOUND × steady
 
 
 def judge(rounds: Sequence[Round]) -> Readiness:
@@ -61,8 +60,7 @@ def judge(rounds: Sequence[Round]) -> Readiness:
         return each.first <= FIRST_BOUND * steady_first and max(each.gaps) <= STEP_BOUND * steady_step
 
     ready = next((index for index, each in enumerate(rounds) if keeps(each)), None)
-    above = sum(gap > STEP_BOUND * steady_step for gap in rounds[0].gaps)
-    return Readiness(ready, steady_first, steady_step, rounds[0].first, max(rounds[0].gaps), above)
+    return Readiness(ready, steady_first, steady_step, rounds[0].first, max(rounds[0].gaps))
 
 
 class _Marks:

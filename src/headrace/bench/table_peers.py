@@ -54,8 +54,8 @@ class Peer:
         return None
 
 
-def load_peer(name: str = PEER_FILE) -> Peer:
-    text = resources.files("headrace.bench").joinpath("peers", name).read_text(encoding="utf-8")
+def load_peer() -> Peer:
+    text = resources.files("headrace.bench").joinpath("peers", PEER_FILE).read_text(encoding="utf-8")
     entry = json.loads(text)
     return Peer(**{**entry, "models": tuple(entry["models"])})
 

@@ -87,9 +87,9 @@ class TraceLengths:
         return self.pairs[int(rng.integers(0, len(self.pairs)))]
 
 
-def trace_lengths(path: Path, *, count: int | None, max_prompt: int | None, max_output: int | None) -> TraceLengths:
-    """Lengths of the first ``count`` requests (None: of all); longer ones are cut to the maxima. Raises ConfigError."""
-    return TraceLengths(tuple(cut_row(row, max_prompt, max_output) for row in trace_rows(path, count)))
+def trace_lengths(path: Path, *, max_prompt: int | None, max_output: int | None) -> TraceLengths:
+    """Lengths of all requests; longer ones are cut to the maxima. Raises ConfigError."""
+    return TraceLengths(tuple(cut_row(row, max_prompt, max_output) for row in trace_rows(path, None)))
 
 
 def random_dialogues(count: int, lengths: DrawsLengths, *, vocab_size: int, seed: int = 0) -> list[Dialogue]:

@@ -69,7 +69,7 @@ class Pulse:
 class StampedExecutor:
     """An executor whose calls are told apart from the host's own work: a long step is no hang, a long turn is one."""
 
-    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse, least: float = 0.0) -> None:
+    def __init__(self, inner: Executor, recorder: StepRecorder, pulse: Pulse, least: float) -> None:
         """``least``: seconds that every step takes, whatever the recorder predicts."""
         self._inner = inner
         self._recorder = recorder

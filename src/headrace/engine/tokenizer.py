@@ -88,7 +88,6 @@ class Tokenizer:
         templates = dict(files.templates) if chat_template is None else {"default": chat_template}
         self._template = ChatTemplate(templates, named)
         self.chat_templates: Mapping[str, str] = templates
-        self.has_chat_template = bool(templates)
 
     @property
     def special_token_ids(self) -> frozenset[int]:

@@ -227,7 +227,6 @@ def _common(fields: Fields, tied: bool) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "tied_head": fields.boolean("tie_word_embeddings", tied),
         "eos_token_ids": fields.integers("eos_token_id"),
-        "bos_token_id": fields.optional_integer("bos_token_id", low=0),
         "checkpoint_dtype": dtype.removeprefix("torch."),
     }
 

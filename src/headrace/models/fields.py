@@ -104,7 +104,7 @@ class Fields:
             raise self.error(name, f"is {_shown(value)}; a number above {low} and up to {high:g} is needed")
         return float(value)
 
-    def boolean(self, name: str, default: Any = _REQUIRED) -> bool:
+    def boolean(self, name: str, default: Any) -> bool:
         value = self.raw(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"is {_shown(value)}; true or false is needed")

@@ -55,10 +55,6 @@ class ModelSource:
     generation_defaults: dict[str, Any]  # sampling defaults; empty when the user asked for none
     eos_token_ids: tuple[int, ...]  # from config and generation config together
 
-    @property
-    def is_gguf_file(self) -> bool:
-        return self.path.suffix == ".gguf"
-
     def tokenizer_files(self) -> TokenizerFiles | None:
         """None when the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
         return read_tokenizer_files(self.path)

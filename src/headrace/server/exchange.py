@@ -76,8 +76,8 @@ class Exchange:
         self.finished = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def reply_json(self, value: Any, status: int = 200) -> None:
-        await self.reply(status, encode(value))
+    async def reply_json(self, value: Any) -> None:
+        await self.reply(200, encode(value))
 
     async def reply_error(self, error: HeadraceError) -> None:
         await self.reply(error.status, self.errors.body(error), headers=_error_headers(error))

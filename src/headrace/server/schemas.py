@@ -28,7 +28,6 @@ from headrace.server.protocol.sampling import EFFORTS, MAX_SALT
 
 Schema = dict[str, Any]
 
-ANY: Schema = {}
 TEXT: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}

@@ -24,6 +24,7 @@ from headrace.cost.profile import DeviceIdentity, Limits
 from headrace.errors import ConfigError
 
 ROUNDS = 9
+LAUNCHES = 2000  # of the host alone
 READ_BYTES = 4 * 2**30  # of the read and of the copy; the L2 of the largest cards is under 130 MB
 GLANCE_BYTES = 2**30
 READ_ROW = 2**14
@@ -63,12 +64,12 @@ def card_identity() -> DeviceIdentity:
     return DeviceIdentity(kind="cuda", name=facts.name, threads=0, features=features)
 
 
-def measure_card(rounds: int = ROUNDS, seconds: float = 0.1) -> CardMeasurement:
-    """Everything, in about ten seconds. ``seconds``: of one round of reads or copies."""
+def measure_card() -> CardMeasurement:
+    """Everything, in about ten seconds."""
     with _emptied():
         size, others = _working_set(READ_BYTES), _taken_by_others()
-        reads, copies = _bandwidths(size, rounds, seconds)
-        rates = {name: median(_gemm_rates(dtype, rounds)) for name, dtype in DTYPES.items()}
+        reads, copies = _bandwidths(size, ROUNDS, 0.1)
+        rates = {name: median(_gemm_rates(dtype, ROUNDS)) for name, dtype in DTYPES.items()}
         limits, launch = Limits(median(reads), median(copies), rates), measure_launches()
         return CardMeasurement(limits, launch, _sustained_gemm_rate(torch.bfloat16), tuple(reads), size, others)
 
@@ -136,10 +137,10 @@ def _elapsed(replay: Callable[[], Any], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _soon(call: Callable[[], Any], rounds: int = 3, repeats: int = 4) -> float:
-    """Seconds a call: the best of a few rounds, launched without a graph."""
+def _soon(call: Callable[[], Any]) -> float:
+    """Seconds a call: the best of three rounds of four, launched without a graph."""
     call()
-    return min(_elapsed(call, repeats) / repeats for _ in range(rounds))
+    return min(_elapsed(call, 4) / 4 for _ in range(3))
 
 
 @contextmanager
@@ -246,14 +247,14 @@ def _random(size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, size, dtype=dtype, device="cuda").normal_()
 
 
-def _plain_launch(x: Tensor, calls: int = 2000) -> float:
+def _plain_launch(x: Tensor) -> float:
     """Seconds of the host for one small operator; the device is faster, so nothing queues."""
     for _ in range(100):
         x.add_(0.0)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(LAUNCHES):
         x.add_(0.0)
     taken = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return taken / calls
+    return taken / LAUNCHES

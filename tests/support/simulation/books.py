@@ -38,9 +38,11 @@ class Books:
         self._scheduler = scheduler
         self._device = device
         self._settled = settled
+        self._pools: list[tuple[list[object], ...]] = [()] * len(scheduler.cache.pools)  # as they were when all was right with them
         self._named: list[dict[int, PrefixNode]] = [{} for _ in scheduler.cache.pools]  # as found last time, contents right
         self._links: dict[PrefixNode, array[int]] = {}  # the hash after each token of a node
         self._doubtful = False  # names of steps that have failed may still stand
+        self._rows = list(range(scheduler.limits.max_num_seqs))
 
     def check(self, lines: Mapping[tuple[int, int], Line], live: Collection[int] | None) -> None:
         """``live``: the requests that must be there; None while some are on their way in or out."""
@@ -60,10 +62,9 @@ class Books:
         cache = self._scheduler.cache
         for group, pool in enumerate(cache.pools):
             owners = [0] * pool.num_blocks
-            for sequence in everybody:
-                for block in sequence.kv.tables[group]:
-                    if block is not None:
-                        owners[block] += 1
+            for block in joined.from_iterable([sequence.kv.tables[group] for sequence in everybody]):
+                if block is not None:
+                    owners[block] += 1
             for _, left_group, block in cache._leaving:
                 if left_group == group:
                     owners[block] += 1
@@ -76,8 +77,11 @@ class Books:
                     raise Broken("in flight", f"step {plan.step_id} uses blocks of group {group} that nobody holds")
 
     def _check_pool(self, group: int, owners: list[int]) -> None:
-        """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not."""
+        """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not. What was right and is the same is right."""
         pool, named = self._scheduler.cache.pools[group], self._scheduler.cache._node_of[group]
+        state = (owners, pool._free, pool._named, [*pool._cached], [*named])
+        if state == self._pools[group]:
+            return
         idle = [*pool._free, *pool._cached]
         if len(idle) != owners.count(0) or len(set(idle)) != len(idle) or any(map(owners.__getitem__, idle)):
             counts = f"{len(pool._free)} free, {len(pool._cached)} cached, {owners.count(0)} of {len(owners)} without owner"
@@ -86,6 +90,7 @@ class Books:
             raise Broken("names", f"group {group}: the pool and the tree name different blocks")
         if not pool._cached.keys() <= named.keys() or not named.keys().isdisjoint(pool._free):
             raise Broken("names", f"group {group}: a cached block without a name, or a free one with one")
+        self._pools[group] = (owners, pool._free[:], pool._named[:], *state[3:])
 
     # --- names
 
@@ -97,13 +102,13 @@ class Books:
             return
         for group, named in enumerate(groups):
             known = {} if self._doubtful else self._named[group]
-            fresh = dict(named.items() - known.items())
-            fresh.update((block, named[block]) for block in named.keys() & device.written[group])
+            fresh = named.keys() & device.written[group]
             device.written[group].clear()
-            for block, node in fresh.items():
-                self._check_name(group, block, node)
-            if fresh or len(named) != len(known):
+            if named != known:
+                fresh.update([block for block, node in named.items() if known.get(block) is not node])
                 self._named[group] = dict(named)
+            for block in fresh:
+                self._check_name(group, block, named[block])
         self._doubtful = False
 
     def _check_name(self, group: int, block: int, node: PrefixNode) -> None:
@@ -129,46 +134,56 @@ class Books:
 
     def _check_rows(self, everybody: list[Sequence]) -> None:
         roster = self._scheduler._roster
-        held = [*roster.free_rows, *(row for _, row in roster._leaving_rows)]
+        held = [*roster.free_rows, *[row for _, row in roster._leaving_rows]]
         for sequence in everybody:
             if sequence.row is not None:
                 held.append(sequence.row)
-                held.extend(sequence.sibling_rows)
-        if sorted(held) != list(range(self._scheduler.limits.max_num_seqs)):
-            raise Broken("rows", f"rows in some hand: {sorted(held)} of {self._scheduler.limits.max_num_seqs}")
+                held += sequence.sibling_rows
+        held.sort()
+        if held != self._rows:
+            raise Broken("rows", f"rows in some hand: {held} of {len(self._rows)}")
 
     # --- tokens
 
     def _check_tokens(self, everybody: list[Sequence], lines: Mapping[tuple[int, int], Line]) -> None:
-        scheduler = self._scheduler
+        """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight."""
+        scheduler, samples = self._scheduler, self._samples()
+        lag = {} if self._settled else _lags(scheduler)
+        num_waiting = 0
+        for sequence in everybody:
+            ids, line = sequence.token_ids, lines[sequence.request_id, sequence.index]
+            taken, planned = lag[sequence] if sequence in lag else (0, 0)
+            known = len(ids) + taken
+            if ids != (line.ids[: len(line.ids) - taken] if taken else line.ids):
+                prompt = sequence.num_prompt_tokens
+                raise Broken("tokens", f"{_name(sequence)}: knows {list(ids[prompt:])} and {taken} more, told {list(line.tokens)}")
+            coming = samples[sequence] if sequence in samples else 0
+            if sequence.num_tokens + planned != known + coming:
+                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {coming} in flight")
+            if sequence.status is SequenceStatus.RUNNING:
+                self._check_running(sequence)
+            else:
+                num_waiting += sequence.status is SequenceStatus.WAITING
+                if sequence.row is not None or sequence.num_computed_tokens or any(sequence.kv.tables):
+                    raise Broken("tokens", f"{_name(sequence)} waits and holds something")
+        if num_waiting != len(scheduler._roster.waiting):
+            raise Broken("queue", f"{len(scheduler._roster.waiting)} are said to wait, {num_waiting} do")
+
+    def _samples(self) -> dict[Sequence, int]:
+        """How many tokens of each are in flight."""
         samples: dict[Sequence, int] = {}
-        for step in scheduler.in_flight:
+        for step in self._scheduler.in_flight:
             step_id = step.plan.step_id
             for sequence in step.sampled:
                 if sequence.ignore_through < step_id:
                     samples[sequence] = samples.get(sequence, 0) + 1
-        lag = {} if self._settled else _lags(scheduler)
-        num_waiting = 0
-        for sequence in everybody:
-            num_waiting += sequence.status is SequenceStatus.WAITING
-            taken, planned = lag.get(sequence, (0, 0))
-            told, ids, prompt = lines[sequence.request_id, sequence.index].tokens, sequence.token_ids, sequence.num_prompt_tokens
-            if len(ids) + taken != prompt + len(told) or ids[prompt:] != told[: len(told) - taken]:
-                raise Broken("tokens", f"{_name(sequence)}: knows {list(ids[prompt:])} and {taken} more, told {list(told)}")
-            if sequence.num_tokens + planned != len(ids) + taken + samples.get(sequence, 0):
-                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {samples.get(sequence, 0)} in flight")
-            self._check_standing(sequence)
-        if num_waiting != len(scheduler._roster.waiting):
-            raise Broken("queue", f"{len(scheduler._roster.waiting)} are said to wait, {num_waiting} do")
+        return samples
 
-    def _check_standing(self, sequence: Sequence) -> None:
-        kv = sequence.kv
-        if sequence.status is SequenceStatus.RUNNING:
-            covered = kv.capacity if self._scheduler.limits.kv_caching else sequence.num_tokens  # who recomputes all keeps no account
-            if sequence.row is None or not sequence.num_computed_tokens <= min(covered, sequence.num_tokens):
-                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_computed_tokens} of {sequence.num_tokens} computed, {kv.capacity} covered")
-        elif sequence.row is not None or sequence.num_computed_tokens or any(kv.tables):
-            raise Broken("tokens", f"{_name(sequence)} waits and holds something")
+    def _check_running(self, sequence: Sequence) -> None:
+        computed, known = sequence.num_computed_tokens, sequence.num_tokens
+        covered = sequence.kv.capacity if self._scheduler.limits.kv_caching else known  # who recomputes all keeps no account
+        if sequence.row is None or computed > known or computed > covered:
+            raise Broken("tokens", f"{_name(sequence)}: {computed} of {known} computed, {sequence.kv.capacity} covered")
 
 
 def _lags(scheduler: Scheduler) -> dict[Sequence, tuple[int, int]]:

@@ -52,12 +52,12 @@ def mask_words(head: int) -> bytes:
 class Line:
     """One answer as it must come. ``expect`` says the next token and whether it is the last one; ``take`` goes on."""
 
-    __slots__ = ("_end", "_salt", "asked", "context", "head", "tokens")
+    __slots__ = ("_end", "_salt", "asked", "head", "ids", "tokens")
 
     def __init__(self, asked: Asked, index: int, prompt: array[int], limit: int) -> None:
         self.asked = asked
         self.tokens = array("i")  # told so far
-        self.context = len(asked.prompt)
+        self.ids = array("i", asked.prompt)  # and the prompt before them
         self.head = prompt[-1] if prompt else ROOT
         self._salt = (asked.seed + index * _FORKED) & _MASK if asked.n > 1 else 0
         self._end = min(len(asked.prompt) + asked.max_tokens, limit)
@@ -82,11 +82,11 @@ class Line:
             return FinishReason.STOP, None if eos else token
         if asked.loops and count >= asked.min_tokens and _loops([*self.tokens, token]):
             return FinishReason.STOP, REPETITION
-        return (FinishReason.LENGTH, None) if self.context + 1 >= self._end else None
+        return (FinishReason.LENGTH, None) if len(self.ids) + 1 >= self._end else None
 
     def take(self, token: int) -> None:
         self.tokens.append(token)
-        self.context += 1
+        self.ids.append(token)
         self.head = _mix(self.head, token)
 
 
