@@ -171,6 +171,8 @@ def test_deadline_bounds_its_steps_by_itself_and_says_so() -> None:
     config, decisions = resolve_config(asked, "cuda")
     assert config.scheduler.max_step_ms == 70.0 and any(each.name == "max_step_ms" and "deadline" in each.reason for each in decisions)
     assert resolve_config(asked, "none")[0].scheduler.max_step_ms is None  # nothing is priced there
+    for whole in (replace(asked, scheduler=replace(asked.scheduler, chunked_prefill=False)), replace(asked, cache=CacheConfig(kv_caching=False))):
+        assert resolve_config(whole, "cpu")[0].scheduler.max_step_ms is None  # prompts are not split
 
 
 # --- order
@@ -309,6 +311,14 @@ def test_an_idle_engine_takes_what_its_limits_allow_however_dark_its_predictions
         assert finished[index].reason is FinishReason.LENGTH
     finished = ended(core, *(request(10 + index, range(index, index + 100), max_tokens=3) for index in range(3)))
     assert [each.reason for each in finished.values()].count(FinishReason.LENGTH) == 1
+
+
+def test_who_has_ended_is_not_under_way_when_the_next_one_comes() -> None:
+    core = core_of(ttft_target_ms=500.0)
+    core._speed = lambda: StepSpeed(Line(100.0), Line(100.0), Line(100.0))
+    for index in range(2):
+        finished = ended(core, request(index, range(index, index + 100), max_tokens=50, stop_token_ids=tuple(range(VOCAB))))
+        assert finished[index].reason is FinishReason.STOP, finished[index].message
 
 
 def test_refusals_are_errors_that_clients_know() -> None:

@@ -93,3 +93,16 @@ def test_a_queue_whose_orders_changed_is_sorted_anew_and_equals_keep_their_turn(
     while queue.peek() is not None:
         order.append(queue.pop().request_id)
     assert order == sorted(range(5), key=lambda number: (-number // 2, number))
+
+
+def test_lanes_that_never_empty_leave_nothing_behind() -> None:
+    ranks = {"a": 0.0, "b": 0.0}
+    queue, roster = LaneQueue(lambda sequence: sequence.request.tenant, ranks.__getitem__), engine().scheduler.roster
+    for number in range(6):
+        queue.push(create(roster, number, "ab"[number % 2], number))
+    for _ in range(500):  # the head begins and is pushed out again
+        head = queue.peek()
+        assert head is not None and queue.pop() is head
+        ranks[head.request.tenant] += 1.0
+        queue.push(head)
+    assert len(queue) == 6 and len(queue._places) < 100

@@ -46,7 +46,8 @@ def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -
         rows, reason = _sequences_at_once(device)
         decisions.append(Decision("max_num_seqs", rows, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=rows))
-    if config.scheduler.scheduling_policy == "deadline" and config.scheduler.max_step_ms is None and device != "none":
+    splits = config.scheduler.chunked_prefill and config.cache.kv_caching  # prompts: a step of whole ones takes what it takes
+    if config.scheduler.scheduling_policy == "deadline" and config.scheduler.max_step_ms is None and device != "none" and splits:
         bound = config.scheduler.tpot_target_ms
         decisions.append(Decision("max_step_ms", bound, "deadline: steps keep to the time between tokens (--tpot-target-ms)"))
         config = replace(config, scheduler=replace(config.scheduler, max_step_ms=bound))

@@ -91,6 +91,8 @@ class LaneQueue(WaitingQueue):
         heapq.heappush(heap, (sequence.order, self._pushed, sequence))
         if heap[0][2] is sequence:
             heapq.heappush(self._places, self._place(lane))
+            if len(self._places) > _COMPACT_ABOVE + 2 * len(self._lanes):
+                self._places = sorted(map(self._place, self._lanes))
 
     def peek(self) -> Sequence | None:
         while self._places:

@@ -277,6 +277,7 @@ class Scheduler:
         message = refused or self._refusal(request)
         refusal = Refusal(message) if message is not None else None
         if refusal is None and self._dynamic is not None:
+            self._roster.drop_ended()  # it looks at those who run
             refusal = self._dynamic.arrived(sequence, self._roster)
         if refusal is None:
             self._roster.enter(sequence)
