@@ -29,6 +29,7 @@ class Technique:
     off_means: str
     needs_gpu: bool = False
     on_value: Any = None  # where neither True nor 1 is meant
+    ablation: str = ""  # the file of bench/ablations that measures it, where that has another name
 
     @property
     def ablate(self) -> str:
@@ -141,6 +142,7 @@ TECHNIQUES = (
         improves="time a decode step of small batches on a GPU",
         off_means="the host launches every kernel of every step",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="flat_gemm",
@@ -150,6 +152,7 @@ TECHNIQUES = (
         improves="time a decode step of up to 64 requests: products of few rows are bound by reading weights",
         off_means="the vendor's products, whatever the shape; norms, sums and activations are kernels of their own",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="tuned_products",
@@ -159,6 +162,7 @@ TECHNIQUES = (
         improves="time a decode step of 65 to 512 requests; prompt tokens/s in steps of 4,096 tokens and more, which are bound by the card's power",
         off_means="cuBLAS' first proposal computes them, and the norm behind long products adds the residual",
         needs_gpu=True,
+        ablation="last_layer_pruning",
     ),
     Technique(
         name="gated_products",
@@ -168,6 +172,7 @@ TECHNIQUES = (
         improves="time a decode step of 65 to 512 requests: gate, up and activation in one launch, in tiles that fill the device",
         off_means="gate and up are the vendor's product, the activation is a kernel of its own",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="deep_fusion",
@@ -177,6 +182,7 @@ TECHNIQUES = (
         improves="time a decode step of up to 64 requests: six launches a layer in place of ten",
         off_means="norms, residual sums and activations are kernels of their own",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="persistent_decode",
@@ -186,6 +192,7 @@ TECHNIQUES = (
         improves="time a decode step of up to 8 requests: one launch computes all layers, and weights never stop coming between operators",
         off_means="each layer is six launches, each with a beginning and an end in which the memory waits",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="cascade_attention",
@@ -204,6 +211,7 @@ TECHNIQUES = (
         improves="time of decode attention: no tile waits for its highest score, no sum is rescaled; answers stay right by a guard",
         off_means="exponentials are relative to the highest score so far, and sums are rescaled when it rises",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="programmatic_launch",
@@ -213,6 +221,7 @@ TECHNIQUES = (
         improves="time a decode step: a kernel's programs are there, and its weights under way, when the one before ends",
         off_means="a kernel begins when the one before has ended",
         needs_gpu=True,
+        ablation="decode_steps",
     ),
     Technique(
         name="batch_invariant",

@@ -2,7 +2,7 @@
 
 "Off" keeps the same kernels and gets its own best settings; the whole curve is shown, never the best point.
 
-What lives here: running ablations and showing them. What may not: what is measured (ablations/, one file a technique).
+What lives here: running ablations and showing them. What may not: what is measured (ablations/, one file a measurement).
 """
 
 from __future__ import annotations
@@ -10,38 +10,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, table, write_json
+from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.techniques import TECHNIQUES, find_technique
 
-ABLATIONS = (
-    "kv_caching",
-    "continuous_batching",
-    "token_concatenation",
-    "last_layer_pruning",
-    "chunked_prefill",
-    "step_budget",
-    "paged_allocation",
-    "prefix_caching",
-    "overlap",
-    "cuda_graphs",
-    "flat_gemm",
-    "tuned_products",
-    "gated_products",
-    "deep_fusion",
-    "persistent_decode",
-    "cascade_attention",
-    "unified_maximum",
-    "programmatic_launch",
-    "batch_invariant",
-)
 BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU, unless the user says otherwise
 
 
@@ -62,7 +40,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     print_facts(facts)
     results = []
     for name in names:
-        for number, result in enumerate(measure(name, config, quick=args.quick, say=_say)):
+        for number, result in enumerate(measure(name, config, quick=args.quick, say=say)):
             print(f"\n{render(result)}")
             results.append(result)
             if args.plot:
@@ -80,11 +58,10 @@ def _device(config: EngineConfig) -> str:
 
 def _possible(device: str) -> list[str]:
     """All techniques that can be measured on this device; the others are named."""
-    names = [name for name in ABLATIONS if device == "cuda" or not find_technique(name).needs_gpu]
-    for name in ABLATIONS:
-        if name not in names:
-            print(f"{name}: missing, it needs a GPU", file=sys.stderr)
-    return names
+    for each in TECHNIQUES:
+        if each.needs_gpu and device != "cuda":
+            print(f"{each.name}: missing, it needs a GPU", file=sys.stderr)
+    return [each.name for each in TECHNIQUES if device == "cuda" or not each.needs_gpu]
 
 
 def check_device(names: Sequence[str], device: str) -> None:
@@ -103,9 +80,10 @@ def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str]
 
     device = _device(config)
     check_device([name], device)
-    module = importlib.import_module(f"headrace.bench.ablations.{name}")
+    technique = find_technique(name)
+    module = importlib.import_module(f"headrace.bench.ablations.{technique.ablation or technique.name}")
     config = _beside_each_other(config) if device == "cuda" else config
-    measured = module.measure(Lab(config, find_technique(name), quick=quick, say=say))
+    measured = module.measure(Lab(config, technique, quick=quick, say=say))
     return measured if isinstance(measured, list) else [measured]
 
 
@@ -154,10 +132,6 @@ def _facts(config: EngineConfig, *, quick: bool) -> dict[str, Any]:
     model = config.model.model or "the bundled demo"
     note = "quick form: shows that it runs, not what it is worth" if quick else "full form"
     return machine_facts(str(limits_here(config.device.device)), model=f"{model}, {config.model.dtype}", form=note)
-
-
-def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 
 def _plot_path(path: Path, name: str, number: int, *, many: bool) -> Path:

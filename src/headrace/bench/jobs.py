@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from headrace.bench.report import write_json
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 
 SHAPES = Path(__file__).parent / "shapes"
 LONGEST = 16384  # positions: what the longest row of the table needs and some; a model with fewer keeps its own
@@ -130,14 +129,3 @@ def account_of(engine: Any) -> dict[str, Any]:
 
 def _is_kernel(name: str) -> bool:
     return name.startswith("kernel ") and name != "kernel cache"
-
-
-def say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); give another file.") from error

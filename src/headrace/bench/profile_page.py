@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, say, write_text
+from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
-from headrace.bench.report import machine_facts, table, write_json
+from headrace.bench.report import machine_facts, say, table, write_json, write_text
 from headrace.bench.table_start import READY, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from headrace.bench.jobs import account_of, child_main, device_name, say
+from headrace.bench.jobs import account_of, child_main, device_name
 from headrace.bench.offline import limits_here
 from headrace.bench.profile_step import Case, Stepper, scaled_cases
-from headrace.bench.report import machine_facts, write_json
+from headrace.bench.report import machine_facts, say, write_json
 from headrace.bench.table_measure import TableBench
 from headrace.bench.table_rows import scaled, select_rows
 from headrace.bench.table_run import limits_of

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -77,9 +79,18 @@ def print_figures(figures: Mapping[str, Any]) -> None:
         print(f"{name:<{width}}  {_cell(value)}")
 
 
+def say(line: str) -> None:
+    """How far a long measurement has come."""
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
+
+
 def write_json(path: Path, payload: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(payload, indent=1, allow_nan=False, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     try:
-        path.write_text(json.dumps(payload, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); give another file.") from error
 

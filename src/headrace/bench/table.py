@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child, say, write_text
-from headrace.bench.report import machine_facts, write_json
+from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
+from headrace.bench.report import machine_facts, say, write_json, write_text
 from headrace.bench.table_measure import Measured
 from headrace.bench.table_merge import combine, read_files
 from headrace.bench.table_peers import Peer, load_peer

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.jobs import account_of, child_main, device_name, say
+from headrace.bench.jobs import account_of, child_main, device_name
 from headrace.bench.offline import limits_here
-from headrace.bench.report import machine_facts, write_json
+from headrace.bench.report import machine_facts, say, write_json
 from headrace.bench.table_measure import Measured, TableBench
 from headrace.bench.table_rows import Row, scaled, select_rows
 from headrace.config import EngineConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.ablate import gain
-from headrace.bench.jobs import say
+from headrace.bench.report import say
 from headrace.techniques import TECHNIQUES, find_technique
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.calibration_report import report
-from headrace.bench.jobs import config_for, flags_of, known_shapes, say
-from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.jobs import config_for, flags_of, known_shapes
+from headrace.bench.report import machine_facts, print_facts, say, table, write_json
 from headrace.bench.truth_loads import Part, loads_for
 from headrace.bench.truth_run import Ran, run_offline, run_served
 from headrace.config import EngineConfig
