@@ -348,16 +348,16 @@ TRACES = {
     "columns.jsonl": ('{"timestamp": 1}\n', ".*has the columns 'timestamp'; its columns must be one of"),
     "back.csv": (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3,8\n2023-11-16 18:17:03.0319600,3,8\n",
-        "Row 2 of the trace .* before the row above",
+        "Row 2 of the trace .* at -1.000 s after the first row",
     ),
-    "negative.jsonl": ('{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 of the trace .* at -0.005 s, before 0"),
+    "negative.jsonl": ('{"timestamp": -5, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 of the trace .* at -0.005 s; give"),
     "length.jsonl": ('{"timestamp": 5, "input_length": -3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* has -3 prompt"),
     "long.jsonl": (
         '{"timestamp": 5, "input_length": 30, "output_length": 1, "hash_ids": [1]}\n'
         '{"timestamp": 6, "input_length": 90000, "output_length": 7, "hash_ids": [1]}\n',
         r"1 of 2 requests .*request 2 has 90000 \+ 7",
     ),
-    "deep.jsonl": ("[" * 100_000 + "\n", ".*cannot be read after row 0"),
+    "deep.jsonl": ("[" * 100_000 + "\n", "Row 1 .*cannot be read"),
     "endless.jsonl": ('{"timestamp": Infinity, "input_length": 3, "output_length": 1, "hash_ids": []}\n', "Row 1 .* at inf s"),
     "empty.jsonl": ("", ".*no requests"),
 }

@@ -58,15 +58,29 @@ class Layout:
 
 
 def _azure(row: Row) -> TraceRow:
-    return TraceRow(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+    return TraceRow(_seconds(row["TIMESTAMP"]), _whole(row["ContextTokens"]), _whole(row["GeneratedTokens"]))
 
 
 def _burst(row: Row) -> TraceRow:
-    return TraceRow(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+    return TraceRow(float(row["Timestamp"]), _whole(row["Request tokens"]), _whole(row["Response tokens"]))
 
 
 def _mooncake(row: Row) -> TraceRow:
-    return TraceRow(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), tuple(map(int, row["hash_ids"])))
+    return TraceRow(float(row["timestamp"]) / 1e3, _whole(row["input_length"]), _whole(row["output_length"]), _hashes(row["hash_ids"]))
+
+
+def _whole(value: Any) -> int:
+    """A length. Copies that other programs made write 100 as 100.0."""
+    if isinstance(value, bool) or not float(value).is_integer():
+        raise ValueError(f"{str(value)[:40]} is no whole number of tokens")
+    return int(float(value))
+
+
+def _hashes(value: Any) -> tuple[int, ...]:
+    ids = tuple(map(int, value))
+    if list(ids) != value or min(ids, default=0) < 0:
+        raise ValueError(f"the hash ids {str(value)[:40]} are no list of whole numbers from 0 on")
+    return ids
 
 
 LAYOUTS = (
@@ -92,9 +106,8 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
         with path.open(newline="", encoding="utf-8-sig") as lines:
             for row in _rows(path, lines):
                 first = row.at if not number else first
-                number += 1
-                _check_row(path, number, row, last)
-                last = row.at
+                _check_row(path, number + 1, row, first, last)
+                number, last = number + 1, row.at
                 yield replace(row, at=row.at - first)
     except ConfigError:
         raise
@@ -102,8 +115,8 @@ def read_trace(path: Path) -> Iterator[TraceRow]:
         raise ConfigError(f"The trace {path} cannot be read ({error.strerror}); give an existing file.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"The trace {path} is no text (byte {error.object[error.start]:#04x} at {error.start}); give CSV or JSON lines.") from error
-    except (KeyError, ValueError, TypeError, RecursionError, csv.Error) as error:
-        raise ConfigError(f"The trace {path} cannot be read after row {number} ({_why(error)}); mend or remove the row that follows.") from error
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
+        raise ConfigError(f"Row {number + 1} of the trace {path} cannot be read ({_why(error)}); mend or remove it.") from error
 
 
 def _why(error: Exception) -> str:
@@ -112,8 +125,8 @@ def _why(error: Exception) -> str:
 
 def _rows(path: Path, lines: TextIO) -> Iterator[TraceRow]:
     bounded = _bounded(path, lines)
-    begin = next(bounded, "")
-    if not begin.strip():
+    begin = next((line for line in bounded if line.strip()), "")
+    if not begin:
         return
     bounded = chain([begin], bounded)
     if begin.lstrip().startswith(("{", "[")):
@@ -126,7 +139,7 @@ def _rows(path: Path, lines: TextIO) -> Iterator[TraceRow]:
     published = {_plain(name): name for name in layout.columns}
     wanted = {name: published[_plain(name)] for name in head if _plain(name) in published}
     for row in values:
-        yield layout.read({wanted[name]: value for name, value in row.items() if name in wanted})
+        yield layout.read({wanted[name]: value for name, value in row.items() if name in wanted and value is not None})
 
 
 def _object(line: str) -> Row:
@@ -158,12 +171,13 @@ def _layout(path: Path, head: Sequence[str]) -> Layout:
     raise ConfigError(f"The trace {path} has the columns {shown}; its columns must be one of: {known}.")
 
 
-def _check_row(path: Path, number: int, row: TraceRow, last: float) -> None:
+def _check_row(path: Path, number: int, row: TraceRow, first: float, last: float) -> None:
     if number > MOST_ROWS:
         raise ConfigError(f"The trace {path} has more than {MOST_ROWS:,} requests; take a part of it with --num-prompts.")
     if row.prompt < 1 or row.output < 0:
         raise ConfigError(f"Row {number} of the trace {path} has {row.prompt} prompt and {row.output} output tokens; give at least 1 and 0.")
-    if not max(0.0, last) <= row.at < math.inf:
-        raise ConfigError(
-            f"Row {number} of the trace {path} is at {row.at:.3f} s, before 0 or before the row above it ({last:.3f} s); sort the rows by time."
-        )
+    if not 0.0 <= row.at < math.inf:
+        raise ConfigError(f"Row {number} of the trace {path} is at {row.at:.3f} s; give finite times from 0 on.")
+    if row.at < last:
+        back = f"{row.at - first:.3f} s after the first row, and the row above it at {last - first:.3f} s"
+        raise ConfigError(f"Row {number} of the trace {path} is at {back}; sort the rows by time.")
