@@ -20,7 +20,7 @@ from headrace.engine import grammar_check, grammar_masks
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
-from headrace.errors import InvalidRequest
+from headrace.errors import InvalidRequest, ModelError
 from headrace.request import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 from headrace.worker.host import process_memory
@@ -332,6 +332,26 @@ def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_do
     answers = run(core)
     assert "unknown special token" in (answers.finished[0, 0].message or "")
     assert len(answers.tokens[1, 0]) == 8
+
+
+def test_a_vocabulary_that_is_gone_ends_the_request_that_asked_for_it_and_nobody_else() -> None:
+    there = iter((OSError("/secret/tokenizer.json"), ModelError("/secret/tokenizer.json is gone")))
+
+    def vanished() -> Vocabulary:
+        error = next(there, None)
+        if error is None:
+            return vocabulary()
+        raise error
+
+    masks = GrammarMasks(vanished)
+    core = engine(masks=masks)
+    for request_id in range(3):
+        core.add(request(request_id, [1, 2], structured_outputs=StructuredOutputs(regex="a+"), max_tokens=2))
+        core.add(request(10 + request_id, [3, 4], max_tokens=2))
+    finished = {request_id: each for (request_id, _), each in run(core).finished.items()}
+    assert [finished[each].reason.value for each in (0, 1, 2, 10, 11, 12)] == ["error", "error", "length", "length", "length", "length"]
+    assert "OSError" in (finished[0].message or "") and "secret" not in f"{finished[0].message}{finished[1].message}"
+    masks.close()
 
 
 def test_a_request_that_leaves_while_it_is_compiled_never_begins() -> None:

@@ -8,6 +8,7 @@ What lives here: compiled grammars, matchers of live answers, masks. What may no
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from headrace.sequence import Sequence as LiveSequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+_log = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
 _BYTES_EACH, _BYTES_A_CHARACTER = 2**18, 160  # of a compiled grammar, about: measured over 1,200 JSON schemas, on the high side
@@ -122,6 +125,9 @@ class GrammarMasks:
             compiled = future.result()
         except GrammarError as error:
             return request, f"the grammar cannot be followed with this model's tokens: {error}"
+        except Exception as error:  # a tokenizer that is gone, no memory …: whatever it is, this request's alone
+            _log.exception("the grammar of a request could not be compiled")
+            return request, f"the grammar could not be compiled ({type(error).__name__}). The engine's log has the details; other requests go on."
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
         self._live[request.request_id] = _Live(compiled)
