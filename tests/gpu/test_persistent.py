@@ -17,24 +17,13 @@ from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from support import tiny
 from support.card import STRICT, params, require_card
+from support.specs import LLAMA_1B
 
 require_card()
 
 CUDA = torch.device("cuda")
 VOCAB, LONGEST = 300, 6000
-BASE = DecoderSpec(
-    family="llama",
-    vocab_size=VOCAB,
-    hidden_size=2048,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate_size=8192,
-    layers=(LayerSpec(),) * 3,
-    max_positions=LONGEST,
-    rope=RopeSpec(theta=500000.0, rotary_dim=64),
-    attention_scale=64**-0.5,
-)
+BASE = replace(LLAMA_1B, vocab_size=VOCAB, layers=(LayerSpec(),) * 3, max_positions=LONGEST)
 SPECS = {
     "heads of 64": BASE,
     "heads of 128": replace(BASE, hidden_size=4096, head_dim=128, intermediate_size=14336, rope=RopeSpec(5e5, 128), attention_scale=128**-0.5),

@@ -13,22 +13,9 @@ import pytest
 
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.step_shape import SOURCES, StepShape, why_not
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from support.specs import LLAMA_8B
 
-BASE = DecoderSpec(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    layers=(LayerSpec(),) * 32,
-    max_positions=4096,
-    rope=RopeSpec(theta=500000.0, rotary_dim=128),
-    attention_scale=128**-0.5,
-)
-SHAPE = StepShape(BASE, block_size=128, programs=132)
+SHAPE = StepShape(LLAMA_8B, block_size=128, programs=132)
 SHARED = 232448  # bytes a program may have
 
 
@@ -96,7 +83,7 @@ def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -
 
 def test_a_shape_that_cannot_be_dealt_is_refused_by_both(tmp_path: Path) -> None:
     """What the source asserts and what Python declines are one rule."""
-    assert why_not(BASE, 132) is None
+    assert why_not(LLAMA_8B, 132) is None
     text = compiler.source(*SOURCES)
     wrong = tuple("-DINNER=8200" if each.startswith("-DINNER=") else each for each in SHAPE.options())
     try:

@@ -23,9 +23,8 @@ from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, Prompts, arriving, conversing
 from headrace.request import Request
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from support.specs import SMALL
 
-SPEC = DecoderSpec("llama", 512, 64, 4, 2, 16, 128, (LayerSpec(),) * 2, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16")
 STEADY = StepPrice(0.125, 0.1, 1.0, 1.0)
 LENGTHS = Lengths(20, 12, 0.5)
 
@@ -114,14 +113,14 @@ def test_a_leap_ends_where_somebody_has_thought(depth: int) -> None:
     for load in (Load(asked, max_concurrency=3), Load(arriving(asked, 0.2, seed=2))):
         config = EngineConfig()
         config = replace(config, device=replace(config.device, overlap=depth))
-        runs = [simulate(SPEC, config, known_devices()["l40s"], replace(load, stepwise=stepwise)) for stepwise in (True, False)]
+        runs = [simulate(SMALL, config, known_devices()["l40s"], replace(load, stepwise=stepwise)) for stepwise in (True, False)]
         assert runs[0].figures == runs[1].figures and runs[0].samples == runs[1].samples
 
 
 def test_prefixes_are_reused_from_turn_to_turn() -> None:
     asked = conversing(4, 5, Lengths(200, 100), system=512, think=1.0)
     alone = [replace(each, follows=None, pieces=(index,), piece=each.prompt) for index, each in enumerate(asked)]
-    talk, single = (simulate(SPEC, EngineConfig(), known_devices()["l40s"], Load(each, max_concurrency=1)).figures for each in (asked, alone))
+    talk, single = (simulate(SMALL, EngineConfig(), known_devices()["l40s"], Load(each, max_concurrency=1)).figures for each in (asked, alone))
     assert talk["prefix_hit_share"] > 0.7 and single["prefix_hit_share"] < 0.1
     assert talk["total_input_tokens"] == single["total_input_tokens"]
 

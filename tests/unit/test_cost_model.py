@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.models.families import spec_from_config
 from headrace.request import StepPlan
-from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, RopeSpec, kv_groups
+from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, kv_groups
 from support.outside import shared
+from support.specs import TINY
 
 NONE = array("i")
 
@@ -29,14 +31,6 @@ def plan(starts: list[int], counts: list[int], sampled: int | None = None) -> St
     rows = array("i", range(len(starts)))
     sample = array("i", range(len(starts) if sampled is None else sampled))
     return StepPlan(0, NONE, (), NONE, NONE, NONE, NONE, NONE, NONE, NONE, rows, array("i", starts), array("i", counts), sample, sample)
-
-
-def tiny(**changes: object) -> DecoderSpec:
-    fields: dict[str, object] = dict(
-        family="tiny", vocab_size=10, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=6,
-        layers=(LayerSpec(),) * 3, max_positions=64, rope=RopeSpec(theta=1e4, rotary_dim=2), attention_scale=1.0,
-    )
-    return DecoderSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def model(spec: DecoderSpec, device: DeviceProfile) -> CostModel:
@@ -69,7 +63,7 @@ def test_load_equals_a_walk_over_every_query(window: int | None) -> None:
 
 
 def test_operators_of_a_tiny_model_by_hand() -> None:
-    cost = by_name(model(tiny(), profile()), StepLoad(tokens=5, sampled=2, pairs=(7.0,), keys=(9.0,)))
+    cost = by_name(model(TINY, profile()), StepLoad(tokens=5, sampled=2, pairs=(7.0,), keys=(9.0,)))
     assert cost["qkv"] == (3 * 4 * (4 + 2 + 2) * 2, 2 * 3 * 4 * 8 * 5)
     assert cost["o"] == (3 * 4 * 4 * 2, 2 * 3 * 16 * 5)
     assert cost["gate_up"] == (3 * 4 * 12 * 2, 2 * 3 * 48 * 5)
@@ -83,7 +77,7 @@ def test_operators_of_a_tiny_model_by_hand() -> None:
 
 def test_floor_is_a_sum_of_maxima_and_overlap_a_maximum_of_sums() -> None:
     load = StepLoad(tokens=5, sampled=2, pairs=(7.0,), keys=(9.0,))
-    cost = model(tiny(), profile(bandwidth=1e3, rate=5e3, efficiency=0.5, step_overhead=2.0))
+    cost = model(TINY, profile(bandwidth=1e3, rate=5e3, efficiency=0.5, step_overhead=2.0))
     parts = [op for op in cost.operators(load) if op.in_floor]
     total = cost.estimate_load(load)
     assert total.floor_seconds == pytest.approx(sum(max(op.bytes / 1e3, op.flops / 5e3) for op in parts))
@@ -93,24 +87,24 @@ def test_floor_is_a_sum_of_maxima_and_overlap_a_maximum_of_sums() -> None:
 
 
 def test_a_step_that_samples_nothing_does_not_read_the_head() -> None:
-    names = by_name(model(tiny(), profile()), StepLoad(tokens=5, sampled=0, pairs=(7.0,), keys=(9.0,)))
+    names = by_name(model(TINY, profile()), StepLoad(tokens=5, sampled=0, pairs=(7.0,), keys=(9.0,)))
     assert "lm_head" not in names
 
 
 def test_an_empty_step_costs_its_overhead_alone() -> None:
-    cost = model(tiny(), profile(step_overhead=3.0)).estimate(plan([], []))
+    cost = model(TINY, profile(step_overhead=3.0)).estimate(plan([], []))
     assert (cost.bytes, cost.flops, cost.floor_seconds, cost.seconds) == (0, 0, 0, 3.0)
 
 
 def test_sliding_layers_read_their_window_only() -> None:
-    spec = tiny(layers=(LayerSpec(), LayerSpec(window=4), LayerSpec(window=4)))
+    spec = replace(TINY, layers=(LayerSpec(), LayerSpec(window=4), LayerSpec(window=4)))
     attention = [op.bytes for op in model(spec, profile()).operators(load_of(plan([99], [1]), (None, 4))) if op.name == "attention"]
     assert attention == [100 * 1 * 8, 4 * 2 * 8]
 
 
 def test_experts_count_the_distinct_ones() -> None:
     moe = MoESpec(num_experts=8, top_k=2, intermediate_size=3, renormalize=True)
-    cost = model(tiny(layers=(LayerSpec(moe=moe),) * 3), profile())
+    cost = model(replace(TINY, layers=(LayerSpec(moe=moe),) * 3), profile())
     one = by_name(cost, StepLoad(1, 1, (1.0,), (1.0,)))
     assert one["experts"] == pytest.approx((3 * 2 * 3 * 4 * 3 * 2, 3 * 2 * 2 * 3 * 4 * 3))  # exactly top_k experts
     assert one["router"] == (3 * 8 * 4 * 2, 2 * 3 * 8 * 4)
@@ -120,8 +114,8 @@ def test_experts_count_the_distinct_ones() -> None:
 
 
 def test_biases_and_learned_positions_are_bytes_too() -> None:
-    plain = by_name(model(tiny(), profile()), StepLoad(5, 2, (7.0,), (9.0,)))
-    spec = tiny(qkv_bias=True, rope=None, gated_mlp=False)
+    plain = by_name(model(TINY, profile()), StepLoad(5, 2, (7.0,), (9.0,)))
+    spec = replace(TINY, qkv_bias=True, rope=None, gated_mlp=False)
     biased = by_name(model(spec, profile()), StepLoad(5, 2, (7.0,), (9.0,)))
     assert biased["qkv"][0] - plain["qkv"][0] == 3 * 8 * 2
     assert biased["embedding"][0] == 2 * plain["embedding"][0]
@@ -173,7 +167,7 @@ def test_floors_of_a_sparse_model_by_hand() -> None:
 
 def test_estimating_is_cheap_enough_for_every_step() -> None:
     """20 µs at 256 rows is the budget on a quiet core; twice that here leaves room for a busy one, and the best of many is taken."""
-    cost = model(tiny(layers=(LayerSpec(), LayerSpec(window=4)) * 8), profile())
+    cost = model(replace(TINY, layers=(LayerSpec(), LayerSpec(window=4)) * 8), profile())
     step = plan(list(range(256)), [1] * 255 + [700])
     best = 1.0
     for _ in range(300):
@@ -184,7 +178,7 @@ def test_estimating_is_cheap_enough_for_every_step() -> None:
 
 
 def test_a_group_names_its_own_layers() -> None:
-    spec = tiny()
+    spec = TINY
     group = KVSpec(layers=(0,), kind=KVKind.FULL, block_size=16, num_kv_heads=1, head_dim=2, dtype_bytes=4)
     cost = CostModel(spec, (group,), profile(), weight_bytes=2, dtype="bfloat16")
     assert by_name(cost, StepLoad(1, 1, (1.0,), (10.0,)))["attention"][0] == 10 * 2 * 2 * 4

@@ -25,11 +25,10 @@ from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, prompt_ids
 from headrace.request import NO_EXPECTATIONS, Expectations, StepPlan
 from headrace.scheduler.policies import POLICIES
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from headrace.spec import LayerSpec
+from support.specs import SMALL
 
-SLIDING = DecoderSpec(
-    "gemma", 512, 64, 4, 2, 16, 128, (LayerSpec(window=24), LayerSpec()) * 2, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16"
-)
+SLIDING = replace(SMALL, layers=(LayerSpec(window=24), LayerSpec()) * 2)
 
 
 EXPECTED = (NO_EXPECTATIONS, Expectations(ttft=1.0, reading_speed=5.0), Expectations(reading_speed=40.0))

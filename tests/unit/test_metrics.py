@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,8 @@ from headrace.cost.cost_model import CostModel
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.metrics import DeviceTimeline, Histogram, StepRecorder, StepTimes, render_histogram, render_steps
 from headrace.request import StepPlan, StepResult
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from headrace.spec import LayerSpec, kv_groups
+from support.specs import TINY
 
 NONE = array("i")
 
@@ -27,10 +29,7 @@ def times(submitted: float, collected: float, host_seconds: float = 0.1, *, cont
 
 @pytest.fixture
 def cost_model() -> CostModel:
-    spec = DecoderSpec(
-        family="tiny", vocab_size=10, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=6, layers=(LayerSpec(),),
-        max_positions=64, rope=RopeSpec(theta=1e4, rotary_dim=2), attention_scale=1.0,
-    )
+    spec = replace(TINY, layers=(LayerSpec(),))
     identity = DeviceIdentity(kind="cpu", name="test", threads=1)
     profile = DeviceProfile(identity=identity, read_bandwidth=1e3, copy_bandwidth=1e3, gemm_rates={"bfloat16": 1e6}, efficiency=0.5)
     return CostModel(spec, kv_groups(spec, 16, 2), profile, weight_bytes=2, dtype="bfloat16")

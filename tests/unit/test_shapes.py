@@ -7,26 +7,15 @@ from dataclasses import replace
 import pytest
 
 from headrace.cost.shapes import Heads, Product, Suspect, Target, suspects, wave_use
-from headrace.spec import DecoderSpec, LayerSpec, MoESpec
+from headrace.spec import LayerSpec, MoESpec
+from support.specs import LLAMA_8B
 
 H200 = Target("cuda", 132, 16, 2048)
 CPU = Target("cpu", 2, 4, 256)
-EVEN = DecoderSpec(
-    family="even",
-    vocab_size=128256,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    layers=(LayerSpec(),) * 32,
-    max_positions=8192,
-    rope=None,
-)
 
 
 def found(target: Target = H200, **changes: object) -> list[Suspect]:
-    return list(suspects(replace(EVEN, **changes), target))  # type: ignore[arg-type]
+    return list(suspects(replace(LLAMA_8B, **changes), target))  # type: ignore[arg-type]
 
 
 def test_a_shape_that_fits_is_not_suspected() -> None:

@@ -33,12 +33,10 @@ from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
 from headrace.request import Request, SamplingParams, StepPlan
-from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
+from support.specs import SMALL
 
-HIDDEN, WIDE, VOCAB, LAYERS = 64, 128, 512, 2
-SPEC = DecoderSpec(
-    "llama", VOCAB, HIDDEN, 4, 2, 16, WIDE, (LayerSpec(),) * LAYERS, 4096, RopeSpec(10_000.0, 16), checkpoint_dtype="bfloat16", tied_head=True
-)
+HIDDEN, WIDE, VOCAB, LAYERS = SMALL.hidden_size, SMALL.intermediate_size, SMALL.vocab_size, SMALL.num_layers
+SPEC = replace(SMALL, tied_head=True)
 WHOLE = Share(1.0, 1.0)
 BANDWIDTH, RATE = 1e6, 1e8  # so slow that a step takes a part of a second
 

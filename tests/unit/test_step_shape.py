@@ -8,24 +8,9 @@ import pytest
 
 from headrace.kernels.cuda.step_shape import StepShape, why_not
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind, RopeSpec
+from support.specs import LLAMA_1B, LLAMA_8B
 
 H200 = 132  # multiprocessors
-LLAMA_8B = DecoderSpec(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    layers=(LayerSpec(),) * 32,
-    max_positions=131072,
-    rope=RopeSpec(theta=500000.0, rotary_dim=128),
-    attention_scale=128**-0.5,
-)
-LLAMA_1B = replace(
-    LLAMA_8B, hidden_size=2048, head_dim=64, intermediate_size=8192, layers=(LayerSpec(),) * 16, rope=RopeSpec(theta=500000.0, rotary_dim=64)
-)
 LLAMA_3B = replace(LLAMA_8B, hidden_size=3072, num_heads=24, intermediate_size=8192, layers=(LayerSpec(),) * 28)
 EXPERTS = MoESpec(num_experts=8, top_k=2, intermediate_size=768, renormalize=True)
 
