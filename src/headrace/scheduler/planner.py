@@ -189,7 +189,8 @@ class Planner:
             taker.last_step = plan.step_id
             if taker.num_tokens == taker.max_num_tokens:
                 self.roster.stale = True  # fully planned: it leaves ``running`` and waits for its result
-            self.roster.refresh(taker)
+        for sibling in siblings:
+            self.roster.refresh(sibling)
 
     def _send_row(self, sequence: Sequence, plan: PlanBuilder) -> None:
         assert sequence.row is not None

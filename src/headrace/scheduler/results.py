@@ -61,7 +61,13 @@ def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[
     if not cohort.stop_ids.isdisjoint(tokens):
         heeded = sorted({*heeded, *(place for place, token in enumerate(tokens) if token in members[place].stop_ids)})
     outputs = TokenOutputs(cohort.request_ids, cohort.indices, result.tokens)
-    taken = {place: _accept(roster, cohort.settle(place), place, result, (), now) for place in heeded}
+    taken = {}
+    for place in heeded:
+        sequence = cohort.settle(place)
+        if _only_fills_a_block(sequence, tokens[place]):
+            _append_plain(roster, sequence, tokens[place])
+        else:
+            taken[place] = _accept(roster, sequence, place, result, (), now)
     cohort.take(tokens, heeded)
     if all(output.finished is None for output in taken.values()):
         return outputs  # they are what they would have been without a thought
@@ -72,11 +78,20 @@ def take_unseen(roster: Roster, cohort: Cohort, tokens: list[int]) -> None:
     """``take_alike`` where nobody can end and nobody is told."""
     heeded = cohort.due_to_take()
     for place in heeded:
-        sequence = cohort.settle(place)
-        sequence.token_ids.append(tokens[place])
-        roster.link(sequence)
-        roster.refresh(sequence)
+        _append_plain(roster, cohort.settle(place), tokens[place])
     cohort.take(tokens, heeded)
+
+
+def _only_fills_a_block(sequence: Sequence, token: int) -> bool:
+    """It ends neither by length, nor by this token, nor by a loop."""
+    return sequence.repetition is None and len(sequence.token_ids) + 1 < sequence.max_num_tokens and token not in sequence.stop_ids
+
+
+def _append_plain(roster: Roster, sequence: Sequence, token: int) -> None:
+    """A running sequence's next token, which ends nothing."""
+    sequence.token_ids.append(token)
+    roster.link(sequence)
+    roster.refresh(sequence)
 
 
 def single_tokens(result: StepResult) -> list[int] | None:
