@@ -374,6 +374,10 @@ class NewRow:
     adapter: str | None = None
 
 
+def _nothing() -> array[int]:
+    return array("i")
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, as a delta on the workers' rows; all arrays are flat ``array('i')``, equal for every rank.
@@ -389,20 +393,20 @@ class StepPlan:
     """
 
     step_id: int
-    rows_dropped: array[int]
-    rows_added: tuple[NewRow, ...]
-    table_row: array[int]  # block-table edits, parallel arrays: row, KV group, index in the table, block id
-    table_group: array[int]
-    table_index: array[int]
-    table_block: array[int]
-    copy_group: array[int]  # whole-block copies, before anything is written by this step, in order
-    copy_source: array[int]
-    copy_target: array[int]
-    rows: array[int]
-    starts: array[int]
-    counts: array[int]
-    sample_work: array[int]
-    sample_rows: array[int]
+    rows_dropped: array[int] = field(default_factory=_nothing)
+    rows_added: tuple[NewRow, ...] = ()
+    table_row: array[int] = field(default_factory=_nothing)  # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    table_group: array[int] = field(default_factory=_nothing)
+    table_index: array[int] = field(default_factory=_nothing)
+    table_block: array[int] = field(default_factory=_nothing)
+    copy_group: array[int] = field(default_factory=_nothing)  # whole-block copies, before anything is written by this step, in order
+    copy_source: array[int] = field(default_factory=_nothing)
+    copy_target: array[int] = field(default_factory=_nothing)
+    rows: array[int] = field(default_factory=_nothing)
+    starts: array[int] = field(default_factory=_nothing)
+    counts: array[int] = field(default_factory=_nothing)
+    sample_work: array[int] = field(default_factory=_nothing)
+    sample_rows: array[int] = field(default_factory=_nothing)
     prompt_logprobs: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
 

@@ -5,7 +5,6 @@ The device is a list of things to do that nobody does before somebody waits for 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,11 +20,6 @@ from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.pinned import Mailbox
 from headrace.worker.queued_executor import QueuedExecutor
 from support.recorded_graphs import info_of
-
-
-def plan_of(step_id: int) -> StepPlan:
-    nothing: Any = array("i")
-    return StepPlan(step_id, nothing, (), *[nothing] * 12)
 
 
 class LateRunner:
@@ -77,7 +71,7 @@ def executor_of(runner: LateRunner) -> QueuedExecutor:
 def test_steps_are_launched_at_once_and_read_in_their_order() -> None:
     runner = LateRunner()
     executor = executor_of(runner)
-    tickets = [executor.submit(plan_of(step)) for step in range(3)]
+    tickets = [executor.submit(StepPlan(step)) for step in range(3)]
     assert runner.calls == [("launch", 0), ("launch", 1), ("launch", 2)]
     assert [executor.collect(ticket).step_id for ticket in tickets] == [0, 1, 2]
     assert runner.calls[3:] == [("read", 0), ("read", 1), ("read", 2)]
@@ -85,7 +79,7 @@ def test_steps_are_launched_at_once_and_read_in_their_order() -> None:
 
 def test_collecting_out_of_order_is_our_own_mistake() -> None:
     executor = executor_of(LateRunner())
-    executor.submit(plan_of(0)), executor.submit(plan_of(1))
+    executor.submit(StepPlan(0)), executor.submit(StepPlan(1))
     with pytest.raises(AssertionError, match="step 1 was collected before step 0"):
         executor.collect(Ticket(1))
 
@@ -96,7 +90,7 @@ def test_collecting_out_of_order_is_our_own_mistake() -> None:
 def test_a_launch_that_fails_is_told_at_its_collect_and_those_behind_it_are_not_tried(error: Exception) -> None:
     runner = LateRunner(launch=(1, error))
     executor = executor_of(runner)
-    tickets = [executor.submit(plan_of(step)) for step in range(3)]
+    tickets = [executor.submit(StepPlan(step)) for step in range(3)]
     assert ("launch", 2) not in runner.calls
     assert executor.collect(tickets[0]).step_id == 0
     with pytest.raises(StepFailed) as caught:
@@ -112,10 +106,10 @@ def test_a_launch_that_fails_is_told_at_its_collect_and_those_behind_it_are_not_
 def test_what_shows_only_at_reading_is_that_steps_failure_and_the_next_ones(error: Exception) -> None:
     runner = LateRunner(read=(0, error))
     executor = executor_of(runner)
-    first = executor.submit(plan_of(0))
+    first = executor.submit(StepPlan(0))
     with pytest.raises(StepFailed):
         executor.collect(first)
-    second = executor.submit(plan_of(1))
+    second = executor.submit(StepPlan(1))
     assert ("launch", 1) not in runner.calls
     with pytest.raises(StepFailed, match="builds on"):
         executor.collect(second)
@@ -124,23 +118,23 @@ def test_what_shows_only_at_reading_is_that_steps_failure_and_the_next_ones(erro
 def test_recovery_restores_before_rows_are_forgotten_and_steps_run_again() -> None:
     runner = LateRunner(launch=(0, ValueError()))
     executor = executor_of(runner)
-    ticket = executor.submit(plan_of(0))
+    ticket = executor.submit(StepPlan(0))
     with pytest.raises(AssertionError, match="collected first"):
         executor.recover()
     with pytest.raises(StepFailed):
         executor.collect(ticket)
     executor.recover()
     assert runner.calls[-2:] == [("restore", -1), ("forget", -1)]
-    assert executor.collect(executor.submit(plan_of(1))).step_id == 1
+    assert executor.collect(executor.submit(StepPlan(1))).step_id == 1
 
 
 def test_a_closed_executor_waits_for_the_device_gives_memory_back_and_runs_nothing(calls: list[str]) -> None:
     executor = executor_of(LateRunner())
-    executor.submit(plan_of(0))
+    executor.submit(StepPlan(0))
     executor.close()
     assert calls == ["synchronize", "empty_cache"]
     with pytest.raises(AssertionError, match="closed"):
-        executor.submit(plan_of(1))
+        executor.submit(StepPlan(1))
 
 
 # --- the mailbox ------------------------------------------------------------------------------------------------------
@@ -234,13 +228,13 @@ def test_after_a_step_that_never_ran_both_sides_begin_again(queue: Queue) -> Non
 
 
 def masked(step_id: int) -> StepPlan:
-    return replace(plan_of(step_id), masked=(0,))
+    return replace(StepPlan(step_id), masked=(0,))
 
 
 def test_a_masked_step_is_computed_before_the_one_before_it_is_read_and_sampled_after(calls: list[str]) -> None:
     runner = LateRunner()
     executor = executor_of(runner)
-    first, second = executor.submit(plan_of(0)), executor.submit(masked(1))
+    first, second = executor.submit(StepPlan(0)), executor.submit(masked(1))
     executor.collect(first)
     executor.sample(second, TokenMasks())
     executor.collect(second)

@@ -19,8 +19,6 @@ from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, kv_gr
 from support.outside import shared
 from support.specs import TINY
 
-NONE = array("i")
-
 
 def profile(bandwidth: float = 1.0, rate: float = 1e30, **more: float) -> DeviceProfile:
     identity = DeviceIdentity(kind="cpu", name="test", threads=1)
@@ -30,7 +28,7 @@ def profile(bandwidth: float = 1.0, rate: float = 1e30, **more: float) -> Device
 def plan(starts: list[int], counts: list[int], sampled: int | None = None) -> StepPlan:
     rows = array("i", range(len(starts)))
     sample = array("i", range(len(starts) if sampled is None else sampled))
-    return StepPlan(0, NONE, (), NONE, NONE, NONE, NONE, NONE, NONE, NONE, rows, array("i", starts), array("i", counts), sample, sample)
+    return StepPlan(0, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=sample, sample_rows=sample)
 
 
 def model(spec: DecoderSpec, device: DeviceProfile) -> CostModel:

@@ -15,12 +15,10 @@ from headrace.request import StepPlan, StepResult
 from headrace.spec import LayerSpec, kv_groups
 from support.specs import TINY
 
-NONE = array("i")
-
 
 def plan(step_id: int, starts: list[int], counts: list[int]) -> StepPlan:
     rows = array("i", range(len(starts)))
-    return StepPlan(step_id, NONE, (), NONE, NONE, NONE, NONE, NONE, NONE, NONE, rows, array("i", starts), array("i", counts), rows, rows)
+    return StepPlan(step_id, rows=rows, starts=array("i", starts), counts=array("i", counts), sample_work=rows, sample_rows=rows)
 
 
 def times(submitted: float, collected: float, host_seconds: float = 0.1, *, continuous: bool = True) -> StepTimes:

@@ -78,12 +78,8 @@ def test_what_fits_is_what_the_plain_search_finds_or_a_little_less(
 
 @given(positions, st.integers(0, 300), st.integers(1, 300), st.sampled_from([None, 1, 7, 64, 1000]))
 def test_pairs_and_keys_of_a_chunk_are_those_of_the_cost_model(starts: list[int], start: int, count: int, window: int | None) -> None:
-    empty = array("i")
-    rows = array("i", range(len(starts) + 1))
-    plan = StepPlan(
-        0, empty, (), empty, empty, empty, empty, empty, empty, empty,
-        rows, array("i", [*starts, start]), array("i", [1] * len(starts) + [count]), rows, rows,
-    )  # fmt: skip
+    rows, counts = array("i", range(len(starts) + 1)), array("i", [1] * len(starts) + [count])
+    plan = StepPlan(0, rows=rows, starts=array("i", [*starts, start]), counts=counts, sample_work=rows, sample_rows=rows)
     load = load_of(plan, (window,))
     assert load.pairs[0] == pytest.approx(sum(pairs_of(each, 1, window) for each in starts) + pairs_of(start, count, window))
     assert load.keys[0] == pytest.approx(sum(keys_of(each, 1, window) for each in starts) + keys_of(start, count, window))

@@ -83,22 +83,14 @@ def all_masked(plan: StepPlan, vocab_size: int) -> TokenMasks:
 
 def _plan(counts: list[int], params: list[SamplingParams]) -> StepPlan:
     """New rows of ``counts`` tokens each; the i-th params are for row i, the last for all that follow."""
-    nothing, rows = array("i"), array("i", range(len(counts)))
+    rows = array("i", range(len(counts)))
     added = tuple(
         NewRow(row, row, array("i", [0]) * count, count, params[min(row, len(params) - 1)], seed=row, stop_token_ids=())
         for row, count in enumerate(counts)
     )
     return StepPlan(
         step_id=-1,
-        rows_dropped=nothing,
         rows_added=added,
-        table_row=nothing,
-        table_group=nothing,
-        table_index=nothing,
-        table_block=nothing,
-        copy_group=nothing,
-        copy_source=nothing,
-        copy_target=nothing,
         rows=rows,
         starts=array("i", [0]) * len(counts),
         counts=array("i", counts),
