@@ -13,7 +13,7 @@ from headrace.bench import tune_gated
 from headrace.bench.tune_gated import TunedGate
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda import gated_candidates, gated_measured
+from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.layers.basic import FeedForward
 from headrace.quant import Applies
@@ -120,3 +120,15 @@ def test_the_ring_fits_the_processor() -> None:
         assert gated.stages_of(columns) >= 4 and gated._shared_bytes(columns) <= 232448
         text = gated.instruction(columns)
         assert f"m64n{columns}k16" in text and text.count('"+f"') == columns // 2
+
+
+def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "_version", lambda nvrtc: "12.8")
+    monkeypatch.setattr(compiler, "_compile", lambda nvrtc, text, options: made.append(text) or b"machine code")
+    for damage in (lambda kept: kept, lambda kept: kept[:-3], lambda kept: kept[:-1] + b"!", lambda kept: b"", lambda kept: b"machine code"):
+        assert compiler.build("a", (), tmp_path) == compiler.build("a", (), tmp_path) == b"machine code"
+        (kept,) = tmp_path.iterdir()
+        kept.write_bytes(damage(kept.read_bytes()))
+    assert len(made) == 4  # the first is whole

@@ -117,5 +117,8 @@ def test_measured_forms_are_kept_and_found_again(tmp_path: Path, caplog: pytest.
     keep_forms(path, "card", found)
     keep_forms(path, "other", {Shape(1, 1): ((64, None),)})
     assert read_forms(path, "card") == found
-    path.write_text('{"card": {"8 by 16": [[1]]}}')
-    assert read_forms(path, "card") == {} and "cannot be read" in caplog.text
+    damaged = ('"8 by 16": [[1]]', '"8 x 16": [["1"]]', '"8 x 16": [[64, "flat", 64, 64, 64, 1, 4, 4.5, true]]', '"8 x 16": [[1, "x", 1]]')
+    for each in (*(f"{{{row}}}" for row in damaged), "[" * 10**5):
+        caplog.clear()
+        path.write_text(f'{{"card": {each}}}')
+        assert read_forms(path, "card") == {} and "cannot be read" in caplog.text

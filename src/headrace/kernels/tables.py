@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
-_UNREADABLE = (OSError, ValueError, TypeError, AttributeError)
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError)
 
 Weight = tuple[int, int]  # [outs, ins]
 Key = TypeVar("Key")

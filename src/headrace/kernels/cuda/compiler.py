@@ -3,7 +3,8 @@
 What lives here: finding NVRTC, compiling, keeping. What may not: sources, loading (driver.py).
 
 A build is named by the hash of everything that shapes it: source, options, the compiler's version. It is written beside its final name
-and renamed, so that processes that start together each see nothing or all of it.
+and renamed, so that processes that start together each see nothing or all of it. It begins with its own hash: one that a disk has damaged
+is made anew.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headrace.scratch import Scratch
 
 _log = logging.getLogger(__name__)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_HASH_BYTES = 32
 
 
 class CompileError(RuntimeError):
@@ -106,21 +108,26 @@ def _complaint(log: str) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "NVRTC failed without a word")[:300]
 
 
+def _hash(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
 def _kept(target: Path) -> bytes | None:
-    """An earlier build, if this user wrote it and nobody else can change it."""
+    """An earlier build, if this user wrote it, nobody else can change it, and it is whole."""
     try:
         found = target.stat()
-        ours = found.st_uid == os.getuid() and not found.st_mode & 0o022 and found.st_size > 0
-        return target.read_bytes() if ours else None
+        kept = target.read_bytes() if found.st_uid == os.getuid() and not found.st_mode & 0o022 else b""
     except OSError:
         return None
+    code = kept[_HASH_BYTES:]
+    return code if code and kept[:_HASH_BYTES] == _hash(code) else None
 
 
 def _keep(target: Path, code: bytes) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with Scratch(target.parent) as work:
-            (work / target.name).write_bytes(code)
+            (work / target.name).write_bytes(_hash(code) + code)
             os.chmod(work / target.name, 0o600)
             os.replace(work / target.name, target)
     except OSError as error:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from headrace.cost.profile import profile_folder
-from headrace.kernels.tables import keep_rows, read_rows, weight_key, weight_of
-from headrace.kernels.triton.flat_forms import Form, Forms, Shape
+from headrace.kernels.tables import keep_rows, read_rows, weight_key, weight_of, whole_numbers
+from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape
 
 SHIPPED = Path(__file__).with_name("flat_forms.json")
 
@@ -57,4 +57,10 @@ def _row(most: int, form: Form | None) -> list[Any]:
 
 
 def _form(row: list[Any]) -> tuple[int, Form | None]:
-    return (row[0], None) if len(row) == 1 else (row[0], Form(*row[1:]))
+    if len(row) == 1:
+        return whole_numbers(row)[0], None
+    most, kind, *sizes, late = row
+    if kind not in (VECTOR, FLAT) or type(late) is not bool:
+        raise ValueError(f"{row} is no form")
+    most, rows, columns, depth, ways, warps, stages = whole_numbers([most, *sizes])
+    return most, Form(kind, rows, columns, depth, ways, warps, stages, late)
