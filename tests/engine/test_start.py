@@ -15,10 +15,12 @@ from headrace import LLM, SamplingParams
 from headrace.clock import VirtualClock
 from headrace.errors import OutOfMemory
 from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.candidate import Candidate
 from headrace.layers.linear import Linear
 from headrace.models import loader
 from headrace.quant.unquantized import Unquantized
+from headrace.worker import worker
 from headrace.worker.graphs import buckets_up_to
 from headrace.worker.stages import Stages
 from headrace.worker.warm_up import product_sizes, warm_linears
@@ -46,6 +48,18 @@ def test_every_stage_of_a_start_is_timed(folder: str) -> None:
         seconds = llm.engine.core.executor.info.start_seconds
     assert list(seconds) == ["imports", "device", "decoder", "weights", "rows and KV", "first steps"]  # a CPU's; a GPU's has more
     assert all(value >= 0 for value in seconds.values()) and seconds["first steps"] > 0
+
+
+def test_a_start_that_finds_no_room_leaves_no_thread_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OutOfMemory("the card is full")
+
+    begun: list[CompileAhead[None]] = []
+    monkeypatch.setattr(worker, "create_ahead", lambda *_, **__: begun.append(CompileAhead(lambda: None, strict=False, threads=2)) or begun[-1])
+    monkeypatch.setattr(worker, "Allotment", full)
+    with pytest.raises(OutOfMemory, match="full"):
+        LLM(folder, **options())
+    assert len(begun) == 1 and not any(thread.is_alive() for thread in begun[0]._threads._threads)
 
 
 def test_a_stage_named_twice_counts_once() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,15 @@ def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(
     ahead.close()
     assert (sorted(order[:2]), order[2:], len(took)) == (["one", "two"], ["looked"], 3)
     assert CompileAhead(lambda: None, strict=True, threads=1).finish(lambda: order.append("again")) == {} and order[-1] == "again"
+
+
+def test_closing_minds_no_thread_that_takes_the_last_work_meanwhile() -> None:
+    ahead = CompileAhead(lambda: None, strict=True, threads=1)
+    assert ahead.prepared is None
+    queue = ahead._threads._queue
+    ahead._threads._queue = SimpleNamespace(empty=lambda: False, get_nowait=queue.get_nowait, put=queue.put)  # type: ignore[assignment]
+    ahead.close()
+    assert not any(thread.is_alive() for thread in ahead._threads._threads)
 
 
 def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

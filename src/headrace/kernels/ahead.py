@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,8 +50,9 @@ class _Threads:
 
     def close(self, seconds: float) -> None:
         """Drops what has not begun; waits so long for what has."""
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        with suppress(queue.Empty):  # asked beforehand it may be empty a moment later: the threads take from it, too
+            while True:
+                self._queue.get_nowait()
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + seconds

@@ -131,8 +131,6 @@ class _Start:
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
         self._head_start = head_start
-        builders = None if head_start is None else head_start.builders
-        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels, builders=builders)
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,
@@ -144,7 +142,13 @@ class _Start:
         self._demand = create_demand(
             config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size
         )
-        self._allotment = Allotment(self._demand, head_start)
+        builders = None if head_start is None else head_start.builders
+        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels, builders=builders)
+        try:
+            self._allotment = Allotment(self._demand, head_start)
+        except BaseException:
+            self.close()  # who did not come to be cannot be closed by others
+            raise
         self._stages.done("device")
 
     def close(self) -> None:
