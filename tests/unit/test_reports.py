@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import cli
+from headrace.commands.doctor_batch import examine_batch
 from headrace.commands.simulate_reports import _simulated, sentences
-from headrace.config import EngineConfig, SchedulerConfig
+from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost.profile import DeviceIdentity
+from headrace.models.families import spec_from_config
 from headrace.planner.advice import KNEE, advise, least
 from headrace.planner.devices import known_devices
 from headrace.planner.four_costs import CONTEXTS, four_costs, peak_profile
@@ -105,6 +108,56 @@ def test_where_memory_ends_first_nothing_is_spare_and_a_second_engine_does_not_f
     assert "Memory ends before the knee" in knee and "No KV memory is spare" in spare and "does not fit" in replica
 
 
+def test_engines_on_a_cpu_have_no_slack_to_share() -> None:
+    """Each computes with all cores. (On a card the same arithmetic gives more than one: the test of the knee.)"""
+    card = on("h200", SMALL)
+    cpu = replace(card.device, profile=replace(card.device.profile, identity=DeviceIdentity(kind="cpu", name="Some CPU", threads=2)))
+    advice = advise(replace(card, device=cpu), 2048)
+    assert advice.replica_ratio == pytest.approx(advice.tokens_a_second / advice.most_tokens_a_second) and not advice.replica_pays
+
+
+def test_what_others_hold_of_a_card_is_no_part_of_a_second_engine() -> None:
+    found = on("h200", SMALL)
+    info = found.placed().info
+    shared = advise(found, 2048, replace(info, memory={**info.memory, "in use before": 40 * 2**30}))
+    assert shared == advise(found, 2048)
+
+
+# --- as doctor says it
+
+CARD = replace(known_devices()["h200"].profile, identity=DeviceIdentity(kind="cuda", name="NVIDIA H200", threads=0, features=("sm_90",)))
+CONFIG = {
+    "model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024,
+}  # fmt: skip
+
+
+def test_doctor_says_of_an_engine_what_advise_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has half of the blocks that a simulated one would have: that is what is judged."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    simulated = priced(spec_from_config(CONFIG), EngineConfig(), known_devices()["h200"])
+    info = simulated.placed().info
+    group, *_ = info.kv_groups
+    half = replace(info, kv_groups=(replace(group, num_blocks=group.num_blocks // 2),))
+    found = examine_batch(EngineConfig(), CONFIG, half, CARD)
+    assert found["most"] == group.num_blocks // 2 // 16 and found["prices"] == "assumed, not calibrated"
+    title, *said = examine_batch(EngineConfig(), CONFIG, info, CARD)["said"]
+    assert "2,048 tokens a sequence" in title and found["said"][1:] != said
+    assert said == [*sentences(advise(simulated, 2048)), "prices: assumed, not calibrated"]
+
+
+def test_doctor_says_why_it_cannot_judge_batches() -> None:
+    info = priced(spec_from_config(CONFIG), EngineConfig(), known_devices()["h200"]).placed().info
+    unknown = EngineConfig(device=DeviceConfig(enforce_eager=True))
+    for config, profile, remedy in (
+        (EngineConfig(), None, "headrace doctor --profile"),
+        (EngineConfig(device=DeviceConfig(executor="keyed-hash")), CARD, "--executor"),
+        (unknown, CARD, "--calibrate"),
+    ):
+        (line,) = examine_batch(config, CONFIG, info, profile)["said"]
+        assert line.startswith("Batches are not judged: ") and remedy in line
+
+
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
 def test_the_search_finds_the_first(first: int, beyond: int) -> None:
     most = first + beyond
@@ -136,9 +189,7 @@ def test_both_reports_print_and_are_written(tmp_path: Path, capsys: pytest.Captu
 
 
 def _simulate(folder: Path, *flags: str) -> int:
-    shape = {"num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", **shape}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     try:
         return cli.main(["simulate", "--model", str(folder), "--device", "h200", *flags])
     except SystemExit as ended:

@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
     device = device_kind(config.device.device)
     report: dict[str, Any] = {"found": found(config.device.threads, device)}
     profile = _measure(device, quiet=args.json) if args.profile else None
-    report["profile"] = _profile_facts(profile or _stored(device))
+    profile = profile or _stored(device)
+    report["profile"] = _profile_facts(profile)
     if not args.no_load:
-        report |= examine_engine(config)
+        report |= examine_engine(config, profile)
         report["shape"] = examine_shape(config, device, thorough=args.profile)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
     return 0
@@ -148,8 +149,9 @@ def _in_a_graph(profile: DeviceProfile) -> str:
     return f" to launch; in a CUDA graph {profile.graph_kernel * 1e6:.2f} µs, of which {profile.graph_gap * 1e6:.2f} µs between two kernels"
 
 
-def examine_engine(config: EngineConfig) -> dict[str, Any]:
+def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
+    from headrace.commands.doctor_batch import examine_batch
     from headrace.engine.llm import create_engine
     from headrace.worker.residency import resident_memory
 
@@ -172,6 +174,7 @@ def examine_engine(config: EngineConfig) -> dict[str, Any]:
             report["memory"] = _account_gpu(engine)
         elif "process" in info.memory:
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
+        report["batch"] = examine_batch(config, engine.source.config, engine.core.executor.info, profile)  # its modules are no part of that
         return report
     finally:
         engine.close()
@@ -250,6 +253,8 @@ def render(report: Mapping[str, Any]) -> str:
         rows = [[decision["name"], decision["value"], decision["reason"]] for decision in report["decisions"]]
         parts += [_section("Engine", report["engine"]), "Chosen\n" + _indent(table(("what", "value", "why"), rows))]
         parts.append("Memory\n" + _indent(_render_memory(report)))
+    if "batch" in report:
+        parts.append("Batch\n" + _indent("\n".join(report["batch"]["said"])))
     if "shape" in report:
         parts.append("Shape\n" + _indent(_render_shape(report["shape"])))
     return "\n\n".join(parts)

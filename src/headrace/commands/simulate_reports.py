@@ -99,9 +99,9 @@ def _show_advice(found: Priced, context: int) -> dict[str, Any]:
     points = [_point(found, batch, context) for batch in batches]
     columns = ("sequences", "step ms", "tokens/s", "simulated ms", "error")
     print(f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}")
-    for line in sentences(advice):
+    for line in (*sentences(advice), *of_prices(found, context)):
         print(line)
-    return {**asdict(advice), "points": points}
+    return {**asdict(advice), **found.pricing.facts(context), "points": points}
 
 
 def sentences(advice: Advice) -> list[str]:
@@ -117,6 +117,11 @@ def sentences(advice: Advice) -> list[str]:
         )
         spare = f"Beyond it lie {advice.spare_blocks:,} blocks, {advice.spare_bytes / GIB:.1f} GiB of KV: they buy the last {1 - share:.0%}."
     return [knee, spare, _of_replica(advice)]
+
+
+def of_prices(found: Priced, context: int) -> list[str]:
+    """What the steps that were asked for so far were priced by, and what of them nobody measured."""
+    return [f"prices: {found.pricing.origin}", *(f"extrapolated: {each}" for each in found.pricing.extrapolated(context))]
 
 
 def _of_replica(advice: Advice) -> str:

@@ -12,7 +12,8 @@ The knee is the least batch that reaches KNEE of the throughput at the batch tha
 which are not quite a line (products become bound by FLOPs, experts are touched one by one).
 
 Two engines share one device's bandwidth and rate, but not each other's pauses. With s a step at the knee, m and f the seconds that its bytes and
-its FLOPs take at the limits, both together give at most 2 · knee / max(s, 2m, 2f) tokens a second.
+its FLOPs take at the limits, both together give at most 2 · knee / max(s, 2m, 2f) tokens a second. A CPU has no pauses to fill: each engine
+computes with all cores, so both together give what one gives at the knee.
 
 What lives here: that arithmetic. What may not: printing, running (the check runs in commands/).
 """
@@ -22,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.planner.priced import Priced, decode_load
 
 KNEE = 0.9  # of the throughput that all memory would give
 WORTH = 1.1  # a second engine is worth its trouble from that ratio on
-MANY = 1 << 20
+NOT_OURS = "in use before"  # on a card, by others (worker/allotment.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class Advice:
         return self.replica_fits and self.replica_ratio >= WORTH
 
 
-def advise(priced: Priced, context: int) -> Advice:
-    """Raises ConfigError where not even one sequence of that context fits."""
-    placement = priced.placed()
-    if not 1 <= context <= placement.info.max_model_len:
-        raise ConfigError(f"The context is {context:,} tokens, and this model on this device takes 1 to {placement.info.max_model_len:,}.")
-    groups, need = placement.info.kv_groups, priced.blocks(context)
+def advise(priced: Priced, context: int, info: ExecutorInfo | None = None) -> Advice:
+    """``info``: of an engine that runs; None: as one would lie there. Raises ConfigError where not even one sequence of that context fits."""
+    info = info or priced.placed().info
+    if not 1 <= context <= info.max_model_len:
+        raise ConfigError(f"The context is {context:,} tokens, and this model on this device takes 1 to {info.max_model_len:,}.")
+    groups, need = info.kv_groups, priced.blocks(context)
     most = min(group.num_blocks // each for group, each in zip(groups, need, strict=True))
     if most < 1:
         raise ConfigError(f"Not one sequence of {context:,} tokens fits beside the model; take a shorter context or a larger device.")
@@ -71,8 +73,8 @@ def advise(priced: Priced, context: int) -> Advice:
     knee = least(lambda batch: rate(batch) >= KNEE * rate(most), most)
     spare = [group.num_blocks - knee * each for group, each in zip(groups, need, strict=True)]
     kept = sum(knee * each * group.spec.bytes_per_block for group, each in zip(groups, need, strict=True))
-    replica = kept + sum(size for purpose, size in placement.info.memory.items() if purpose != "kv_cache")
-    available = sum(placement.info.memory.values())
+    memory = {purpose: size for purpose, size in info.memory.items() if purpose != NOT_OURS}
+    replica = kept + sum(size for purpose, size in memory.items() if purpose != "kv_cache")
     return Advice(
         context=context,
         most=most,
@@ -83,15 +85,16 @@ def advise(priced: Priced, context: int) -> Advice:
         spare_blocks=sum(spare),
         spare_bytes=sum(blocks * group.spec.bytes_per_block for blocks, group in zip(spare, groups, strict=True)),
         replica_bytes=replica,
-        replica_fits=2 * replica <= available,
+        replica_fits=2 * replica <= sum(memory.values()),
         replica_ratio=_two(priced, knee, context) / rate(most),
     )
 
 
 def _two(priced: Priced, batch: int, context: int) -> float:
     """Tokens a second of two engines with so many sequences each, at most."""
-    busy = priced.cost_model.estimate_load(decode_load(priced.groups, batch, context)).overlapped_floor_seconds
-    return 2 * batch / max(priced.decode_seconds(batch, context), 2 * busy)
+    step = priced.decode_seconds(batch, context)
+    busy = priced.cost_model.estimate_load(decode_load(priced.groups, batch, context)).overlapped_floor_seconds if priced.device.overlaps else step
+    return 2 * batch / max(step, 2 * busy)
 
 
 def least(holds: Callable[[int], bool], most: int) -> int:

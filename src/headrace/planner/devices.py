@@ -143,8 +143,12 @@ def find_device(name: str, *, threads: int, memory: int | None, free_memory: int
 
     ``memory``: bytes, instead of what is known. ``free_memory``: of this machine. Raises ConfigError.
     """
-    found = _find(name, threads, memory, free_memory, folder)
-    return replace(found, calibrated=tuple(find_calibrated(found.profile.identity, (folder or profile_folder(), SHIPPED))))
+    return with_calibrations(_find(name, threads, memory, free_memory, folder), folder)
+
+
+def with_calibrations(device: Device, folder: Path | None = None) -> Device:
+    """With all that was fitted to runs on it, kept here or shipped."""
+    return replace(device, calibrated=tuple(find_calibrated(device.profile.identity, (folder or profile_folder(), SHIPPED))))
 
 
 def _find(name: str, threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:

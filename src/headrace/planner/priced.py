@@ -12,7 +12,7 @@ from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.engine.resolve import resolve_config
 from headrace.planner.devices import Device
 from headrace.planner.placement import ELEMENT_BYTES, Placement, dtype_of, place
-from headrace.planner.pricing import choose_prices
+from headrace.planner.pricing import Pricing, choose_prices
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, KVSpec, kv_groups
 
@@ -27,7 +27,11 @@ class Priced:
     dtype: str
     groups: tuple[KVSpec, ...]
     cost_model: CostModel
-    step_time: StepTime
+    pricing: Pricing
+
+    @property
+    def step_time(self) -> StepTime:
+        return self.pricing.step_time
 
     def placed(self) -> Placement:
         """Raises ConfigError or OutOfMemory where it does not fit."""
@@ -53,7 +57,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device) -> Priced:
     assert config.cache.block_size is not None, "resolved"
     groups = kv_groups(spec, config.cache.block_size, ELEMENT_BYTES[dtype])
     cost_model = CostModel(spec, groups, device.profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
-    return Priced(spec, config, device, dtype, groups, cost_model, choose_prices(device, config.device, cost_model, groups).step_time)
+    return Priced(spec, config, device, dtype, groups, cost_model, choose_prices(device, config.device, cost_model, groups))
 
 
 def decode_load(groups: tuple[KVSpec, ...], rows: int, context: int) -> StepLoad:
