@@ -117,7 +117,8 @@ def test_measured_forms_are_kept_and_found_again(tmp_path: Path, caplog: pytest.
     keep_forms(path, "card", found)
     keep_forms(path, "other", {Shape(1, 1): ((64, None),)})
     assert read_forms(path, "card") == found
-    damaged = ('"8 by 16": [[1]]', '"8 x 16": [["1"]]', '"8 x 16": [[64, "flat", 64, 64, 64, 1, 4, 4.5, true]]', '"8 x 16": [[1, "x", 1]]')
+    rows = ('["1"]', '[64, "flat", 64, 64, 64, 1, 4, 4.5, true]', '[64, "flat", 32, 64, 64, 1, 4, 4, true]', '[1, "x", 1]')
+    damaged = ('"8 by 16": [[1]]', *(f'"8 x 16": [{row}]' for row in rows))
     for each in (*(f"{{{row}}}" for row in damaged), "[" * 10**5):
         caplog.clear()
         path.write_text(f'{{"card": {each}}}')

@@ -63,4 +63,6 @@ def _form(row: list[Any]) -> tuple[int, Form | None]:
     if kind not in (VECTOR, FLAT) or type(late) is not bool:
         raise ValueError(f"{row} is no form")
     most, rows, columns, depth, ways, warps, stages = whole_numbers([most, *sizes])
+    if most > rows:
+        raise ValueError(f"{row} computes {rows} rows of {most}")
     return most, Form(kind, rows, columns, depth, ways, warps, stages, late)
