@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.planted import Command
-from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 from tests.support.snapshot import listening
 from tests.support.traffic import ask, together
 
@@ -34,21 +34,9 @@ def own_place() -> Iterator[tuple[dict[str, str], Callable[[], list[str]]]]:
         yield {"TMPDIR": folder}, lambda: sorted(str(path) for place in (folder, "/dev/shm") for path in Path(place).glob("headrace-*"))
 
 
-def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> float:
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, f"{what}: not within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - begun
-
-
 def engine_of(server: Server) -> int:
     """The child that was started as headrace.engine.process; 0 while there is none."""
-    for pid in server.children():
-        with contextlib.suppress(OSError):
-            if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-    return 0
+    return next(iter(server.members("headrace.engine.process")), 0)
 
 
 def _streams(server: Server, count: int) -> list[tuple[socket.socket, bytes]]:

@@ -18,7 +18,7 @@ import pytest
 
 from headrace.server.access_log import AccessLog
 from headrace.server.exchange import Exchange
-from support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving
+from support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -169,9 +169,7 @@ def test_bodies_are_bounded_in_all_together() -> None:
         assert answer.status == 429 and answer.headers["retry-after"] == "1"
         for sock in held:
             sock.close()
-        deadline = time.monotonic() + 2
-        while server.ask("POST", "/v1/completions", asked).status != 200:
-            assert time.monotonic() < deadline
+        wait_for(lambda: server.ask("POST", "/v1/completions", asked).status == 200, 2)
 
 
 def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay() -> None:

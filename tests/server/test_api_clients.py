@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from support.serving import SERVE, Server, serving
+from support.serving import Server
 
 anthropic: Any = pytest.importorskip("anthropic")  # its types change from release to release; what counts is what it reads
 
@@ -20,21 +20,8 @@ GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo")
-    with serving(*flags, command=SERVE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def claude(server: Server) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0, timeout=60) as made:
+def claude(demo: Server) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=demo.url, api_key="unused", max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -101,9 +88,9 @@ def test_mistakes_reach_the_openai_client_with_their_place(client: openai.OpenAI
     assert "embedding" in missing.value.message
 
 
-def test_asynchronously(server: Server) -> None:
+def test_asynchronously(demo: Server) -> None:
     async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
+        async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as made:
             stream: Any = await made.responses.create(model="demo", input=ASK, max_output_tokens=5, temperature=0, stream=True)
             return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
 
@@ -163,10 +150,10 @@ def test_tokens_are_counted(claude: Any) -> None:
     assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
 
 
-def test_mistakes_reach_the_anthropic_client(claude: Any, server: Server) -> None:
+def test_mistakes_reach_the_anthropic_client(claude: Any, demo: Server) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         message(claude, max_tokens=-1)
     assert caught.value.body["error"]["param"] == "max_tokens" and caught.value.body["type"] == "error"
     with pytest.raises(anthropic.NotFoundError):
         message(claude, model="claude")
-    assert server.ask("POST", "/v1/messages", b"{").json["type"] == "error"
+    assert demo.ask("POST", "/v1/messages", b"{").json["type"] == "error"

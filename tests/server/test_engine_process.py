@@ -6,36 +6,21 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def engine_of(server: Server) -> int:
-    """The engine is the child that was started as headrace.engine.process."""
-    found = [pid for pid in server.children() if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(found) == 1
-    return found[0]
 
 
 def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server() -> None:
     with serving(*HASH, command=SERVE) as server:
         socks = [server.raw(post_bytes("/v1/completions", TEXT)) for _ in range(4)]
         heads = [read_until(sock, b"\n\n\r\n") for sock in socks]
-        engine, whole = engine_of(server), post_bytes("/v1/completions", {**TEXT, "stream": False})
+        (engine,), whole = server.members("headrace.engine.process"), post_bytes("/v1/completions", {**TEXT, "stream": False})
         answers = [server.raw(whole) for _ in range(5)]  # some are read before the engine's end is known, some after
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()

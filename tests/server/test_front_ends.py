@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import together
 from headrace.server.lifecycle import bind_unix
-from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
+from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
 KEYS = ("--api-key", "key-one", "key-two")
@@ -39,23 +39,8 @@ QUICK_TO_JUDGE = (  # a front end that hangs is found after a second
 )  # fmt: skip
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def fronts(server: Server) -> list[int]:
-    return members(server, b"headrace.server.front")
-
-
-def members(server: Server, module: bytes) -> list[int]:
-    found = []
-    for pid in server.children():
-        with contextlib.suppress(OSError):  # it may be gone meanwhile
-            found += [pid] if module in Path(f"/proc/{pid}/cmdline").read_bytes() else []
-    return found
+    return server.members("headrace.server.front")
 
 
 def owners(server: Server, socks: Sequence[socket.socket]) -> list[int]:
@@ -244,7 +229,7 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Pat
         assert path.stat().st_mode & 0o777 == 0o600
         socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": LONG}, "Connection: close")) for _ in range(12)]
         heads = [read_until(sock, b"data: ") for sock in socks]
-        (engine,) = members(server, b"headrace.engine.process")
+        (engine,) = server.members("headrace.engine.process")
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
         for sock, head in zip(socks, heads, strict=True):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from server.fake_engine import SCRIPTED
-from support.serving import SERVE, Server, serving
+from support.serving import Server
 
 lc_openai: Any = pytest.importorskip("langchain_openai", reason='LangChain is not installed; pip install ".[test,clients]"')
 lc_anthropic: Any = pytest.importorskip("langchain_anthropic", reason='LangChain is not installed; pip install ".[test,clients]"')
@@ -19,20 +18,6 @@ ASK = "What does a mill do?"
 CALL = '<tool_call>\n{"name": "grind", "arguments": {"size": 3}}\n</tool_call>'
 SIZE = {"title": "Mill", "type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"], "additionalProperties": False}
 GRIND = {"type": "function", "function": {"name": "grind", "description": "Grinds.", "parameters": {**SIZE, "title": "grind"}}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo")
-    with serving(*flags, command=SERVE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[Server]:
-    """Says what the message has in brackets."""
-    with serving("--token-seconds", "0", "--max-model-len", "2048", "--reasoning-parser", "qwen3") as running:
-        yield running
 
 
 def chat(server: Server, **fields: Any) -> Any:
@@ -45,8 +30,8 @@ def claude(server: Server, **fields: Any) -> Any:
     return lc_anthropic.ChatAnthropic(base_url=server.url, api_key="unused", **options)
 
 
-def test_a_chat_whole_and_streamed_is_one_answer(server: Server) -> None:
-    model = chat(server, stream_usage=True)
+def test_a_chat_whole_and_streamed_is_one_answer(demo: Server) -> None:
+    model = chat(demo, stream_usage=True)
     asked = "The river turns the wheel and the wheel turns the stone. " + ASK
     whole, chunks = model.invoke(asked), list(model.stream(asked))
     added = sum(chunks[1:], chunks[0])
@@ -57,29 +42,29 @@ def test_a_chat_whole_and_streamed_is_one_answer(server: Server) -> None:
     assert len(chunks) > 4 and "model_name" in whole.response_metadata
 
 
-def test_asynchronously_and_many_at_once(server: Server) -> None:
+def test_asynchronously_and_many_at_once(demo: Server) -> None:
     async def ask() -> list[str]:
-        model = chat(server)
+        model = chat(demo)
         one = "".join([chunk.content async for chunk in model.astream(ASK)])
         return [one, *(message.content for message in await model.abatch([ASK] * 4))]
 
     assert len(set(asyncio.run(ask()))) == 1
 
 
-def test_stop_logprobs_and_extra_fields(server: Server) -> None:
-    text = chat(server, max_tokens=24).invoke(ASK).content
+def test_stop_logprobs_and_extra_fields(demo: Server) -> None:
+    text = chat(demo, max_tokens=24).invoke(ASK).content
     stop = text[len(text) // 2 :][:4]
-    cut = chat(server, max_tokens=24, stop=[stop]).invoke(ASK)
+    cut = chat(demo, max_tokens=24, stop=[stop]).invoke(ASK)
     assert cut.content == text[: text.index(stop)] and cut.response_metadata["finish_reason"] == "stop"
-    scored = chat(server, logprobs=True, top_logprobs=2, max_tokens=3).invoke(ASK)
+    scored = chat(demo, logprobs=True, top_logprobs=2, max_tokens=3).invoke(ASK)
     content = scored.response_metadata["logprobs"]["content"]
     assert len(content) == 3 and all(len(entry["top_logprobs"]) == 2 for entry in content)
-    longer = chat(server, extra_body={"min_tokens": 12, "ignore_eos": True, "top_k": 1}).invoke(ASK)
+    longer = chat(demo, extra_body={"min_tokens": 12, "ignore_eos": True, "top_k": 1}).invoke(ASK)
     assert longer.usage_metadata["output_tokens"] == 12
 
 
-def test_a_forced_tool_is_called_whole_and_streamed(server: Server) -> None:
-    model = chat(server, max_tokens=60).bind_tools([GRIND], tool_choice="grind")
+def test_a_forced_tool_is_called_whole_and_streamed(demo: Server) -> None:
+    model = chat(demo, max_tokens=60).bind_tools([GRIND], tool_choice="grind")
     whole = model.invoke(ASK)
     chunks = list(model.stream(ASK))
     added = sum(chunks[1:], chunks[0])
@@ -102,64 +87,64 @@ def test_a_call_of_the_models_own_goes_round(scripted: Server) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output(server: Server, method: str) -> None:
-    made = chat(server, max_tokens=60).with_structured_output(SIZE, method=method, strict=True).invoke(ASK)
+def test_structured_output(demo: Server, method: str) -> None:
+    made = chat(demo, max_tokens=60).with_structured_output(SIZE, method=method, strict=True).invoke(ASK)
     assert isinstance(made["size"], int)
 
 
-def test_the_responses_api(server: Server) -> None:
-    model = chat(server, use_responses_api=True, store=False)
+def test_the_responses_api(demo: Server) -> None:
+    model = chat(demo, use_responses_api=True, store=False)
     chunks = list(model.stream(ASK))
     whole = model.invoke(ASK)
-    assert whole.text == sum(chunks[1:], chunks[0]).text == chat(server).invoke(ASK).content
+    assert whole.text == sum(chunks[1:], chunks[0]).text == chat(demo).invoke(ASK).content
     assert whole.usage_metadata["output_tokens"] == 12
 
 
-def test_errors_are_what_clients_know_them_by(server: Server) -> None:
+def test_errors_are_what_clients_know_them_by(demo: Server) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        chat(server, temperature=1000).invoke(ASK)
+        chat(demo, temperature=1000).invoke(ASK)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as caught:
-        list(chat(server).stream("mill " * 5000))
+        list(chat(demo).stream("mill " * 5000))
     assert caught.value.code == "context_length_exceeded" and "maximum context length is" in str(caught.value)
     with pytest.raises(openai.NotFoundError):
-        chat(server, model="gpt-4").invoke(ASK)
+        chat(demo, model="gpt-4").invoke(ASK)
     with pytest.raises(openai.NotFoundError, match="embeddings"):
         lc_openai.OpenAIEmbeddings(
-            model="demo", base_url=f"{server.url}/v1", api_key="unused", max_retries=0, check_embedding_ctx_length=False
+            model="demo", base_url=f"{demo.url}/v1", api_key="unused", max_retries=0, check_embedding_ctx_length=False
         ).embed_query("x")
 
 
-def test_a_stream_that_is_left_frees_the_engine(server: Server) -> None:
-    stream = chat(server, max_tokens=1000, extra_body={"ignore_eos": True}).stream(ASK)
+def test_a_stream_that_is_left_frees_the_engine(demo: Server) -> None:
+    stream = chat(demo, max_tokens=1000, extra_body={"ignore_eos": True}).stream(ASK)
     assert next(iter(stream)) is not None
     stream.close()
-    server.wait_idle()
+    demo.wait_idle()
 
 
 # --- Anthropic's side
 
 
-def test_a_message_whole_and_streamed_is_the_chats_answer(server: Server) -> None:
-    model = claude(server, model_kwargs={"extra_body": {"temperature": 0}})
+def test_a_message_whole_and_streamed_is_the_chats_answer(demo: Server) -> None:
+    model = claude(demo, model_kwargs={"extra_body": {"temperature": 0}})
     whole, chunks = model.invoke(ASK), list(model.stream(ASK))
     added = sum(chunks[1:], chunks[0])
-    assert whole.text == added.text == chat(server).invoke(ASK).content
+    assert whole.text == added.text == chat(demo).invoke(ASK).content
     assert whole.usage_metadata["output_tokens"] == added.usage_metadata["output_tokens"] == 12
     assert whole.response_metadata["stop_reason"] == added.response_metadata["stop_reason"] == "max_tokens"
 
 
-def test_a_forced_tool_use(server: Server) -> None:
-    model = claude(server, max_tokens=60, model_kwargs={"extra_body": {"temperature": 0}}).bind_tools([GRIND], tool_choice="grind")
+def test_a_forced_tool_use(demo: Server) -> None:
+    model = claude(demo, max_tokens=60, model_kwargs={"extra_body": {"temperature": 0}}).bind_tools([GRIND], tool_choice="grind")
     whole, chunks = model.invoke(ASK), list(model.stream(ASK))
     added = sum(chunks[1:], chunks[0])
     assert whole.tool_calls[0]["name"] == "grind" and whole.tool_calls[0]["args"] == added.tool_calls[0]["args"]
     assert isinstance(whole.tool_calls[0]["args"]["size"], int)
 
 
-def test_errors_of_messages(server: Server) -> None:
+def test_errors_of_messages(demo: Server) -> None:
     anthropic: Any = pytest.importorskip("anthropic")
     with pytest.raises(anthropic.BadRequestError, match="maximum context length is"):
-        claude(server).invoke("mill " * 5000)
+        claude(demo).invoke("mill " * 5000)
     with pytest.raises(anthropic.NotFoundError):
-        claude(server, model="claude-4").invoke(ASK)
+        claude(demo, model="claude-4").invoke(ASK)

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from support.serving import SERVE, Server, serving
+from support.serving import Server
 
 IGNORE_EOS = {"ignore_eos": True}
 ASK: Any = [{"role": "user", "content": "What does a mill do?"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo", "org/demo")
-    with serving(*flags, command=SERVE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -65,12 +51,12 @@ def test_usage_counts_tokens_and_says_what_was_cached(client: openai.OpenAI) -> 
     assert second.choices[0].text == first.choices[0].text
 
 
-def test_logprobs_agree_between_the_apis(client: openai.OpenAI, server: Server) -> None:
+def test_logprobs_agree_between_the_apis(client: openai.OpenAI, demo: Server) -> None:
     chat = client.chat.completions.create(model="demo", messages=ASK, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2)
     content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
     assert content and all(entry.top_logprobs[0].token == entry.token and entry.logprob <= 0 for entry in content)
     assert "".join(entry.token for entry in content).startswith((chat.choices[0].message.content or "")[:3])
-    prompt = server.ask("POST", "/tokenize", {"messages": ASK}).json["tokens"]
+    prompt = demo.ask("POST", "/tokenize", {"messages": ASK}).json["tokens"]
     text = client.completions.create(model="demo", prompt=prompt, max_tokens=4, temperature=0, logprobs=2, echo=True)
     scores = text.choices[0].logprobs
     assert scores is not None and scores.tokens is not None and scores.token_logprobs is not None
@@ -103,14 +89,14 @@ def test_stop_strings_cut_the_answer_and_are_named(client: openai.OpenAI) -> Non
     assert kept == cut.text + stop
 
 
-def test_prompts_in_every_form(client: openai.OpenAI, server: Server) -> None:
-    ids = server.ask("POST", "/tokenize", {"prompt": "Once upon"}).json["tokens"]
+def test_prompts_in_every_form(client: openai.OpenAI, demo: Server) -> None:
+    ids = demo.ask("POST", "/tokenize", {"prompt": "Once upon"}).json["tokens"]
     asked: Any = {"model": "demo", "max_tokens": 4, "temperature": 0}
     alone = client.completions.create(**asked, prompt="Once upon").choices[0].text
     assert client.completions.create(**asked, prompt=ids).choices[0].text == alone
     both = client.completions.create(**asked, prompt=[ids, ids]).choices
     assert [choice.text for choice in both] == [alone, alone]
-    assert server.ask("POST", "/detokenize", {"tokens": ids, "skip_special_tokens": True}).json == {"prompt": "Once upon"}
+    assert demo.ask("POST", "/detokenize", {"tokens": ids, "skip_special_tokens": True}).json == {"prompt": "Once upon"}
 
 
 @pytest.mark.parametrize(
@@ -142,21 +128,21 @@ def test_request_ids_are_seen_by_the_client(client: openai.OpenAI) -> None:
     assert raw.headers["x-request-id"] == "abc-1" == raw.parse()._request_id
 
 
-def test_leaving_a_stream_frees_its_blocks(client: openai.OpenAI, server: Server) -> None:
+def test_leaving_a_stream_frees_its_blocks(client: openai.OpenAI, demo: Server) -> None:
     for _ in range(2):
         stream = client.chat.completions.create(model="demo", messages=ASK, max_tokens=400, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         stream.close()
-        server.wait_idle()
-    usage = [line for line in server.ask("GET", "/metrics").body.decode().splitlines() if line.startswith("vllm:kv_cache_usage_perc")]
+        demo.wait_idle()
+    usage = [line for line in demo.ask("GET", "/metrics").body.decode().splitlines() if line.startswith("vllm:kv_cache_usage_perc")]
     assert float(usage[0].split()[-1]) == 0.0
 
 
-def test_many_at_once_answer_as_alone(server: Server) -> None:
+def test_many_at_once_answer_as_alone(demo: Server) -> None:
     prompts = [f"{word} and then" for word in ("Ox", "Oak", "Wind", "Water", "Stones", "The wheel")]
 
     async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as client:
 
             async def ask(prompt: str) -> str:
                 options: Any = {"seed": len(prompt), "stream": True, "extra_body": IGNORE_EOS}
@@ -171,11 +157,11 @@ def test_many_at_once_answer_as_alone(server: Server) -> None:
     assert len(set(asyncio.run(ask_all()))) > 2
 
 
-def test_tools_reach_the_template(server: Server) -> None:
+def test_tools_reach_the_template(demo: Server) -> None:
     tool = {"type": "function", "function": {"name": "grind", "description": "grinds", "parameters": {"type": "object", "properties": {}}}}
-    plain = server.ask("POST", "/tokenize", {"messages": ASK}).json["count"]
-    assert server.ask("POST", "/tokenize", {"messages": ASK, "tools": [tool]}).json["count"] >= plain
-    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "max_tokens": 2, "parallel_tool_calls": False})
+    plain = demo.ask("POST", "/tokenize", {"messages": ASK}).json["count"]
+    assert demo.ask("POST", "/tokenize", {"messages": ASK, "tools": [tool]}).json["count"] >= plain
+    answer = demo.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "max_tokens": 2, "parallel_tool_calls": False})
     assert answer.status == 200 and answer.json["choices"][0]["finish_reason"] in ("stop", "length")
 
 
@@ -200,22 +186,22 @@ def test_the_bundled_model_calls_a_tool(client: openai.OpenAI, choice: Any) -> N
     assert told.usage is not None and told.usage.prompt_tokens > 0
 
 
-def test_a_schema_that_cannot_force_a_call_is_refused_by_name(server: Server) -> None:
+def test_a_schema_that_cannot_force_a_call_is_refused_by_name(demo: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}}
-    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required", "max_tokens": 2})
+    answer = demo.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required", "max_tokens": 2})
     assert answer.status == 400 and answer.error["param"] == "tools"
     given = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"json_object": True}}
-    answer = server.ask("POST", "/v1/chat/completions", given)
+    answer = demo.ask("POST", "/v1/chat/completions", given)
     assert answer.status == 400 and answer.error["param"] == "tool_choice"
 
 
-def test_every_response_is_json_for_strict_readers(server: Server) -> None:
-    answer = server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20})
+def test_every_response_is_json_for_strict_readers(demo: Server) -> None:
+    answer = demo.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2, "logprobs": 20, "prompt_logprobs": 20})
     json.loads(answer.body, parse_constant=lambda name: pytest.fail(name))
     assert len(answer.json["choices"][0]["prompt_logprobs"][1]) >= 20
 
 
-def test_every_score_of_a_long_prompt_arrives(server: Server) -> None:
+def test_every_score_of_a_long_prompt_arrives(demo: Server) -> None:
     """More in one step than a reader may fall behind: a long prompt is no slow reader."""
-    answer = server.ask("POST", "/v1/completions", {"prompt": [5000] * 1100, "max_tokens": 1, "prompt_logprobs": 20}, timeout=60)
+    answer = demo.ask("POST", "/v1/completions", {"prompt": [5000] * 1100, "max_tokens": 1, "prompt_logprobs": 20}, timeout=60)
     assert answer.status == 200 and len(answer.json["choices"][0]["prompt_logprobs"]) == 1100

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.fake_engine import SCRIPTED
-from support.serving import SERVE, Server, serving
+from support.serving import Server
 
 FOLDER = Path(__file__).parent / "node"
 NODE = shutil.which("node")
@@ -25,17 +24,9 @@ if NODE is None or not (FOLDER / "node_modules" / "openai").is_dir():
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ("--threads", "1", "--max-model-len", "1200", "--kv-cache-memory", "64MiB", "--served-model-name", "demo")
-    with serving(*flags, command=SERVE) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def shown(server: Server) -> dict[str, Any]:
-    with serving("--token-seconds", "0", "--max-model-len", "2048", "--reasoning-parser", "qwen3") as scripted:
-        command = [str(NODE), str(FOLDER / "client.mjs"), server.url, scripted.url, str(SCRIPTED)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+def shown(demo: Server, scripted: Server) -> dict[str, Any]:
+    command = [str(NODE), str(FOLDER / "client.mjs"), demo.url, scripted.url, str(SCRIPTED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {each.pop("name"): each for each in map(json.loads, done.stdout.splitlines())}
     assert not {name: each for name, each in found.items() if "failed" in each}
@@ -64,7 +55,7 @@ def test_structured_output_logprobs_and_stop(shown: dict[str, Any]) -> None:
 
 
 def test_the_other_routes(shown: dict[str, Any]) -> None:
-    assert shown["completions"]["same"] and shown["completions"]["text"] and shown["models"]["names"] == ["demo"]
+    assert shown["completions"]["same"] and shown["completions"]["text"] and shown["models"]["names"] == ["demo", "org/demo"]
     responses = shown["responses"]
     assert responses["text"] == responses["streamed"] == responses["helper"] and responses["last"] == "response.incomplete"
 
@@ -78,6 +69,6 @@ def test_errors_are_what_the_client_knows_them_by(shown: dict[str, Any]) -> None
     assert errors["embeddings"]["status"] == 404 and "embeddings" in errors["embeddings"]["message"]
 
 
-def test_what_is_left_or_aborted_frees_the_engine(shown: dict[str, Any], server: Server) -> None:
+def test_what_is_left_or_aborted_frees_the_engine(shown: dict[str, Any], demo: Server) -> None:
     assert shown["cancelled"]["aborted"] == "APIUserAbortError"
-    server.wait_idle()
+    demo.wait_idle()

@@ -9,12 +9,11 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, serving
+from support.serving import SERVE, Server, serving, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.002")
 PROMPT = "a secret plan " * 40
@@ -51,10 +50,7 @@ def test_every_line_is_an_object_and_none_holds_what_a_client_wrote(server: Serv
     server.ask("POST", "/v1/completions", {"prompt": PROMPT, "temperature": "hot" + PROMPT}, ONE)
     server.ask("GET", "/no/such%1b%0aroute", headers=ONE)
     server.ask("GET", "/v1/models", headers={"Authorization": "Bearer wrong-key"})
-    deadline = time.monotonic() + 5
-    while not any('"status": 401' in line for line in server.lines):
-        assert time.monotonic() < deadline, server.lines
-        time.sleep(0.02)
+    wait_for(lambda: any('"status": 401' in line for line in server.lines), 5)
     entries = [json.loads(line) for line in server.lines]
     (mine,) = [entry for entry in entries if entry.get("id") == "client-7"]
     assert (mine["message"], mine["route"], mine["status"], mine["tokens_out"], mine["finish_reason"]) == (
@@ -79,7 +75,7 @@ def steps(server: Server) -> float:
 def test_health_is_true_both_ways_and_costs_the_engine_nothing(server: Server) -> None:
     before = steps(server)
     assert all(server.ask("GET", "/health").status == 200 for _ in range(50)) and steps(server) == before
-    (engine,) = [pid for pid in server.children() if b"headrace.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (engine,) = server.members("headrace.engine.process")
     os.kill(engine, signal.SIGSTOP)
     begun = time.monotonic()
     while (answer := server.ask("GET", "/health")).status == 200:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response
+from support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.01", "--max-num-seqs", "2", "--api-key", "one", "two")
 LONG = {"prompt": "hello there", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -28,19 +27,12 @@ def streams(server: Server, count: int, *headers: str) -> Iterator[None]:
     """So many long streams, all submitted; cut at the end."""
     sockets = [server.raw(post_bytes("/v1/completions", LONG, "Authorization: Bearer one", *headers)) for _ in range(count)]
     try:
-        until(lambda: len(listed(server)) >= count)
+        wait_for(lambda: len(listed(server)) >= count, 5)
         yield
     finally:
         for sock in sockets:
             sock.close()
-        until(lambda: not listed(server))
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        wait_for(lambda: not listed(server), 5)
 
 
 def listed(server: Server, key: dict[str, str] = ONE) -> list[dict[str, Any]]:
@@ -57,7 +49,7 @@ def shown(server: Server, name: str, key: dict[str, str] = ONE) -> dict[str, Any
 
 def test_running_and_waiting_requests_say_where_they_stand_and_why(server: Server) -> None:
     with streams(server, 4):
-        until(lambda: sum(each["state"] == "running" for each in listed(server)) == 2)
+        wait_for(lambda: sum(each["state"] == "running" for each in listed(server)) == 2, 5)
         found = [shown(server, each["id"]) for each in listed(server)]
         running, waiting = ([each for each in found if each["state"] == state] for state in ("running", "waiting"))
         assert len(running) == len(waiting) == 2

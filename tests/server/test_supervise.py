@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+from support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--supervise")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -31,18 +30,10 @@ sys.exit(supervisor.Supervisor(start).run())
 """
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def members(server: Server) -> tuple[int, int]:
     """(server process, engine process) of a supervised server."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.children()}
-    (engine,) = [pid for pid, command in commands.items() if b"headrace.engine.process" in command]
-    (front,) = [pid for pid, command in commands.items() if b"serve" in command]
+    (engine,) = server.members("headrace.engine.process")
+    (front,) = server.members("serve")
     return front, engine
 
 

@@ -15,7 +15,7 @@ from headrace.errors import InvalidRequest
 from headrace.server.protocol import ChatRequest, parse_chat
 from headrace.server.tools import Mode, ToolChoice, forced_schema, read_tool_choice
 from server.fake_engine import SCRIPTED
-from support.serving import Server, events_of, serving
+from support.serving import Server, events_of
 
 WEATHER = {
     "type": "function",
@@ -29,14 +29,8 @@ CALLS = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--token-seconds", "0", "--max-model-len", "2048", "--reasoning-parser", "qwen3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20) as made:
+def client(scripted: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="unused", max_retries=0, timeout=20) as made:
         yield made
 
 
@@ -98,15 +92,15 @@ def test_streamed_is_whole_is_what_was_written(client: openai.OpenAI, text: str,
     assert streamed(client, text, **given) == expected
 
 
-def test_the_wire_in_full(server: Server) -> None:
+def test_the_wire_in_full(scripted: Server) -> None:
     """content is null where there are only calls; a call's id and name come once; arguments come in pieces; the end says why."""
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm"}}</tool_call>'
-    message = server.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS)).json["choices"][0]["message"]
+    message = scripted.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS)).json["choices"][0]["message"]
     call = message["tool_calls"][0]
     assert message == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
     assert call == {"id": call["id"], "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
     assert call["id"].startswith("call_")
-    *events, done = events_of(server.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS, stream=True)).body)
+    *events, done = events_of(scripted.ask("POST", "/v1/chat/completions", asked(text, tools=TOOLS, stream=True)).body)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert done == "[DONE]" and deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
     assert len(deltas) > 6, "arguments come as they are written"
@@ -115,8 +109,8 @@ def test_the_wire_in_full(server: Server) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_tokens_are_told_of_while_text_is_held_back(server: Server) -> None:
-    answer = server.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True, logprobs=True))
+def test_tokens_are_told_of_while_text_is_held_back(scripted: Server) -> None:
+    answer = scripted.ask("POST", "/v1/chat/completions", asked(CALLS, tools=TOOLS, stream=True, return_token_ids=True, logprobs=True))
     choices = [event["choices"][0] for event in events_of(answer.body)[:-1]]
     assert all(choice["logprobs"] is None or choice["logprobs"]["content"] == [] for choice in choices)
     assert [token for choice in choices for token in choice.get("token_ids", ())] == list(range(-(-len(CALLS) // 3)))
@@ -128,29 +122,29 @@ def test_each_of_n_answers_is_taken_apart(client: openai.OpenAI) -> None:
     assert len(set(ids)) == 6 and {choice.finish_reason for choice in choices} == {"tool_calls"}
 
 
-def test_the_other_routes_have_the_same_calls(server: Server) -> None:
+def test_the_other_routes_have_the_same_calls(scripted: Server) -> None:
     messages = [{"role": "user", "content": f"⟦{CALLS}⟧"}]
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}  # type: ignore[index]
     body = {"model": "demo", "seed": SCRIPTED, "tools": [tool]}
-    message = server.ask("POST", "/v1/messages", {**body, "max_tokens": 99, "messages": messages}).json
+    message = scripted.ask("POST", "/v1/messages", {**body, "max_tokens": 99, "messages": messages}).json
     assert [block["type"] for block in message["content"]] == ["text", "tool_use", "tool_use"] and message["stop_reason"] == "tool_use"
     tool = {"type": "function", **WEATHER["function"]}
-    response = server.ask("POST", "/v1/responses", {**body, "input": messages, "tools": [tool]}).json
+    response = scripted.ask("POST", "/v1/responses", {**body, "input": messages, "tools": [tool]}).json
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
 
 
 # --- what the model reads
 
 
-def test_calls_and_results_of_the_conversation_reach_the_template(server: Server) -> None:
+def test_calls_and_results_of_the_conversation_reach_the_template(scripted: Server) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5 "}, {"type": "text", "text": "degrees"}]},
     ]
-    ids = server.ask("POST", "/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
-    prompt = server.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
+    ids = scripted.ask("POST", "/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
+    prompt = scripted.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
     assert "<|im_start|>tool\n5 degrees<|im_end|>" in prompt and '"name": "get_time"' in prompt
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>' in prompt
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,7 @@ class Server:
         return sum(int(found[1]) for found in counts if found)
 
     def wait_idle(self, seconds: float = 5.0, headers: Mapping[str, str] | None = None) -> None:
-        deadline = time.monotonic() + seconds
-        while self.running(headers):
-            assert time.monotonic() < deadline, "requests still hold the engine"
-            time.sleep(0.02)
+        wait_for(lambda: not self.running(headers), seconds, "no request holds the engine")
 
     def signal(self, kind: int = signal.SIGTERM) -> None:
         self.process.send_signal(kind)
@@ -161,6 +158,23 @@ class Server:
         while more := {pid for pid, parent in parents.items() if parent in family} - family:
             family |= more
         return sorted((family | found) - {self.process.pid})
+
+    def members(self, module: str) -> list[int]:
+        """Children that were started as this module."""
+        found = []
+        for pid in self.children():
+            with contextlib.suppress(OSError):  # it may be gone meanwhile
+                found += [pid] if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+        return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0, what: str = "it happens") -> float:
+    """Seconds until it was true."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - begun
 
 
 def _pids() -> list[int]:
