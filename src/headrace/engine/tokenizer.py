@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -27,7 +26,7 @@ from headrace.engine.detokenizer import (
 )
 from headrace.engine.template import ChatTemplate, check_template_variables
 from headrace.errors import InvalidRequest, ModelError
-from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, find_tokenizer_files, read_bounded
+from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -55,7 +54,7 @@ def read_chat_template(value: str) -> str:
     """``--chat-template``: Jinja text is recognised by its braces, anything else is a file."""
     if "{{" in value or "{%" in value or "\n" in value:
         return value
-    path = Path(value).expanduser()
+    path = as_path(value)
     if not path.is_file():
         raise ModelError(f"--chat-template is {value!r}, which is neither a file nor a Jinja template; check the path.")
     return read_bounded(path, MAX_TEMPLATE_BYTES)

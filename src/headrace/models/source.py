@@ -69,10 +69,20 @@ def find_model(config: ModelConfig) -> ModelSource:
     return _describe(path, name, weights, config.generation_config)
 
 
+def as_path(text: str) -> Path:
+    """What somebody typed, with ``~`` read. Raises ModelError for what can be no path, or is behind a folder that this user may not enter."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # the latter for ~somebody who is not known here
+        raise ModelError(f"{text[:80]!r} cannot be looked for: {str(getattr(error, 'strerror', None) or error).rstrip('.')}. Check the spelling.") from error
+    return path
+
+
 def _locate(model: str | None, *, with_weights: bool) -> tuple[Path, str]:
     if model is None:
         return _DEMO, "demo"
-    path = Path(model).expanduser()
+    path = as_path(model)
     if path.is_dir():
         return _folder(path), path.resolve().name
     if path.is_file():
@@ -145,7 +155,7 @@ def _generation_defaults(generation: dict[str, Any], choice: str) -> dict[str, A
         return generation
     if choice == "headrace":
         return {}
-    folder = Path(choice).expanduser()
+    folder = as_path(choice)
     file = folder / "generation_config.json" if folder.is_dir() else folder
     if not file.is_file():
         raise ModelError(f"--generation-config is {choice!r}: there is no {file}. Give auto, headrace, or a folder with generation_config.json.")
@@ -197,7 +207,7 @@ def parse_json(text: str, origin: str) -> dict[str, Any]:
 
 def find_tokenizer_files(override: str) -> TokenizerFiles:
     """``--tokenizer``: a folder, a tokenizer.json, a .gguf file or a hub id. Raises ModelError when there is none."""
-    path = Path(override).expanduser()
+    path = as_path(override)
     if path.is_file() and path.suffix == ".json":
         path = path.parent if path.name == "tokenizer.json" else path
     elif not path.exists():
