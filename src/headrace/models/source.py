@@ -75,7 +75,8 @@ def as_path(text: str) -> Path:
         path = Path(text).expanduser()
         path.exists()
     except (OSError, RuntimeError) as error:  # the latter for ~somebody who is not known here
-        raise ModelError(f"{text[:80]!r} cannot be looked for: {str(getattr(error, 'strerror', None) or error).rstrip('.')}. Check the spelling.") from error
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise ModelError(f"{text[:80]!r} cannot be looked for: {reason}. Check the spelling.") from error
     return path
 
 
