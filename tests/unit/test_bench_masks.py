@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import masks
-from headrace.bench.arguments import count
+from headrace.bench.arguments import count, output, picture
 from headrace.errors import ConfigError
 
 
@@ -54,3 +54,11 @@ def test_counts_are_whole_numbers_from_1_on() -> None:
     for text in ("0", "-1", "1.5", "", "many", "٣", "1e3", " 1"):
         with pytest.raises(argparse.ArgumentTypeError, match="no whole number from 1 on"):
             count(text)
+
+
+def test_files_to_write_are_looked_at_before_anything_is_measured(tmp_path: Path) -> None:
+    assert output(str(tmp_path / "run.json")) == tmp_path / "run.json" and not (tmp_path / "run.json").exists()
+    assert picture(str(tmp_path / "run.SVG")) == tmp_path / "run.SVG"
+    for name, said in ((".", "is a folder"), ("no/run.json", "there is no folder"), ("x.txt", "no picture")):
+        with pytest.raises(argparse.ArgumentTypeError, match=said):
+            picture(str(tmp_path / name))

@@ -385,6 +385,24 @@ WRONG = {
     "--device h200 --technique flat_gemm=off": "was calibrated with flat_gemm",
     "--device h200 --workload trace": "--trace FILE",
     "--device h200 --device-memory 1GB": "does not fit on NVIDIA H200",
+    "--device h200 --advise --sweep-rate 1": "--advise and --sweep-rate ask for different things",
+    "--device h200 --calibrate x --four-costs": "--calibrate and --four-costs ask for different things",
+    "--device h200 --front-of x": "--front-of belongs to --calibrate",
+    "--device h200 --columns mean_qoe": "--columns belongs to --sweep-rate or --compare",
+    "--device h200 --advise --host-link 1GB": "--host-link belongs to --four-costs",
+    "--device h200 --calibration x --assumed-prices": "--calibration changes nothing with --assumed-prices",
+    "--device h200 --advise --against x": "--against changes nothing with --advise",
+    "--device h200 --request-rate 1 --sweep-rate 1 2": "--request-rate changes nothing with --sweep-rate",
+    "--device h200 --turns 3": "--turns 3 changes nothing in the workload random; give --workload conversation",
+    "--device h200 --workload trace --trace x --input-len 9": "--input-len 9 changes nothing in the workload trace",
+    "--device h200 --burstiness 2": "--burstiness 2.0 is of a rate, and there is none",
+    "--device h200 --request-rate 1 --diurnal-period 9": "the rate does not swing",
+    "--device h200 --request-rate 1 --burstiness 1e-9 --gaps weibull": "from 0.01 on",
+    "--device h200 --lengths-from x --output-len 3": "--lengths-from brings lengths of its own",
+    "--device h200 --seed -1": "--seed is -1; give at least 0",
+    "--device h200 --input-len 2000000000": "--input-len is 2,000,000,000; give at most 10,000,000",
+    "--device h200 --workload shared-prefix --prefix-len 90000 --num-prefixes 90000": "90,000 prefixes of 90,000 tokens",
+    "--device h200 --workload conversation --turns 90000000": "That is 5,760,000,000 requests",
 }
 
 
@@ -392,6 +410,11 @@ WRONG = {
 def test_what_cannot_be_simulated_is_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = call(capsys, *words.split())
     assert status == 2 and out == "" and WRONG[words] in err and err.count("\n") == 1
+
+
+def test_reports_are_of_the_demo_model_too_and_of_one_behind_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, "--device", "h200", "--four-costs", "1000")
+    assert status == 0 and "model:     demo, " in out and "by this engine" in out, err
 
 
 def test_a_model_that_fits_nowhere_says_so_with_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:

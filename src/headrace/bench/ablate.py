@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.arguments import output, picture
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -26,8 +27,8 @@ BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, not what it is worth")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every curve as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw every curve (several techniques: the name is added before the ending)")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write every curve as JSON")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw every curve (several techniques: the name is added before the ending)")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

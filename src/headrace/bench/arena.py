@@ -13,11 +13,10 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from headrace.bench.arena_plan import Use, between, compare, most_alive, plan
-from headrace.bench.arguments import count
+from headrace.bench.arguments import count, output
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -28,7 +27,7 @@ _MOST_EVENTS = 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, default=LENGTHS, help=f"steps of the run, of random lengths (default: {LENGTHS})")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -24,6 +24,7 @@ from headrace.errors import ConfigError
 
 GAPS = ("gamma", "weibull")
 DAY = 86_400.0  # seconds
+LEAST_SHAPE = 0.01  # below, nearly all gaps are 0 and a few are longer than any run
 _ROUNDS = 60  # of halving: to the last bits of a float
 
 
@@ -41,8 +42,8 @@ class Swing:
 
 def arrival_times(count: int, rate: float, *, burstiness: float = 1.0, gaps: str = "gamma", swing: Swing | None = None, seed: int = 0) -> np.ndarray:
     """``count`` ascending times in seconds. An infinite rate sends everything at once. Raises ConfigError."""
-    if not rate > 0 or not burstiness > 0:
-        raise ConfigError(f"The request rate is {rate:g} and the burstiness {burstiness:g}; give numbers above 0.")
+    if not rate > 0 or not burstiness >= LEAST_SHAPE:
+        raise ConfigError(f"The request rate is {rate:g} and the burstiness {burstiness:g}; give numbers above 0, and from {LEAST_SHAPE:g} on.")
     if gaps not in GAPS:
         raise ConfigError(f"The gaps are {gaps!r}; choose one of {', '.join(GAPS)}.")
     times = np.cumsum(_gaps(count, rate, burstiness, gaps, np.random.default_rng(seed)))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.bench.arguments import output
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.cost.profile import Limits, last_level_cache_bytes
@@ -177,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own")
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--tune", action="store_true", help="find what computes products of few and of many rows best on this card, and keep it")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all rows as JSON")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")
 
 
 def run_command(args: argparse.Namespace) -> int:

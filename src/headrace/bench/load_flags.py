@@ -9,11 +9,25 @@ import argparse
 from pathlib import Path
 
 from headrace.bench.arrivals import DAY, GAPS, Swing
+from headrace.bench.traces import MOST_ROWS
 from headrace.bench.workload import DrawsLengths, Lengths, trace_lengths
 from headrace.errors import ConfigError
 
 WORKLOADS = ("random", "shared-prefix", "conversation", "trace")
 COUNTS = ("num_prompts", "input_len", "output_len", "num_prefixes", "turns", "max_input_len", "max_output_len", "max_concurrency")
+DEFAULTS = {
+    "input_len": 128, "output_len": 64, "random_range_ratio": 0.0, "prefix_len": 256, "num_prefixes": 1, "turns": 4, "think_time": 1.0,
+    "trace_speed": 1.0, "burstiness": 1.0, "gaps": "gamma", "diurnal": 0.0, "diurnal_period": DAY,
+}  # fmt: skip
+DRAWN = ("random", "shared-prefix", "conversation")
+OF_WORKLOADS = {  # flags that mean something to some workloads only
+    "input_len": DRAWN, "output_len": DRAWN, "random_range_ratio": DRAWN, "prefix_len": DRAWN[1:], "num_prefixes": DRAWN[1:2], "turns": DRAWN[2:],
+    "think_time": DRAWN[2:], "trace_speed": ("trace",),
+}  # fmt: skip
+ARRIVALS = ("burstiness", "gaps", "diurnal", "diurnal_period")
+MOST_TOKENS = 10_000_000  # of one text
+REQUESTS = 64  # without --num-prompts
+TEXTS = ("input_len", "output_len", "prefix_len", "num_prefixes")
 TRACE_HELP = "of Azure (2023, 2024), BurstGPT or Mooncake: known by its columns"
 
 
@@ -21,19 +35,26 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input
     """``trace``: where --trace is kept. The maxima are defaults; None: nothing is cut."""
     what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
-    what.add_argument("--num-prompts", type=int, help="requests; conversations with --workload conversation (default: 64; of a trace, all)")
-    what.add_argument("--input-len", type=int, default=128, help="new prompt tokens a request or turn (default: 128)")
-    what.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
-    what.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
+    what.add_argument(
+        "--num-prompts", type=int, metavar="N", help="requests; conversations with --workload conversation (default: 64; of a trace, all)"
+    )
+    what.add_argument("--input-len", type=int, metavar="N", help="new prompt tokens a request or turn (default: 128)")
+    what.add_argument("--output-len", type=int, metavar="N", help="output tokens (default: 64)")
+    what.add_argument("--random-range-ratio", type=float, metavar="RATIO", help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
     what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw lengths, in pairs, from this trace's requests instead")
-    what.add_argument("--prefix-len", type=int, default=256, help="shared prefix, or system prompt of the conversations (default: 256)")
-    what.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes (default: 1)")
-    what.add_argument("--turns", type=int, default=4, help="turns a conversation; each asks with all that was said before (default: 4)")
-    what.add_argument("--think-time", type=float, default=1.0, help="mean seconds between an answer's end and the next turn (default: 1)")
+    what.add_argument("--prefix-len", type=int, metavar="N", help="shared prefix, or system prompt of the conversations (default: 256)")
+    what.add_argument("--num-prefixes", type=int, metavar="N", help="different shared prefixes (default: 1)")
+    what.add_argument("--turns", type=int, metavar="N", help="turns a conversation; each asks with all that was said before (default: 4)")
+    what.add_argument("--think-time", type=float, metavar="S", help="mean seconds between an answer's end and the next turn (default: 1)")
     what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
-    what.add_argument("--trace-speed", type=float, default=1.0, help="times as fast as it was recorded (default: 1)")
-    what.add_argument("--max-input-len", type=int, default=max_input, help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}")
-    what.add_argument("--max-output-len", type=int, default=max_output, help=f"longer answers of a trace are cut to this{_or_refused(max_output)}")
+    what.add_argument("--trace-speed", type=float, metavar="X", help="times as fast as it was recorded (default: 1)")
+    what.add_argument(
+        "--max-input-len", type=int, default=max_input, metavar="N", help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}"
+    )
+    what.add_argument(
+        "--max-output-len", type=int, default=max_output, metavar="N", help=f"longer answers of a trace are cut to this{_or_refused(max_output)}"
+    )
+    parser.set_defaults(**{name: DEFAULTS[name] for name in OF_WORKLOADS})
 
 
 def _or_refused(maximum: int | None) -> str:
@@ -44,14 +65,15 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
     """``clients``: of a closed loop."""
     load = parser.add_argument_group("arrivals")
     load.add_argument(
-        "--request-rate", type=float,
+        "--request-rate", type=float, metavar="R",
         help="open loop: requests (or conversations) a second (inf: all at once); a trace is scaled to it; without it a closed loop",
     )  # fmt: skip
-    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps' distribution; 1 is Poisson, inf all equal (default: 1)")
-    load.add_argument("--gaps", choices=GAPS, default="gamma", help="distribution of the gaps (default: gamma)")
-    load.add_argument("--diurnal", type=float, default=0.0, metavar="SHARE", help="by which the rate rises and falls, 0 to below 1 (default: 0)")
-    load.add_argument("--diurnal-period", type=float, default=DAY, metavar="SECONDS", help="from one rise to the next (default: a day)")
-    load.add_argument("--max-concurrency", type=int, help=f"at most so many requests at once (closed loop: default {clients})")
+    load.add_argument("--burstiness", type=float, metavar="K", help="shape of the gaps' distribution; 1 is Poisson, inf all equal (default: 1)")
+    load.add_argument("--gaps", choices=GAPS, help="distribution of the gaps (default: gamma)")
+    load.add_argument("--diurnal", type=float, metavar="SHARE", help="by which the rate rises and falls, 0 to below 1 (default: 0)")
+    load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="from one rise to the next (default: a day)")
+    load.add_argument("--max-concurrency", type=int, metavar="N", help=f"at most so many requests at once (closed loop: default {clients})")
+    parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
 
 
 def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
@@ -62,14 +84,50 @@ def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
         raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
+    if getattr(args, "seed", 0) < 0:
+        raise ConfigError(f"--seed is {args.seed}; give at least 0.")
     if not 0 <= args.think_time < float("inf"):
         raise ConfigError(f"--think-time is {args.think_time:g}; give a finite number of seconds, at least 0.")
+    _check_sizes(args)
+    _check_workload(args)
     if args.workload == "trace":
         _check_trace(args, trace)
     elif trace is not None:
         raise ConfigError(f"--trace is {trace}, but the workload is {args.workload}; give --workload trace, or --lengths-from for its lengths alone.")
-    elif args.diurnal and args.request_rate is None:
-        raise ConfigError(f"--diurnal {args.diurnal:g} swings a rate, and there is none; give --request-rate.")
+    else:
+        _check_arrivals(args)
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """What would fill the memory before anybody could say that it is too long for the model."""
+    for name in TEXTS:
+        if getattr(args, name) > MOST_TOKENS:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name):,}; give at most {MOST_TOKENS:,}.")
+    if args.prefix_len * args.num_prefixes > MOST_TOKENS:
+        raise ConfigError(
+            f"{args.num_prefixes:,} prefixes of {args.prefix_len:,} tokens are more than {MOST_TOKENS:,} tokens; give fewer or shorter ones."
+        )
+    requests = (args.num_prompts or REQUESTS) * (args.turns if args.workload == "conversation" else 1)
+    if requests > MOST_ROWS:
+        raise ConfigError(f"That is {requests:,} requests; give at most {MOST_ROWS:,} (--num-prompts, and --turns in conversations).")
+
+
+def _check_workload(args: argparse.Namespace) -> None:
+    """A flag that changes nothing was meant for another workload."""
+    for name, workloads in OF_WORKLOADS.items():
+        if getattr(args, name) != DEFAULTS[name] and args.workload not in workloads:
+            flag, meant = f"--{name.replace('_', '-')} {getattr(args, name):g}", " or ".join(workloads)
+            raise ConfigError(f"{flag} changes nothing in the workload {args.workload}; give --workload {meant}, or leave it out.")
+    if args.lengths_from is not None and any(getattr(args, name) != DEFAULTS[name] for name in ("input_len", "output_len", "random_range_ratio")):
+        raise ConfigError("--lengths-from brings lengths of its own; leave --input-len, --output-len and --random-range-ratio out.")
+
+
+def _check_arrivals(args: argparse.Namespace) -> None:
+    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in ARRIVALS if getattr(args, name) != DEFAULTS[name]]
+    if given and args.request_rate is None and not getattr(args, "sweep_rate", None):
+        raise ConfigError(f"{given[0]} is of a rate, and there is none; give --request-rate.")
+    if args.diurnal_period != DEFAULTS["diurnal_period"] and not args.diurnal:
+        raise ConfigError(f"--diurnal-period is {args.diurnal_period:g}, but the rate does not swing; say by how much with --diurnal.")
 
 
 def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
@@ -77,8 +135,8 @@ def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
         raise ConfigError("--workload trace needs a file; name it with --trace FILE.")
     if args.request_rate is not None and args.trace_speed != 1.0:
         raise ConfigError(f"--trace-speed is {args.trace_speed:g} and --request-rate {args.request_rate:g}; both scale the trace, give one.")
-    if args.diurnal or args.burstiness != 1.0 or args.gaps != "gamma" or args.lengths_from is not None:
-        raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal and --lengths-from out.")
+    if args.lengths_from is not None or any(getattr(args, name) != DEFAULTS[name] for name in ARRIVALS):
+        raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal, its period and --lengths-from out.")
 
 
 def lengths_of(args: argparse.Namespace) -> DrawsLengths:
@@ -97,7 +155,14 @@ def lengths_in_words(args: argparse.Namespace) -> str:
     if args.lengths_from is not None:
         return f"lengths of {args.lengths_from.name}"
     spread = f" (± {args.random_range_ratio:.0%})" if args.random_range_ratio else ""
-    return f"{args.input_len} in, {args.output_len} out{spread}"
+    return f"{args.input_len} in, {args.output_len} out{spread}{_behind(args)}"
+
+
+def _behind(args: argparse.Namespace) -> str:
+    if args.workload == "conversation":
+        return f", {args.turns} turns behind {args.prefix_len} tokens of system prompt"
+    prefixes = f"{args.num_prefixes} prefixes" if args.num_prefixes > 1 else "a prefix"
+    return f" behind {prefixes} of {args.prefix_len}" if args.workload == "shared-prefix" else ""
 
 
 def arrivals_in_words(args: argparse.Namespace, clients: float) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from headrace.bench.arguments import count
+from headrace.bench.arguments import count, output
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.cache.manager import SequenceKV
 from headrace.config import ModelConfig
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemas", type=Path, metavar="FILE", help='lines of {"schema": …, "tests": [{"data": …, "valid": true}]}, also .gz')
     parser.add_argument("--every", type=count, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)")
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="answers side by side (default: 1 16 64)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from headrace.bench.arguments import output
 from headrace.bench.report import machine_facts, print_facts, print_figures, table, write_json
 from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
 from headrace.bench.statistics import spread_of
@@ -46,7 +46,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from headrace.bench.arguments import output
 from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
@@ -34,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies requests and lengths: to try it out")
     parser.add_argument("--skip-start", action="store_true", help="leave the start out; it is printed as missing")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the pages as markdown")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--markdown", type=output, metavar="FILE", help="write the pages as markdown")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
 

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from headrace.bench import rival_llama_cpp
+from headrace.bench.arguments import output
 from headrace.bench.offline import facts_here
 from headrace.bench.report import print_facts, table, write_json
 from headrace.bench.rival_gguf import write_random_gguf
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rival-threads", default="1:1,2:2", metavar="D:P,…", help="its decode:prefill threads to try (default: 1:1,2:2)")
     parser.add_argument("--expect-decode", type=float, help="tokens/s the rival is known to reach; more than 10 %% off voids the comparison")
     parser.add_argument("--expect-prefill", type=float, help="likewise for prefill")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

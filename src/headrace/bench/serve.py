@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.arguments import output, picture
 from headrace.bench.http_client import HttpClient
 from headrace.bench.load import ROUTES, LoadGenerator, first_model
 from headrace.bench.load_flags import (
+    REQUESTS,
     add_arrival_flags,
     add_workload_flags,
     arrivals_in_words,
@@ -40,7 +42,6 @@ from headrace.bench.workload import (
 )
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-REQUESTS = 64  # without --num-prompts
 CLOSED_LOOP = 8  # clients
 POINTS = 400  # of a drawn curve
 LEAST_DRAWN = 0.1  # ms: an axis of powers has no 0
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--reading-speed", type=float, default=4.8, help="of readers: tokens a second (default: 4.8)")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
-    shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request")
-    shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions")
+    shown.add_argument("--output-json", type=output, metavar="FILE", help="write figures and every request")
+    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the distributions")
 
 
 def run(args: argparse.Namespace) -> int:

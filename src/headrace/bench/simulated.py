@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.bench.arguments import output
 from headrace.bench.statistics import Sample
 from headrace.config import EngineConfig, ModelConfig
 from headrace.errors import ConfigError
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=int, nargs=2, default=(415, 834), metavar=("MEDIAN", "P90"), help="output tokens (default: %(default)s)")
     parser.add_argument("--max-len", type=int, default=8192, help="longer prompts and answers are cut to this together (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: %(default)s)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every point")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write every point")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.arguments import output
 from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
 from headrace.bench.report import machine_facts, say, write_json, write_text
 from headrace.bench.table_measure import Measured
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="show earlier --output-json files of this command and of bench ablate too"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as markdown, below its mark in a file that has one")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--markdown", type=output, metavar="FILE", help="write the tables as markdown, below its mark in a file that has one")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
+from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_modes, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
 
@@ -28,11 +28,13 @@ DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this one, measured) or a profil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from headrace.bench.arguments import output, picture
+
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig, ServerConfig)
     parser.conflict_handler = "resolve"  # --device and --trace mean a simulation's here
     where = parser.add_argument_group("device")
-    where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=DEVICES)
+    where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
     where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="bytes of memory the device has, instead of what is known of it")
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
@@ -42,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: each figure's error; of several, a verdict"
     )
-    shown.add_argument("--output-json", type=Path, metavar="FILE", help="write figures and every request, as bench serve does")
-    shown.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
+    shown.add_argument("--output-json", type=output, metavar="FILE", help="write figures and every request, as bench serve does")
+    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
     simulate_curve.add_arguments(parser)
     simulate_reports.add_arguments(parser)
 
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.planner.against import check_unseen, compare
     from headrace.planner.simulator import simulate
 
+    simulate_modes.check_modes(args)
     simulate_load.check_numbers(args)
     if args.sweep_rate or args.compare:
         return simulate_curve.run_curve(args, _trials)
@@ -154,7 +157,7 @@ def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report
         str(device),
         prices=_prices(report),
         shape=simulate_load.shape(args, len(report.samples)),
-        server=f"simulated, model {source.name}",
+        server=f"simulated on {device.name}, model {source.name}",
         engine=f"{chosen}; KV {blocks}",
         took=f"{seconds:.1f} s of this machine for {report.figures['duration']:.1f} s",
     )

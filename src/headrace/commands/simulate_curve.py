@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run with each value of a flag, a technique or device; repeated: with every combination (scheduling_policy=fcfs,priority)",
     )  # fmt: skip
     curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="more figures of the runs to show, by their names in the JSON")
-    curve.add_argument("--processes", type=int, help="run so many points side by side (default: a process a core)")
+    curve.add_argument("--processes", type=int, metavar="N", help="run so many points side by side (default: a process a core)")
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
@@ -108,7 +108,8 @@ def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespac
 
 def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
     limits = f"; good: {' '.join(args.goodput)}" if args.goodput else ""
-    return f"{what_is_asked(args, len(trials[0].load.asked))} at each rate{limits}"
+    each = " at each rate" if args.sweep_rate else ""
+    return f"{what_is_asked(args, len(trials[0].load.asked))}{each}{limits}"
 
 
 def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace) -> tuple[list[Point], list[str]]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from headrace.planner.workload import Asked
 
 CLOSED_LOOP = 8  # clients, as bench serve has them
-REQUESTS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +70,7 @@ def _made(args: argparse.Namespace, seed: int, rate: float | None) -> list[Asked
 
 
 def _drawn(args: argparse.Namespace, seed: int) -> list[Asked]:
-    from headrace.bench.load_flags import lengths_of
+    from headrace.bench.load_flags import REQUESTS, lengths_of
     from headrace.planner.workload import conversing, drawn
 
     lengths, count = lengths_of(args), args.num_prompts or REQUESTS

@@ -51,7 +51,7 @@ def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, 
     if args.host_link is not None and args.host_link < 1:
         raise ConfigError(f"--host-link is {args.host_link}; give bytes a second, at least 1.")
     found = priced(spec, config, device)
-    facts = machine_facts(str(device), model=f"{args.model or args.model_argument}, {found.dtype}")
+    facts = machine_facts(str(device), model=f"{config.model.model or 'demo'}, {found.dtype}")
     print_facts(facts)
     written: dict[str, Any] = {"facts": facts}
     if args.four_costs is not None:

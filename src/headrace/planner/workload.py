@@ -117,7 +117,7 @@ def check_lengths(asked: Sequence[Asked], longest: int) -> None:
         named = f"request {worst + 1} has {asked[worst].prompt} + {asked[worst].output}"
         raise ConfigError(
             f"{len(over)} of {len(asked)} requests are longer than the {longest} tokens that this model and its cache hold ({named}). "
-            f"Cut them with --max-input-len and --max-output-len, or take a larger device or model."
+            f"Ask for shorter ones (of a trace --max-input-len and --max-output-len cut them), or take a larger device or model."
         )
 
 
