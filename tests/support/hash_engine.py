@@ -12,10 +12,10 @@ from dataclasses import replace
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash_info
+from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.journal import Journal
 from headrace.engine.masks import Masks
-from headrace.request import Finished, Request, SamplingParams, SequenceOutput
+from headrace.request import Finished, Request, SamplingParams, SequenceOutput, StepPlan
 
 VOCAB = 512
 EOS = 7
@@ -66,6 +66,18 @@ def engine(
         journal=journal,
         masks=masks,
     )
+
+
+def plans_of(core: EngineCore) -> list[StepPlan]:
+    """Every plan that will be submitted from now on."""
+    plans, submit = list[StepPlan](), core.executor.submit
+
+    def keep(plan: StepPlan) -> Ticket:
+        plans.append(plan)
+        return submit(plan)
+
+    core.executor.submit = keep  # type: ignore[method-assign]
+    return plans
 
 
 class Answers:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import EOS, VOCAB, Answers, expected, request, run
+from tests.support.hash_engine import EOS, VOCAB, Answers, expected, plans_of, request, run
 
 from headrace.bench.statistics import meets
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.cost.speed import Line, StepSpeed
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
+from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.journal import Journal, replay
 from headrace.engine.output import refusal_of
 from headrace.engine.resolve import resolve_config
@@ -60,18 +60,6 @@ def core_of(
     )  # fmt: skip
 
 
-def planned(core: EngineCore) -> list[StepPlan]:
-    """Every plan from now on, as they are submitted."""
-    plans, submit = list[StepPlan](), core.executor.submit
-
-    def noted(plan: StepPlan) -> Ticket:
-        plans.append(plan)
-        return submit(plan)
-
-    core.executor.submit = noted  # type: ignore[method-assign]
-    return plans
-
-
 def ended(core: EngineCore, *requests: Request) -> dict[int, Finished]:
     for each in requests:
         core.add(each)
@@ -83,7 +71,7 @@ def ended(core: EngineCore, *requests: Request) -> dict[int, Finished]:
 
 def test_a_prompt_beside_an_answer_gets_what_the_step_has_time_for() -> None:
     core = core_of(scheduling_policy="fcfs")
-    plans = planned(core)
+    plans = plans_of(core)
     core.add(request(1, range(10), max_tokens=30))
     for _ in range(3):
         core.step()
@@ -113,7 +101,7 @@ def test_a_journal_with_speeds_replays_exactly() -> None:
     core = core_of(journal=journal, scheduling_policy="fcfs")
     speeds = iter([StepSpeed(tail=1.0 + 0.1 * turn) for turn in range(1000)])
     core._speed = lambda: next(speeds)
-    plans = planned(core)
+    plans = plans_of(core)
     for index in range(4):
         core.add(request(index, range(index, index + 120), max_tokens=6))
         core.step()
@@ -292,7 +280,7 @@ def test_targets_below_the_least_step_are_refused_at_the_start() -> None:
 
 def test_steps_keep_to_the_shortest_time_between_tokens_that_was_promised() -> None:
     core = core_of(tpot_target_ms=50.0, max_step_ms=50.0)
-    plans = planned(core)
+    plans = plans_of(core)
     core.add(request(1, range(10), max_tokens=40, expects=Expectations(tpot=0.02)))
     for _ in range(2):
         core.step()

@@ -5,29 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, request, run
+from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash_info
 from headrace.engine.journal import Journal, replay
-from headrace.request import FinishReason, StepPlan
+from headrace.request import FinishReason
 from headrace.spec import KVGroup, KVKind, KVSpec
 
 PROMPT = list(range(20, 60))  # 40 tokens, ten blocks of four
-
-
-def plans_of(core: EngineCore) -> list[StepPlan]:
-    """Every plan that will be submitted from now on."""
-    plans: list[StepPlan] = []
-    submit = core.executor.submit
-
-    def keep(plan: StepPlan):  # type: ignore[no-untyped-def]
-        plans.append(plan)
-        return submit(plan)
-
-    core.executor.submit = keep  # type: ignore[method-assign]
-    return plans
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
