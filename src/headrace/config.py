@@ -50,7 +50,7 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option((), "names the API answers to", metavar="NAME")
     dtype: str = option("auto", "precision of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "gguf", "dummy"))
-    max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=1)
+    max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=2)
     quantization: str | None = option(None, "weight format; none is supported yet", choices=())
     chat_template: str | None = option(None, "Jinja template: a file or the text itself")
     generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a folder")

@@ -17,7 +17,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
     ("config_class", "name", "value", "words"),
     [
         (ModelConfig, "dtype", "bf16", "give one of auto, bfloat16"),
-        (ModelConfig, "max_model_len", 0, "give at least 1"),
+        (ModelConfig, "max_model_len", 1, "give at least 2"),
         (ModelConfig, "max_model_len", "32k", "give a whole number or None"),
         (ModelConfig, "seed", True, "give a whole number"),
         (ModelConfig, "quantization", "fp8", "nothing is supported there yet; leave it out"),
