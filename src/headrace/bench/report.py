@@ -14,12 +14,15 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from headrace.cost.profile import cpu_identity
 from headrace.errors import ConfigError
 
+DASHES = ("-", "--", ":", "-.")
+LEAST_SPAN = 3.0  # of an axis of powers, highest / lowest
 PACKAGES = ("headrace", "torch", "numpy", "triton")
 
 
@@ -119,19 +122,36 @@ def _draw_legend(figure: Any, axes: Sequence[Any], panels: Sequence[Mapping[str,
     return 0.05 * -(-len(names[0]) // columns)
 
 
+def _wide(panel: Mapping[str, Any], place: int) -> bool:
+    """An axis of powers shows little where all values are of one size."""
+    values = [point[place] for points in panel["curves"].values() for point in points]
+    return bool(values) and max(values) > LEAST_SPAN * min(values)
+
+
+def _use_powers(axes: Any, letter: str) -> None:
+    """With numbers as people write them."""
+    from matplotlib.ticker import LogFormatter
+
+    getattr(axes, f"set_{letter}scale")("log")
+    axis = getattr(axes, f"{letter}axis")
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter())
+
+
 def plot_curves(path: Path, title: str, panels: Sequence[Mapping[str, Any]], note: str = "") -> None:
     """A row of panels: ``{"x", "y"}`` labels, ``curves`` {name: [(x, y), …]}, optionally ``log`` ("x", "y" or "xy")."""
     pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False)
     for axis, panel in zip(axes[0], panels, strict=True):
-        for name, points in panel["curves"].items():
-            axis.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+        for (name, points), dashes in zip(panel["curves"].items(), cycle(DASHES), strict=False):  # where curves coincide, both are seen
+            axis.plot([x for x, _ in points], [y for _, y in points], dashes, marker="o", markersize=3, label=name)
         axis.set_xlabel(panel["x"])
         axis.set_ylabel(panel["y"])
-        for letter in panel.get("log", ""):
-            getattr(axis, f"set_{letter}scale")("log")
-        if "y" not in panel.get("log", ""):
-            axis.set_ylim(bottom=0)
+        for place, letter in enumerate("xy"):
+            if letter in panel.get("log", "") and _wide(panel, place):
+                _use_powers(axis, letter)
+            elif letter == "y":
+                axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize=11)
     figure.text(0.01, 0.005, textwrap.fill(note, 75 * len(panels)), fontsize=6, color="0.4")
