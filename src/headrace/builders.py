@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ _KERNELS = Path(__file__).parent / "kernels" / "triton"
 _PROGRAM = "headrace.kernels.triton.builder"
 MOST = 14  # a core each; two are left to the start itself
 FEWEST_CORES = 4  # with fewer the start's own threads serve as well
+PATIENCE = 60.0  # seconds for one order; the slowest take a few
 DONE = b"done\n"
 
 
@@ -38,19 +40,21 @@ class Builders:
         self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._ours: tuple[socket.socket, ...] = ours
         for each in ours:
+            each.settimeout(PATIENCE)
             self._free.put(each)
         numbers = [each.fileno() for each in theirs]
-        command = [sys.executable, "-m", _PROGRAM, *map(str, numbers)]
+        command = [sys.executable, "-P", "-m", _PROGRAM, *map(str, numbers)]
         paths = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+        nothing = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            command, pass_fds=numbers, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, pass_fds=numbers, env=environment, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing
         )
         for each in theirs:
             each.close()
 
     def build(self, order: str) -> bool:
-        """Whether one of them carried it out; waits for one that is free, and until it is done."""
+        """Whether one of them carried it out; waits for one that is free, and until it is done, but for one that hangs."""
         builder = self._free.get()
         if builder is None:  # closed
             self._free.put(None)
@@ -58,6 +62,9 @@ class Builders:
         try:
             builder.sendall(order.encode() + b"\n")
             done = _line(builder) == DONE
+        except TimeoutError:
+            builder.close()  # what it may still say is no answer to a later order
+            done = False
         except OSError:
             done = False
         self._free.put(builder)
@@ -66,7 +73,8 @@ class Builders:
     def close(self) -> None:
         """What they are at is dropped."""
         self._free.put(None)
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with those that were forked, one that hangs among them
         for each in self._ours:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

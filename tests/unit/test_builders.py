@@ -79,11 +79,35 @@ def test_closing_lets_go_of_who_waits() -> None:
     assert done == [False]
 
 
-def test_a_program_that_cannot_start_is_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "_PROGRAM", "no_such_program")
+def state_of(entry: Path) -> list[str]:
+    """Of a process by its entry in /proc: its state, its parent, and more."""
+    try:
+        return (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["gone", ""]
+
+
+def test_one_that_hangs_is_not_waited_for_twice_and_ends_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Builders(1)
-    assert not made.build("one")
+    assert made.build("is there")
+    made._ours[0].settimeout(0.05)
+    assert not made.build("hang") and not made.build("one")
+    (hanging,) = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and state_of(entry)[1] == str(made._process.pid)]
     made.close()
+    deadline = time.monotonic() + 5
+    while state_of(hanging)[0] not in ("gone", "Z"):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_program_that_cannot_start_is_nobodys_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(tmp_path)
+    for name in ("no_such_program", "fake_builder"):  # this one is in the working directory, which is no place to import from
+        monkeypatch.setattr(builders, "_PROGRAM", name)
+        made = Builders(1)
+        assert not made.build("one")
+        made.close()
 
 
 def test_who_has_built_before_or_has_few_cores_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
