@@ -18,8 +18,7 @@ from typing import Protocol, cast
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flags import CommandParser
-from headrace.pages import prefer_huge_pages
-from headrace.waiting import limit_spinning
+from headrace.torch_environment import prepare_for_torch
 
 # name → one line of help; the module is headrace.commands.NAME.
 COMMANDS: dict[str, str] = {
@@ -75,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _set_up_logging("--debug" in words)
-    limit_spinning()
-    prefer_huge_pages()
+    prepare_for_torch()
     chosen = next((word for word in words if not word.startswith("-")), None)
     module = _load(chosen) if chosen in COMMANDS else None
     args = _parser(chosen, module).parse_args(words)

@@ -28,71 +28,13 @@ from headrace.config import (
     technique_spellings,
 )
 from headrace.errors import ConfigError
+from headrace.foreign_flags import ELSEWHERE
 
 ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
 
 MANY_FLAGS = 16  # beyond these the usage line does not list them
 
 WORDS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-
-# Flags people bring along from other engines. Each gets a sentence instead of "unknown flag".
-ELSEWHERE: dict[str, str] = {
-    "--enable-chunked-prefill": "it is on; --technique chunked_prefill=off turns it off",
-    "--no-enable-chunked-prefill": "use --technique chunked_prefill=off",
-    "--num-gpu-blocks-override": "use --num-blocks",
-    "--kv-cache-memory-bytes": "use --kv-cache-memory",
-    "--async-scheduling": "--overlap sets the depth; without it, what suits the device",
-    "--no-async-scheduling": "use --overlap 0",
-    "--revision": "write the revision behind the model: org/name@revision",
-    "--download-dir": "set HF_HOME",
-    "--trust-remote-code": "code from a model's folder is never run",
-    "--uvicorn-log-level": "set HEADRACE_LOG_LEVEL",
-    "--max-logprobs": "up to 20 are always allowed",
-    "--enable-log-requests": "each request is a line of the log, without its prompt",
-    "--disable-log-requests": "prompts are never logged; HEADRACE_LOG_LEVEL=warning leaves out the line a request",
-    "--speculative-config": "speculative decoding is not supported yet",
-    "--enable-lora": "adapters are not supported yet",
-    "--lora-modules": "adapters are not supported yet",
-    "--enable-auto-tool-choice": "it is on where the chat template says how calls are written; see --tool-call-parser",
-    "--structured-outputs-config": "there is one backend, and each request says what it wants; leave it out",
-    "--data-parallel-size": "one device only, so far",
-    "--enable-expert-parallel": "one device only, so far",
-    "--cpu-offload-gb": "offloading is not supported yet",
-    "--swap-space": "a preempted request is recomputed, not swapped; leave it out",
-    "--ssl-keyfile": "put a TLS proxy in front",
-    "--ssl-certfile": "put a TLS proxy in front",
-    "--ssl-ca-certs": "put a TLS proxy in front",
-    "--root-path": "let the proxy in front take it off",
-    "--allowed-origins": "pages of other origins are refused; serve yours through a proxy of the same origin",
-    "--middleware": "code is not taken from flags; put a proxy in front",
-    "--hf-token": "set HF_TOKEN",
-    "--tokenizer-mode": "there is one, the fast tokenizer; leave it out",
-    "--tokenizer-revision": "the tokenizer is the model's revision; --tokenizer names another folder",
-    "--skip-tokenizer-init": "prompts and answers may be token ids anyway; leave it out",
-    "--hf-overrides": "edit a copy of the model's config.json",
-    "--rope-scaling": "edit a copy of the model's config.json",
-    "--override-generation-config": "--generation-config takes a folder with a generation_config.json of yours",
-    "--task": "models generate text; leave it out",
-    "--runner": "models generate text; leave it out",
-    "--limit-mm-per-prompt": "this server takes text only",
-    "--guided-decoding-backend": "there is one backend, llguidance; leave it out",
-    "--chat-template-content-format": "content parts become one text, as text templates want it; leave it out",
-    "--default-chat-template-kwargs": "a request gives chat_template_kwargs; --chat-template takes a template of yours",
-    "--enable-reasoning": "it is on where the chat template says how reasoning is written; see --reasoning-parser",
-    "--enable-prompt-tokens-details": "usage always tells how many tokens were cached; leave it out",
-    "--enable-force-include-usage": "a stream has usage where stream_options.include_usage asks for it",
-    "--enable-request-id-headers": "every answer has an X-Request-Id; leave it out",
-    "--disable-uvicorn-access-log": "HEADRACE_LOG_LEVEL=warning leaves out the line a request",
-    "--disable-log-stats": "figures are at /metrics and in no log; leave it out",
-    "--disable-frontend-multiprocessing": "the engine has a process of its own, always",
-    "--distributed-executor-backend": "one device only, so far",
-    "--compilation-config": "nothing is compiled at start; --technique cuda_graphs=off leaves out graphs",
-    "--cudagraph-capture-sizes": "batches are captured when they have been seen; --enforce-eager captures none",
-    "--attention-backend": "kernels are chosen by shape and device; --disabled-kernels takes one out, headrace doctor says which run",
-    "--long-prefill-token-threshold": "--max-num-batched-tokens bounds a step; leave it out",
-    "--kv-transfer-config": "blocks are not handed between servers yet",
-    "--otlp-traces-endpoint": "--trace FILE writes steps for Perfetto; /metrics has the figures",
-}
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 # As vLLM reads them: small letters are decimal, capitals and ...iB are binary, ...B is decimal.

@@ -12,7 +12,8 @@ from types import ModuleType
 import pytest
 from tests.reliability import simulate
 
-from headrace import cli, flags
+from headrace import cli
+from headrace.foreign_flags import ELSEWHERE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,6 +82,6 @@ def test_flags_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None
     benchmarks = re.findall(r"^    ([a-z-]+) ", help_text(capsys, "bench"), re.MULTILINE)
     commands = [(name,) for name in cli.COMMANDS] + [("bench", name) for name in benchmarks]
     simulation = FLAG.findall(simulate.create_parser().format_help())
-    known = FOREIGN | set(flags.ELSEWHERE) | set(simulation) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
+    known = FOREIGN | set(ELSEWHERE) | set(simulation) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
     assert len(benchmarks) > 4 and not sorted((page, flag) for page, flag in named if flag not in known)

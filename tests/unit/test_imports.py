@@ -17,8 +17,8 @@ PACKAGE = Path(headrace.errors.__file__).parent
 
 # The nouns: everyone may import them.
 NOUNS = {
-    "config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "pages",
-    "waiting", "head_start", "family", "garbage", "logs", "scratch", "builders", "kernel_launcher",
+    "config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
+    "head_start", "process_tree", "garbage", "logs", "scratch", "builders", "kernel_launcher",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"engine.llm"},
     "__main__": {"cli"},
     "cli": {"flags", "commands"},
-    "flags": set(),
+    "flags": {"foreign_flags"},
     "head_start": {"worker.driver"},
     "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels"},
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},

@@ -38,10 +38,9 @@ from headrace.errors import EngineDead, InvalidRequest
 from headrace.head_start import HeadStart, begin_head_start
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
-from headrace.pages import prefer_huge_pages
 from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.torch_environment import prepare_for_torch
 from headrace.trace import StepTrace, TraceFile
-from headrace.waiting import limit_spinning
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
@@ -136,8 +135,7 @@ def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
-    limit_spinning()  # these before torch is imported
-    prefer_huge_pages()
+    prepare_for_torch()
     head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
     with head_start or nullcontext():
         return _load(config, source, watched, head_start)

@@ -26,10 +26,10 @@ from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.engine.links import Left, Link, Links, ParentGone, connect
 from headrace.engine.outlook import RECENT, outlook, pace_of
 from headrace.errors import HeadraceError, InvalidRequest, StepFailed
-from headrace.family import end_with_parent
 from headrace.garbage import empty_free_lists, freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
+from headrace.process_tree import end_with_parent
 from headrace.request import Expectations, Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from headrace.engine.client import AsyncLLM
 from headrace.engine.connection import JoinedEngine
 from headrace.engine.process import Unpacker
 from headrace.errors import HeadraceError
-from headrace.family import end_with_parent
+from headrace.process_tree import end_with_parent
 from headrace.server import requests, together
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard

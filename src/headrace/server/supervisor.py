@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, ModelError
-from headrace.family import adopt_orphans, end_children, end_with_parent
+from headrace.process_tree import adopt_orphans, end_children, end_with_parent
 from headrace.server.ledger import Ledger, Watch
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before a restart; it doubles while lives are short

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.family import end_with_parent
+from headrace.process_tree import end_with_parent
 
 Hook = Callable[..., Any]
 
