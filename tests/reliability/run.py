@@ -102,7 +102,7 @@ HEAVY = (
     Heavy(9, "structured output, drawn", growing(checks_grammar.totality, 5000, 0.034)),
     Heavy(14, "hygiene of every byte", again(lambda seed: checks_boundary.hygiene(3000, seed), 100)),
     Heavy(18, "prefixes of others", growing(checks_tenants.foreign_prefixes, 1000, 0.15)),
-    Heavy(20, "equal request ids", lambda seconds: checks_traffic.equal_names(1000)),
+    Heavy(20, "equal request ids", on_a_server(lambda server: checks_traffic.equal_names(server, 1000), *checks_traffic.QUICK)),
     Heavy(23, "unusable rows", again(lambda seed: checks_core.poisoned_rows(500), 10)),
     Heavy(24, "characters split over tokens", again(lambda seed: checks_core.characters_split(100_000, seed), 10)),
     Heavy(25, "stop strings", again(lambda seed: checks_core.stops_cut(5000, seed), 10)),
@@ -113,7 +113,7 @@ HEAVY = (
     Heavy(30, "ten times overload", lambda seconds: checks_traffic.overload(min(seconds, 600.0))),
     Heavy(31, "preemption storm", lambda seconds: checks_core.preemption_storm(2000)),
     Heavy(32, "long prefill beside 32 decoders", lambda seconds: checks_core.long_prefill(100_000)),
-    Heavy(33, "ledger", lambda seconds: checks_traffic.ledger(3000)),
+    Heavy(33, "ledger", on_a_server(lambda server: checks_traffic.ledger(server, 3000), *checks_traffic.QUICK)),
     Heavy(34, "500 clients cut", growing(lambda count: checks_traffic.mass_disconnect(500, count), 20, 6.0)),
     Heavy(35, "aborts everywhere", lambda seconds: checks_core.abort_everywhere()),
     Heavy(36, "64 slow readers", lambda seconds: checks_traffic.slow_readers(64, min(seconds, 300.0))),
@@ -131,7 +131,7 @@ HEAVY = (
     Heavy(52, "timing of keys", lambda seconds: checks_security.key_timing(10_000)),
     Heavy(54, "unique names", lambda seconds: checks_security.cardinality(100_000 if seconds > 600 else 10_000)),
     Heavy(55, "damaged model files", again(lambda seed: checks_security.model_files(5000, seed), 20)),
-    Heavy(58, "streams byte by byte", lambda seconds: checks_traffic.conforming_streams(10_000)),
+    Heavy(58, "streams byte by byte", on_a_server(lambda server: checks_traffic.conforming_streams(server, 10_000), *checks_traffic.QUICK)),
     Heavy(59, "soak", lambda seconds: soak.soak(seconds / 60)),
 )
 

@@ -129,6 +129,15 @@ def assert_back(server: Server, before: Snapshot, *, seconds: float = 2.0, slack
         time.sleep(0.05)
 
 
+def at_rest(server: Server) -> Snapshot:
+    """A snapshot that the next one equals."""
+    before = take(server)
+    while before.differences(now := take(server)):
+        before = now
+        time.sleep(0.05)
+    return now
+
+
 CANARY = {"prompt": "the canary sings", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
