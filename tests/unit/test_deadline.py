@@ -263,6 +263,17 @@ def test_who_waits_and_becomes_late_is_turned_away_before_anything_is_computed()
     assert "can no longer come" in (finished[2].message or "") and finished[1].reason is FinishReason.LENGTH
 
 
+def test_who_becomes_late_beside_steps_that_are_alike_is_told_then_and_not_when_they_end() -> None:
+    core, told = core_of(rows=1, ttft_target_ms=800.0, modelled=True), dict[int, float]()
+    core.add(request(1, range(20), max_tokens=300))
+    core.step()
+    core.scheduler.policy._past.answer = 1.0  # type: ignore[attr-defined]  # answers were short so far: it is let in
+    core.add(request(2, range(50, 70), max_tokens=3))
+    while core.has_work:
+        told |= {output.request_id: core.clock.now() for output in core.step() if output.finished is not None}
+    assert told[1] > 3.0 and 0.7 < told[2] < 0.9
+
+
 def test_clocks_may_jump_and_stamps_may_lie_ahead() -> None:
     core = core_of()
     core.add(request(1, range(30), max_tokens=3, arrival_time=1e6))

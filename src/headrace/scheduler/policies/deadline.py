@@ -16,6 +16,7 @@ What lives here: targets, order, refusals. What may not: prediction (prospects.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -157,20 +158,24 @@ class Deadline(DynamicPolicy):
     def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
         """Those who wait and have become late are turned away: nothing of them is computed that would count."""
         bound = self._bound(None, standing)
-        self.max_step_seconds = bound if bound is not None else self._tpot
+        self.max_step_seconds, self.wake = (bound if bound is not None else self._tpot), math.inf
         if self._forecast is None or not len(standing.waiting):
             return ()
         return self._late(self._forecast, bound, standing)
 
     def _late(self, forecast: Forecast, bound: float | None, standing: Standing) -> list[tuple[Sequence, Refusal]]:
-        """At the pace of this moment, and were they the next; on an idle engine, those that are late already."""
+        """At the pace of this moment, and were they the next; on an idle engine, those that are late already. Wakes when the next one is."""
         found, pace = [], prompt_pace(forecast, standing, bound, 0)
         before = pace.time(left_of_prompts(standing))
         for each in standing.waiting:
+            if each.first_scheduled is not None:
+                continue
             target, waited = self._ttft_of(each.request), standing.now - each.request.arrival_time
             needed = before + pace.time(self._work_ahead(each)) if standing.running else 0.0
-            if each.first_scheduled is None and waited > 0 and waited + needed > target:
+            if waited > 0 and waited + needed > target:
                 found.append((each, _became_late(waited, target)))
+            else:
+                self.wake = min(self.wake, standing.now + max(0.0, target - needed - waited))
         return found
 
     # --- what became of it
