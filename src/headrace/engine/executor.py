@@ -112,7 +112,7 @@ class KeyedHashExecutor:
         self._broken = False
         self._rows: dict[int, _HashRow] = {}
         self._specs = [group.spec for group in info.kv_groups]
-        self._kv = [array("Q", bytes(8 * group.num_blocks * group.spec.block_size)) for group in info.kv_groups]
+        self._kv = [[array("Q", bytes(8 * group.spec.block_size)) for _ in range(group.num_blocks)] for group in info.kv_groups]
         self._busy_until = 0.0
 
     def submit(self, plan: StepPlan) -> _HashTicket:
@@ -164,18 +164,16 @@ class KeyedHashExecutor:
             if row in self._rows:  # a row dropped again within its own plan has no table to edit
                 self._rows[row].tables[group][index] = block
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
-            size, kv = self._specs[group].block_size, self._kv[group]
-            kv[target * size : (target + 1) * size] = kv[source * size : (source + 1) * size]
+            self._kv[group][target] = self._kv[group][source][:]
 
     def _compute(self, row: _HashRow, start: int, count: int) -> int:
         """Writes the chain of tokens [start, start + count) to every group; returns the last link."""
-        head = 0
-        for spec, kv, table in zip(self._specs, self._kv, row.tables, strict=True):
+        head, ids = 0, row.token_ids
+        for spec, blocks, table in zip(self._specs, self._kv, row.tables, strict=True):
             size = spec.block_size
-            head = kv[table[(start - 1) // size] * size + (start - 1) % size] if start else self._key
+            head = blocks[table[(start - 1) // size]][(start - 1) % size] if start else self._key
             for position in range(start, start + count):
-                head = _mix(head, row.token_ids[position])
-                kv[table[position // size] * size + position % size] = head
+                blocks[table[position // size]][position % size] = head = _mix(head, ids[position])
         if self._check:
             self._verify(row, start, start + count)
         return head
@@ -185,11 +183,11 @@ class KeyedHashExecutor:
         for token in row.token_ids[:end]:
             head = _mix(head, token)
             chain.append(head)
-        for spec, kv, table in zip(self._specs, self._kv, row.tables, strict=True):
+        for spec, blocks, table in zip(self._specs, self._kv, row.tables, strict=True):
             first = 0 if spec.window is None else max(0, start - spec.window + 1)
             for position in range(first, end):
                 block, offset = table[position // spec.block_size], position % spec.block_size
-                assert kv[block * spec.block_size + offset] == chain[position], (
+                assert blocks[block][offset] == chain[position], (
                     f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
                 )
 

@@ -134,6 +134,9 @@ class Scheduler:
         self._roster.drop_ended()
         if self._dynamic is not None:
             self._consult(self._dynamic, now)
+        if not (self._roster.running or len(self._roster.waiting)):
+            self._rows_lost = False  # nobody has one
+            return None
         plan = self._begin_plan()
         if self._rows_lost:
             self._planner.restore_rows(plan)

@@ -7,7 +7,7 @@
     tokens    known = prompt + told; placeholders = samples in flight; computed <= known; who waits holds nothing
     requests  those that have come and not ended are there, and no others
 
-Everything is compared in whole lists and dictionaries, so that looking costs no more than what is looked at.
+Everything is compared in whole lists and dictionaries, and what was right and is the same is right: looking costs no more than what happens.
 
 What lives here: looking. What may not: order and starvation (order.py), answers (life.py), changing anything.
 """
@@ -17,18 +17,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Mapping
 from itertools import chain as joined
+from itertools import repeat
+from operator import add
 
 from tests.support.simulation import oracle
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.device import Device
 from tests.support.simulation.oracle import Line
 
+from headrace.cache.manager import BlockTable
 from headrace.cache.prefix_tree import PrefixNode
 from headrace.request import SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sequence import Sequence
 
-_IDS = array("i").itemsize
+Leaving = list[tuple[int, int, int]]
 
 
 class Books:
@@ -38,7 +41,11 @@ class Books:
         self._scheduler = scheduler
         self._device = device
         self._settled = settled
-        self._pools: list[tuple[list[object], ...]] = [()] * len(scheduler.cache.pools)  # as they were when all was right with them
+        num_groups = len(scheduler.cache.pools)
+        self._holdings: list[tuple[list[BlockTable], Leaving, list[int]]] = [([], [], [])] * num_groups  # as they were when all was right
+        self._nothing: list[BlockTable] = [[] for _ in scheduler.cache.pools]
+        self._owners: list[list[int]] = [[0] * pool.num_blocks for pool in scheduler.cache.pools]  # then
+        self._pools: list[tuple[list[int], list[int], list[int], list[int], list[bool]]] = [([], [], [], [], [])] * num_groups  # likewise
         self._named: list[dict[int, PrefixNode]] = [{} for _ in scheduler.cache.pools]  # as found last time, contents right
         self._links: dict[PrefixNode, array[int]] = {}  # the hash after each token of a node
         self._doubtful = False  # names of steps that have failed may still stand
@@ -48,38 +55,54 @@ class Books:
         """``live``: the requests that must be there; None while some are on their way in or out."""
         scheduler = self._scheduler
         roster = scheduler.roster if self._settled else scheduler._roster
-        everybody = list(joined.from_iterable(roster.requests.values()))
         if live is not None and roster.requests.keys() != live:
             raise Broken("requests", f"{sorted(roster.requests)} are there, {sorted(live)} should be")
-        self._check_blocks(everybody)
+        everybody, running, nothing = [*joined.from_iterable(roster.requests.values())], [], self._nothing
+        for sequence in everybody:
+            if sequence.status is not SequenceStatus.WAITING:
+                running.append(sequence)
+            elif sequence.row is not None or sequence.num_computed_tokens or sequence.kv.tables != nothing:
+                raise Broken("tokens", f"{_name(sequence)} waits and holds something")
+        if len(everybody) - len(running) != len(roster.waiting):
+            raise Broken("queue", f"{len(roster.waiting)} are said to wait, {len(everybody) - len(running)} do")
+        self._check_blocks(running)
         self._check_names()
-        self._check_rows(everybody)
-        self._check_tokens(everybody, lines)
+        self._check_rows(running)
+        self._check_tokens(everybody, running, lines)
 
     # --- blocks
 
-    def _check_blocks(self, everybody: list[Sequence]) -> None:
+    def _check_blocks(self, running: list[Sequence]) -> None:
+        """Nobody else holds any."""
         cache = self._scheduler.cache
         for group, pool in enumerate(cache.pools):
-            owners = [0] * pool.num_blocks
-            for block in joined.from_iterable([sequence.kv.tables[group] for sequence in everybody]):
-                if block is not None:
-                    owners[block] += 1
-            for _, left_group, block in cache._leaving:
-                if left_group == group:
-                    owners[block] += 1
-            if owners != pool._references:
-                wrong = [(block, n, m) for block, (n, m) in enumerate(zip(owners, pool._references, strict=True)) if n != m]
-                raise Broken("references", f"group {group}: (block, owners, references) {wrong}")
-            self._check_pool(group, owners)
+            tables = [sequence.kv.tables[group] for sequence in running]
+            if (tables, cache._leaving, pool._references) != self._holdings[group]:
+                self._owners[group] = self._count_owners(group, tables)
+                self._holdings[group] = ([table[:] for table in tables], cache._leaving[:], pool._references[:])
+            self._check_pool(group)
             for plan, touched in self._device.in_flight:
-                if not all(map(owners.__getitem__, touched[group])):
+                if not all(map(self._owners[group].__getitem__, touched[group])):
                     raise Broken("in flight", f"step {plan.step_id} uses blocks of group {group} that nobody holds")
 
-    def _check_pool(self, group: int, owners: list[int]) -> None:
-        """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not. What was right and is the same is right."""
-        pool, named = self._scheduler.cache.pools[group], self._scheduler.cache._node_of[group]
-        state = (owners, pool._free, pool._named, [*pool._cached], [*named])
+    def _count_owners(self, group: int, tables: list[BlockTable]) -> list[int]:
+        pool = self._scheduler.cache.pools[group]
+        owners = [0] * pool.num_blocks
+        for block in joined.from_iterable(tables):
+            if block is not None:
+                owners[block] += 1
+        for _, left_group, block in self._scheduler.cache._leaving:
+            if left_group == group:
+                owners[block] += 1
+        if owners != pool._references:
+            wrong = [(block, n, m) for block, (n, m) in enumerate(zip(owners, pool._references, strict=True)) if n != m]
+            raise Broken("references", f"group {group}: (block, owners, references) {wrong}")
+        return owners
+
+    def _check_pool(self, group: int) -> None:
+        """Whoever nobody owns is free or cached, once; a cached one is named, a free one is not."""
+        pool, named, owners = self._scheduler.cache.pools[group], self._scheduler.cache._node_of[group], self._owners[group]
+        state = (owners, pool._free, [*pool._cached], [*named], pool._named)
         if state == self._pools[group]:
             return
         idle = [*pool._free, *pool._cached]
@@ -90,7 +113,7 @@ class Books:
             raise Broken("names", f"group {group}: the pool and the tree name different blocks")
         if not pool._cached.keys() <= named.keys() or not named.keys().isdisjoint(pool._free):
             raise Broken("names", f"group {group}: a cached block without a name, or a free one with one")
-        self._pools[group] = (owners, pool._free[:], pool._named[:], *state[3:])
+        self._pools[group] = (owners, pool._free[:], state[2], state[3], pool._named[:])
 
     # --- names
 
@@ -102,7 +125,7 @@ class Books:
             return
         for group, named in enumerate(groups):
             known = {} if self._doubtful else self._named[group]
-            fresh = named.keys() & device.written[group]
+            fresh = set(device.written[group].intersection(named))
             device.written[group].clear()
             if named != known:
                 fresh.update([block for block, node in named.items() if known.get(block) is not node])
@@ -132,10 +155,10 @@ class Books:
 
     # --- rows
 
-    def _check_rows(self, everybody: list[Sequence]) -> None:
+    def _check_rows(self, running: list[Sequence]) -> None:
         roster = self._scheduler._roster
         held = [*roster.free_rows, *[row for _, row in roster._leaving_rows]]
-        for sequence in everybody:
+        for sequence in running:
             if sequence.row is not None:
                 held.append(sequence.row)
                 held += sequence.sibling_rows
@@ -145,29 +168,20 @@ class Books:
 
     # --- tokens
 
-    def _check_tokens(self, everybody: list[Sequence], lines: Mapping[tuple[int, int], Line]) -> None:
-        """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight."""
-        scheduler, samples = self._scheduler, self._samples()
-        lag = {} if self._settled else _lags(scheduler)
-        num_waiting = 0
-        for sequence in everybody:
-            ids, line = sequence.token_ids, lines[sequence.request_id, sequence.index]
-            taken, planned = lag[sequence] if sequence in lag else (0, 0)
-            known = len(ids) + taken
-            if ids != (line.ids[: len(line.ids) - taken] if taken else line.ids):
-                prompt = sequence.num_prompt_tokens
-                raise Broken("tokens", f"{_name(sequence)}: knows {list(ids[prompt:])} and {taken} more, told {list(line.tokens)}")
-            coming = samples[sequence] if sequence in samples else 0
-            if sequence.num_tokens + planned != known + coming:
-                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {coming} in flight")
-            if sequence.status is SequenceStatus.RUNNING:
-                self._check_running(sequence)
-            else:
-                num_waiting += sequence.status is SequenceStatus.WAITING
-                if sequence.row is not None or sequence.num_computed_tokens or any(sequence.kv.tables):
-                    raise Broken("tokens", f"{_name(sequence)} waits and holds something")
-        if num_waiting != len(scheduler._roster.waiting):
-            raise Broken("queue", f"{len(scheduler._roster.waiting)} are said to wait, {num_waiting} do")
+    def _check_tokens(self, everybody: list[Sequence], running: list[Sequence], lines: Mapping[tuple[int, int], Line]) -> None:
+        """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight; computed <= known."""
+        samples, lag = self._samples(), {} if self._settled else _lags(self._scheduler)
+        known = [sequence.token_ids for sequence in everybody]
+        wanted = [lines[sequence.request_id, sequence.index].ids for sequence in everybody]
+        counts, coming = [sequence.num_tokens for sequence in everybody], map(samples.get, everybody, repeat(0))
+        if lag:
+            behind = [lag.get(sequence, (0, 0)) for sequence in everybody]
+            wanted = [ids[: len(ids) - taken] for ids, (taken, _) in zip(wanted, behind, strict=True)]
+            coming = map(add, coming, [taken - planned for taken, planned in behind])
+        if known != wanted or counts != [*map(add, map(len, known), coming)]:
+            self._raise_tokens(everybody, wanted, samples)
+        for sequence in running:
+            self._check_running(sequence)
 
     def _samples(self) -> dict[Sequence, int]:
         """How many tokens of each are in flight."""
@@ -178,6 +192,16 @@ class Books:
                 if sequence.ignore_through < step_id:
                     samples[sequence] = samples.get(sequence, 0) + 1
         return samples
+
+    def _raise_tokens(self, everybody: list[Sequence], wanted: list[array[int]], samples: Mapping[Sequence, int]) -> None:
+        """Says whose are wrong."""
+        for sequence, ids in zip(everybody, wanted, strict=True):
+            prompt, coming = sequence.num_prompt_tokens, samples.get(sequence, 0)
+            if sequence.token_ids != ids:
+                raise Broken("tokens", f"{_name(sequence)}: knows {list(sequence.token_ids[prompt:])}, told {list(ids[prompt:])}")
+            if sequence.num_tokens != len(ids) + coming:
+                raise Broken("tokens", f"{_name(sequence)}: {sequence.num_tokens} tokens, {len(ids)} known, {coming} in flight")
+        raise Broken("tokens", "a cohort's records have been made up for wrongly")
 
     def _check_running(self, sequence: Sequence) -> None:
         computed, known = sequence.num_computed_tokens, sequence.num_tokens

@@ -12,14 +12,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tests.support.simulation.broken import Broken, hold
+from tests.support.simulation import oracle
+from tests.support.simulation.broken import Broken
 from tests.support.simulation.oracle import VOCAB
 from tests.support.simulation.schedule import Setting
 
 from headrace.clock import VirtualClock
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow, _mix
+from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow
 from headrace.request import StepPlan, StepResult
 from headrace.spec import KVGroup, KVKind, KVSpec
 
@@ -57,12 +58,23 @@ class Forecast:
         return self._half * (1.0 + (tokens + attended / 10) / 16)
 
 
+@dataclass(slots=True)
+class _Account:
+    """Of one row. ``links``: by group, the hash after each of its own ids, in blocks, as far as they were needed; ``linked``: so many;
+    ``head``: the last of them. ``computed``: tokens whose keys are there; None: its first chunk says."""
+
+    links: list[list[array[int]]]
+    head: int
+    linked: int = 0
+    computed: int | None = None
+
+
 class Device(KeyedHashExecutor):
     """``told_rows``: called with every plan's new rows, before anything is computed. ``fallen``: whose tokens the step was to
     compute that was collected last, if it failed."""
 
     def __init__(self, setting: Setting, clock: VirtualClock, told_rows: Callable[[StepPlan], None]) -> None:
-        super().__init__(info_of(setting), clock=clock, check=True)
+        super().__init__(info_of(setting), clock=clock)
         self._setting = setting
         self._told_rows = told_rows
         self.fail_next: str | None = None  # "before" or "after" it has written
@@ -75,8 +87,8 @@ class Device(KeyedHashExecutor):
         self.written: list[set[int]] = [set() for _ in self._specs]  # by group, since somebody cleared it
         self.collected: StepPlan | None = None  # the last one
         self.result: StepResult | None = None  # its result
-        self._computed: dict[int, int] = {}  # row → tokens whose keys are there; no entry: its first chunk says
-        self._links: dict[int, array[int]] = {}  # row → the hash after each of its own ids, as far as they were needed
+        self._accounts: dict[int, _Account] = {}  # by row
+        self._only: dict[int, array[int]] = {}  # row → what it said that its tokens may be
 
     @property
     def broken(self) -> bool:
@@ -108,8 +120,8 @@ class Device(KeyedHashExecutor):
 
     def recover(self) -> None:
         super().recover()
-        self._computed.clear()
-        self._links.clear()
+        self._accounts.clear()
+        self._only.clear()
 
     # --- judging plans
 
@@ -117,17 +129,20 @@ class Device(KeyedHashExecutor):
         setting, counts = self._setting, plan.counts
         tokens = len(counts) * max(counts, default=0) if setting.padded else sum(counts)
         splits = setting.chunked_prefill and setting.kv_caching  # else a whole may exceed what a step should have, alone
-        alone = len(counts) == 1 and not splits
-        hold(tokens <= setting.budget or alone, "budget", f"{list(counts)} tokens in a step of {setting.budget}")
-        hold(len(set(plan.rows)) == len(plan.rows) <= setting.rows, "rows", f"rows {list(plan.rows)} of {setting.rows}")
-        scored = sum(counts[work] for work in plan.prompt_logprobs)
-        whole = len(plan.prompt_logprobs) == 1 and not splits
-        hold(scored <= setting.logits_rows or whole, "logits", f"{scored} positions are scored, {setting.logits_rows} may be")
+        if tokens > setting.budget and (splits or len(counts) != 1):
+            raise Broken("budget", f"{list(counts)} tokens in a step of {setting.budget}")
+        if not len(set(plan.rows)) == len(plan.rows) <= setting.rows:
+            raise Broken("rows", f"rows {list(plan.rows)} of {setting.rows}")
+        scored = sum([counts[work] for work in plan.prompt_logprobs])
+        if scored > setting.logits_rows and (splits or len(plan.prompt_logprobs) != 1):
+            raise Broken("logits", f"{scored} positions are scored, {setting.logits_rows} may be")
 
     def _apply(self, plan: StepPlan) -> None:
         for new in plan.rows_added:
-            self._computed.pop(new.row, None)
-            self._links.pop(new.row, None)
+            self._accounts[new.row] = _Account([[] for _ in self._specs], self._key)
+            self._only.pop(new.row, None)
+            if new.params.allowed_token_ids is not None:
+                self._only[new.row] = array("I", sum(1 << token for token in new.params.allowed_token_ids).to_bytes(VOCAB // 8, "little"))
         super()._apply(plan)
         for group, target in zip(plan.copy_group, plan.copy_target, strict=True):
             self.written[group].add(target)
@@ -136,73 +151,87 @@ class Device(KeyedHashExecutor):
         self._apply(plan)
         heads, touched, takers = [], self.in_flight[-1][1], self._takers(plan)
         for work, (number, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
-            row, end = self._rows[number], start + count
-            self._judge_work(number, row, start, end, takers.get(work, []))
-            self._touch(row, start, end, touched)
+            row, account, end = self._rows[number], self._accounts[number], start + count
+            self._judge_work(row, account, start, end, takers.get(work, ()))
+            seen = self._touch(row, start, end, touched)
             heads.append(self._compute(row, start, count))
+            self._judge_contents(row, account, end, seen)
         return heads
 
     def _takers(self, plan: StepPlan) -> dict[int, list[int]]:
         takers: dict[int, list[int]] = {}
         for work, target in zip(plan.sample_work, plan.sample_rows, strict=True):
-            takers.setdefault(work, []).append(target)
+            if work in takers:
+                takers[work].append(target)
+            else:
+                takers[work] = [target]
         return takers
 
-    def _judge_work(self, number: int, row: _HashRow, start: int, end: int, takers: list[int]) -> None:
+    def _judge_work(self, row: _HashRow, account: _Account, start: int, end: int, takers: Sequence[int]) -> None:
         """Tokens are computed once and in order; the last known one is sampled from, and no other."""
-        who = row.new.sequence_id
-        due = self._computed.get(number, start) if self._setting.kv_caching else 0
-        if start != due:
+        who, known = row.new.sequence_id, len(row.token_ids)
+        due = account.computed if self._setting.kv_caching else 0
+        if start != due and due is not None:
             raise Broken("chunk", f"request {who}: {due} tokens are computed, the step begins at {start}")
-        if not start < end <= len(row.token_ids):
-            raise Broken("chunk", f"request {who}: tokens {start} to {end} of {len(row.token_ids)}")
-        if bool(takers) != (end == len(row.token_ids)):
-            raise Broken("chunk", f"request {who}: {len(takers)} samples at token {end} of {len(row.token_ids)}")
-        self._computed[number] = end
+        if not start < end <= known:
+            raise Broken("chunk", f"request {who}: tokens {start} to {end} of {known}")
+        if bool(takers) != (end == known):
+            raise Broken("chunk", f"request {who}: {len(takers)} samples at token {end} of {known}")
+        account.computed = end
         for taker in takers:
             if len(self._rows[taker].token_ids) != end:
                 raise Broken("chunk", f"request {who}: row {taker} has {len(self._rows[taker].token_ids)} tokens and gets one at {end}")
-            self._computed[taker] = end
+            self._accounts[taker].computed = end
 
-    def _touch(self, row: _HashRow, start: int, end: int, touched: Touched) -> None:
-        """Notes what the step reads and writes, and looks whether somebody else's step still does."""
-        who = row.new.sequence_id
+    def _touch(self, row: _HashRow, start: int, end: int, touched: Touched) -> list[tuple[int, list[int]]]:
+        """Notes what the step reads and writes, and looks whether somebody else's step still does. Returns, by group, the first of the
+        table's blocks that it sees, and all of them."""
+        who, seen = row.new.sequence_id, []
         for group, (spec, table) in enumerate(zip(self._specs, row.tables, strict=True)):
-            first = 0 if spec.window is None else max(0, start - spec.window + 1) // spec.block_size
-            blocks = [table[index] for index in range(first, (end - 1) // spec.block_size + 1)]
-            for block in blocks[start // spec.block_size - first :]:
-                for plan, others in self.in_flight:
-                    if others[group].get(block, who) != who:
-                        user = f"step {plan.step_id} uses it for request {others[group][block]}"
+            size = spec.block_size
+            first = 0 if spec.window is None else max(0, start - spec.window + 1) // size
+            blocks = [*map(table.__getitem__, range(first, (end - 1) // size + 1))]
+            own = blocks[start // size - first :]
+            for plan, others in self.in_flight:
+                users = others[group]
+                for block in own:
+                    if users.get(block, who) != who:
+                        user = f"step {plan.step_id} uses it for request {users[block]}"
                         raise Broken("in flight", f"block {block} is written for request {who} while {user}")
             touched[group].update(dict.fromkeys(blocks, who))
-            self.written[group].update(blocks[start // spec.block_size - first :])
+            self.written[group].update(own)
+            seen.append((first, blocks))
+        return seen
 
     def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
         """Beside grammars, a request may have said what its tokens may be."""
-        own: dict[int, array[int]] = {}
-        for j, row in enumerate(plan.sample_rows):
-            only = self._rows[row].new.params.allowed_token_ids
-            if only is not None:
-                own[j] = array("I", sum(1 << token for token in only).to_bytes(VOCAB // 8, "little"))
-        return super()._sample(plan, heads, {**allowed, **own} if own else allowed)
+        if self._only:
+            allowed = {**allowed, **{j: self._only[row] for j, row in enumerate(plan.sample_rows) if row in self._only}}
+        return super()._sample(plan, heads, allowed)
 
-    def _verify(self, row: _HashRow, start: int, end: int) -> None:
-        """As the executor does, by whole blocks: every slot of the context holds the hash of the row's own ids."""
-        links = self._links.setdefault(row.new.row, array("Q"))
-        head = links[-1] if links else self._key
-        for token in row.token_ids[len(links) : end]:
-            head = _mix(head, token)
-            links.append(head)
-        for spec, kv, table in zip(self._specs, self._kv, row.tables, strict=True):
-            size = spec.block_size
-            first = 0 if spec.window is None else max(0, start - spec.window + 1)
-            for index in range(first // size, (end - 1) // size + 1):
-                low, high = max(first, index * size), min(end, index * size + size)
-                at = table[index] * size - index * size
-                if kv[at + low : at + high] != links[low:high]:
-                    raise Broken("contents", f"request {row.new.sequence_id}: block {table[index]} does not hold positions {low} to {high}")
+    def _judge_contents(self, row: _HashRow, account: _Account, end: int, seen: list[tuple[int, list[int]]]) -> None:
+        """Every block that the step sees holds the hash of the row's own ids, up to the last one that is computed."""
+        if account.linked < end:
+            self._link(account, row.token_ids[account.linked : end])
+        for spec, kv, (first, blocks), right in zip(self._specs, self._kv, seen, account.links, strict=True):
+            held, wanted, over = [*map(kv.__getitem__, blocks)], right[first : first + len(blocks)], end % spec.block_size
+            if over:
+                held[-1], wanted[-1] = held[-1][:over], wanted[-1][:over]
+            if held != wanted:
+                at = next(index for index, (have, want) in enumerate(zip(held, wanted, strict=True)) if have != want)
+                low = (first + at) * spec.block_size
+                text = f"block {blocks[at]} does not hold positions {low} to {min(end, low + spec.block_size)}"
+                raise Broken("contents", f"request {row.new.sequence_id}: {text}")
+
+    def _link(self, account: _Account, token_ids: Sequence[int]) -> None:
+        links = oracle.chain(token_ids, account.head)
+        for spec, blocks in zip(self._specs, account.links, strict=True):
+            for at, link in enumerate(links, start=account.linked):
+                if at % spec.block_size:
+                    blocks[-1].append(link)
+                else:
+                    blocks.append(array("Q", (link,)))
+        account.linked, account.head = account.linked + len(links), links[-1]
 
     def contents(self, group: int, block: int) -> array[int]:
-        size = self._specs[group].block_size
-        return self._kv[group][block * size : (block + 1) * size]
+        return self._kv[group][block]

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tests.support.simulation import oracle
@@ -43,7 +44,7 @@ from tests.support.simulation.schedule import (
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.journal import Journal, replay
-from headrace.request import Expectations, Request, SamplingParams, SequenceOutput, StepPlan, StructuredOutputs
+from headrace.request import Expectations, RepetitionDetection, Request, SamplingParams, SequenceOutput, StepPlan, StructuredOutputs
 
 GRAMMAR = StructuredOutputs(regex="[ab]+")  # stands for all: what it allows is the oracle's
 HERE = str(Path(__file__).parent)
@@ -228,8 +229,10 @@ class Life:
             self.watch.met(self.began)
             self.answers.settle()
         scheduler, failed = self.core.scheduler, self.device.collected is not None and self.device.result is None
-        self.seen["cohort"] += scheduler._cohort is not None
-        self.seen["failed"] += failed
+        if scheduler._cohort is not None:
+            self.seen["cohort"] += 1
+        if failed:
+            self.seen["failed"] += 1
         for output in outputs:
             self._note(output)
             self.answers.take(output)
@@ -245,7 +248,8 @@ class Life:
         self.watch.met(self.clock.now())
         for new in plan.rows_added:
             self.watch.admitted(new.sequence_id)
-        self.seen["copies"] += len(plan.copy_source)
+        if plan.copy_source:
+            self.seen["copies"] += len(plan.copy_source)
         if self.journal is not None:
             self.plans.append(plan)
         if self._trace is not None:
@@ -297,22 +301,12 @@ def _cache_config(setting: Setting) -> CacheConfig:
 
 
 def _request(number: int, asked: Asked, arrival: float) -> Request:
-    params = SamplingParams(
-        n=asked.n,
-        max_tokens=asked.max_tokens,
-        min_tokens=asked.min_tokens,
-        ignore_eos=asked.ignore_eos,
-        stop_token_ids=asked.stops,
-        logprobs=asked.logprobs,
-        prompt_logprobs=1 if asked.scored else None,
-        structured_outputs=GRAMMAR if asked.compiles is not None else None,
-        allowed_token_ids=None if asked.only < 0 else (asked.only,),
-        repetition_detection=oracle.LOOPS if asked.loops else None,
-    )
+    loops = oracle.LOOPS if asked.loops else None
+    params = (asked.n, asked.max_tokens, asked.min_tokens, asked.ignore_eos, asked.stops, asked.logprobs)
     return Request(
         request_id=number,
         prompt_token_ids=array("i", asked.prompt),
-        params=params,
+        params=_params(*params, scored=asked.scored, follows=asked.compiles is not None, only=asked.only, loops=loops),
         seed=asked.seed,
         priority=asked.priority,
         arrival_time=arrival,
@@ -320,4 +314,33 @@ def _request(number: int, asked: Asked, arrival: float) -> Request:
         adapter=asked.adapter,
         tenant=asked.tenant,
         expects=Expectations(ttft=asked.ttft, tpot=asked.tpot, reading_speed=asked.reading_speed),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _params(
+    n: int,
+    max_tokens: int,
+    min_tokens: int,
+    ignore_eos: bool,
+    stops: tuple[int, ...],
+    logprobs: int | None,
+    *,
+    scored: bool,
+    follows: bool,
+    only: int,
+    loops: RepetitionDetection | None,
+) -> SamplingParams:
+    """Frozen, and checked once."""
+    return SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stops,
+        logprobs=logprobs,
+        prompt_logprobs=1 if scored else None,
+        structured_outputs=GRAMMAR if follows else None,
+        allowed_token_ids=None if only < 0 else (only,),
+        repetition_detection=loops,
     )

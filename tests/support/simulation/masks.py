@@ -56,7 +56,8 @@ class HashMasks:
         self._compiling.pop(request_id, None)
 
     def keep(self, request_ids: Container[int]) -> None:
-        self._followed = {each for each in self._followed if each in request_ids}
+        if self._followed:
+            self._followed = {each for each in self._followed if each in request_ids}
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         for _, sequence in wanted:

@@ -30,11 +30,7 @@ End = tuple[FinishReason, int | str | None]  # with its stop reason, or the mess
 
 def chain(tokens: Sequence[int], head: int = ROOT) -> array[int]:
     """The hash after each token."""
-    links = array("Q")
-    for token in tokens:
-        head = _mix(head, token)
-        links.append(head)
-    return links
+    return array("Q", [head := _mix(head, token) for token in tokens])
 
 
 def allowed(head: int) -> list[int]:

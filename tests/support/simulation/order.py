@@ -27,6 +27,7 @@ class OrderWatch:
         self._passed: dict[int, int] = {}
         self._running: list[Sequence] = []  # after the last turn
         self._first: int | None = None
+        self._looked = False  # for it, since somebody came or went
         self._mark: tuple[int, ...] = ()
         self._stalled = 0
         self._patience = patience(setting)
@@ -37,19 +38,21 @@ class OrderWatch:
         self._most[number] = self.bound.most_passed(came, list(self.live.values()))
         self.live[number] = self.waiting[number] = came
         self._place[number] = len(self._place)
-        self._first = None
+        self._first, self._looked = None, False
 
     def met(self, now: float) -> None:
         """Whoever has come is the scheduler's since this moment."""
-        for came in self._fresh:
-            came.at = now
-        self._fresh.clear()
+        if self._fresh:
+            for came in self._fresh:
+                came.at = now
+            self._fresh.clear()
+            self._first, self._looked = None, False
 
     def gone(self, number: int) -> None:
         """Ended, or not wanted any more."""
         if self.live.pop(number, None) is not None:
             self.waiting.pop(number, None)
-            self._first = None
+            self._first, self._looked = None, False
 
     def admitted(self, number: int) -> None:
         came = self.waiting.pop(number, None)
@@ -78,9 +81,10 @@ class OrderWatch:
         """Nobody gives way while somebody runs who came later and may not pass. Whoever is planned to the last token only waits for results;
         whoever falls with a step falls with all."""
         running = [s for s in scheduler._roster.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
-        for out in (sequence for sequence in self._running if sequence.status is SequenceStatus.WAITING):
-            for other in running:
-                self._give_way(out.request_id, other.request_id)
+        for out in self._running:
+            if out.status is SequenceStatus.WAITING:
+                for other in running:
+                    self._give_way(out.request_id, other.request_id)
         self._running = running
 
     def _give_way(self, out: int, other: int) -> None:
@@ -91,8 +95,8 @@ class OrderWatch:
 
     def _check_progress(self, scheduler: Scheduler, *, failed: bool) -> None:
         """Whom nobody may pass must come on, in a bounded number of turns; a step that fails starts the count anew."""
-        if self._first not in self.live:
-            self._first, self._stalled = self._find_first(), 0
+        if not self._looked:
+            self._first, self._stalled, self._looked = self._find_first(), 0, True
         mark = self._mark_of(scheduler)
         self._stalled = 0 if failed or mark != self._mark or self._first is None else self._stalled + 1
         self._mark = mark
