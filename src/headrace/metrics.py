@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 from headrace.cost.online_fit import OnlineFit
-from headrace.cost.speed import Line, StepSpeed, Tail, steered
+from headrace.cost.speed import Line, Steering, StepSpeed, Tail
 from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.request import StepPlan, StepResult, column_of
 
@@ -112,12 +112,13 @@ class StepRecord:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.rows, self.decodes)
+        return kind_of(self.rows, self.decodes, self.sampled)
 
 
-def kind_of(rows: int, decodes: int) -> str:
-    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did."""
-    if decodes == rows:
+def kind_of(rows: int, decodes: int, sampled: int) -> str:
+    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did, or the single token of some
+    row was a part of a prompt, after which nothing is sampled."""
+    if decodes == rows and sampled >= rows:
         return "decode"
     return "mixed" if decodes else "prefill"
 
@@ -163,7 +164,7 @@ class StepRecorder:
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
         self._timeline = DeviceTimeline()
         self._fits = {kind: OnlineFit() for kind in ("decode", "mixed", "prefill")}
-        self._tail, self._gap, self._share = Tail(), 0.0, 1.0
+        self._tail, self._gap, self._steering = Tail(), 0.0, Steering()
         self._speed: StepSpeed | None = None  # as it was last told, until another step teaches something
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
@@ -182,7 +183,7 @@ class StepRecorder:
             lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
             slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
             decode, mixed, prefill = (lines.get(kind, slowest) for kind in ("decode", "mixed", "prefill"))
-            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap, self._share)
+            self._speed = StepSpeed(decode, mixed, prefill, self._tail.ratio, self._gap, self._steering.share)
         return self._speed
 
     def _guess(self) -> Line:
@@ -215,7 +216,7 @@ class StepRecorder:
         """Seconds this step should take, as steps of its kind have taken; 0.0 without a cost model."""
         if self._cost_model is None:
             return 0.0
-        return self._predicted(kind_of(len(plan.rows), plan.counts.count(1)), self._cost_model.estimate(plan))
+        return self._predicted(kind_of(len(plan.rows), plan.counts.count(1), len(plan.sample_work)), self._cost_model.estimate(plan))
 
     def _predicted(self, kind: str, cost: StepCost) -> float:
         """By the profile alone until some steps of this kind have been seen."""
@@ -230,7 +231,7 @@ class StepRecorder:
         load = self._cost_model.load_of(plan)
         cost = self._cost_model.estimate_load(load)
         fraction = cost.floor_seconds / measured if measured > 0 and not failed else None
-        kind = kind_of(rows, decodes)
+        kind = kind_of(rows, decodes, sampled)
         predicted = self._predicted(kind, cost)  # before this step teaches anything: its error is that of a true prediction
         if not failed:
             self._learn(kind, cost.floor_seconds, predicted, measured, placed[0])
@@ -255,8 +256,9 @@ class StepRecorder:
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
-        if record.kind == "mixed":
-            self._share, self._speed = steered(self._share, kept=kept), None
+        if record.kind == "decode" or self._fits["mixed"].ready:  # until then its price is a guess, which a step corrects
+            self._steering.observe(kept=kept, mixed=record.kind == "mixed")
+            self._speed = None
 
     def _add(self, record: StepRecord, generated: int) -> None:
         sums = self._sums

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
 MOST = 4.0
-SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02  # level where one promise in thirty-five breaks
+SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02
+BROKEN, CLEARLY = 0.02, 1.5  # mixed steps may break so many promises, and so many times those that other steps break
+WATCHED = 0.01  # by which one step moves what is known of either
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,26 @@ class StepSpeed:
         return self.mixed.floor((seconds - self.gap) / self.tail)
 
 
-def steered(share: float, *, kept: bool) -> float:
-    """The share after one more promise."""
-    return min(1.0, share * SHARE_UP) if kept else max(SHARE_LEAST, share * SHARE_DOWN)
+class Steering:
+    """``share`` of what seems to fit: it comes down while mixed steps break their promises more often than steps without any prompt. Those are
+    broken by what a smaller chunk cannot help, other programs on the machine or answers that are too many by themselves."""
+
+    __slots__ = ("_broken", "_unavoidable", "share")
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self._broken = self._unavoidable = 0.0
+
+    def observe(self, *, kept: bool, mixed: bool) -> None:
+        """One more promise."""
+        if not mixed:
+            self._unavoidable += WATCHED * ((not kept) - self._unavoidable)
+            return
+        self._broken += WATCHED * ((not kept) - self._broken)
+        if not kept and self._broken > BROKEN + CLEARLY * self._unavoidable:
+            self.share = max(SHARE_LEAST, self.share * SHARE_DOWN)
+        else:
+            self.share = min(1.0, self.share * SHARE_UP)
 
 
 class Tail:
