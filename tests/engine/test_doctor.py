@@ -20,8 +20,8 @@ from headrace.bench.steps import summarise_steps
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.commands.doctor import _render_memory, _render_shape
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
+from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
-from headrace.engine.llm import create_engine
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
 from headrace.worker.residency import resident_bytes
 

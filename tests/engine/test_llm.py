@@ -12,9 +12,9 @@ import pytest
 
 import headrace
 from headrace import LLM, SamplingParams
+from headrace.engine.assembly import create_engine
 from headrace.engine.executor import Executor
 from headrace.engine.keywords import create_config
-from headrace.engine.llm import create_engine
 from headrace.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.request import StepPlan, StepResult
 
@@ -297,7 +297,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monke
 
 
 def test_a_missing_tokenizer_is_allowed_with_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.llm.load_tokenizer", lambda *args, **kwargs: None)
+    monkeypatch.setattr("headrace.engine.assembly.load_tokenizer", lambda *args, **kwargs: None)
     with LLM(executor="keyed-hash") as llm:
         for detokenize in (False, True):
             params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=detokenize, logprobs=0)

@@ -43,8 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models.source", "scheduler", "cache", "sequence"},
     "engine.core": {"scheduler", "cache", "sequence"},
     "engine.executor": set(),
-    "engine.llm": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
-    "engine.process": {"worker", "models.source", "scheduler", "cache"},
+    "engine.assembly": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
     "planner": {
         "engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models",
         "bench.workload", "bench.traces", "bench.arrivals", "bench.statistics",

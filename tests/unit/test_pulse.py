@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from headrace.engine import loop
+from headrace.engine.assembly import Engine
 from headrace.engine.connection import EngineSocket
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.engine.llm import Engine
 from headrace.engine.loop import Pulse, StampedExecutor, take_first_step
 from headrace.engine.process import Beat
 from headrace.errors import StepFailed

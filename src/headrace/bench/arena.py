@@ -113,7 +113,7 @@ def _record(config: EngineConfig) -> tuple[tuple[int, int], tuple[list[Use], lis
     """Prompts of half a step and of a whole one, launched kernel by kernel, one step at a time."""
     from headrace.bench.driver import drive
     from headrace.bench.workload import Lengths, random_dialogues
-    from headrace.engine.llm import create_engine
+    from headrace.engine.assembly import create_engine
 
     config = replace(config, device=replace(config.device, enforce_eager=True, overlap=0))
     engine = create_engine(config, with_tokenizer=False)

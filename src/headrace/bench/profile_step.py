@@ -23,7 +23,7 @@ from headrace.bench.jobs import child_main
 from headrace.bench.load import BenchFailed
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.config import EngineConfig
-from headrace.engine.llm import Engine, create_engine
+from headrace.engine.assembly import Engine, create_engine
 from headrace.request import Request
 
 KV_BYTES = 12 * 2**30  # what the largest case needs and some; saving and restoring memory is part of counting

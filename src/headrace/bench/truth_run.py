@@ -120,7 +120,8 @@ class _Measured:
 
 def run_offline(config: EngineConfig, runs: Mapping[str, Sequence[Part]], folder: Path) -> dict[str, Ran]:
     """One engine, all runs after one another, each with other ids: no HTTP, as LLM.generate. Raises what the engine raises."""
-    from headrace.engine.llm import LLM, trace_into
+    from headrace.engine.assembly import trace_into
+    from headrace.engine.llm import LLM
 
     found, salts = {}, itertools.count(_PRIMES, _PRIMES)
     with LLM.from_config(config) as llm:

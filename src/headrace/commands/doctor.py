@@ -20,8 +20,8 @@ from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 
 if TYPE_CHECKING:
+    from headrace.engine.assembly import Engine
     from headrace.engine.executor import Executor
-    from headrace.engine.llm import Engine
     from headrace.metrics import StepRecorder
     from headrace.worker.eligibility import GPU
     from headrace.worker.residency import Ledger
@@ -152,7 +152,7 @@ def _in_a_graph(profile: DeviceProfile) -> str:
 def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
     from headrace.commands.doctor_batch import examine_batch
-    from headrace.engine.llm import create_engine
+    from headrace.engine.assembly import create_engine
     from headrace.worker.residency import resident_memory
 
     loaded = 0

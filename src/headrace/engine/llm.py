@@ -1,6 +1,6 @@
-"""The engine in this process, and the offline API: prompts in, RequestOutputs out.
+"""The offline API over an engine in this process: prompts in, RequestOutputs out.
 
-What lives here: ``create_engine`` and ``LLM``. What may not: scheduling, mathematics, the server, asyncio (client.py).
+What lives here: ``LLM``. What may not: putting the engine together (assembly.py), the server, asyncio (client.py).
 """
 
 from __future__ import annotations
@@ -11,155 +11,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
-from headrace.builders import mark_of
-from headrace.clock import RealClock
-from headrace.config import Decision, DeviceConfig, EngineConfig
-from headrace.cost.run_facts import cascades, facts_of, switches_of
-from headrace.engine.core import EngineCore
-from headrace.engine.executor import Executor
-from headrace.engine.grammar import Vocabulary, vocabulary_of
+from headrace.config import EngineConfig
+from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.grammar_check import create_grammar_check
-from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
+from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
 from headrace.engine.interrupts import deferred_interrupts
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.progress import Progress, ProgressLine
-from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
-from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDead, InvalidRequest
-from headrace.head_start import HeadStart, begin_head_start
-from headrace.metrics import StepRecorder
-from headrace.models.source import ModelSource
 from headrace.request import Request, RequestOutput, SamplingParams
-from headrace.torch_environment import prepare_for_torch
-from headrace.trace import StepTrace, TraceFile
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
-
-
-@dataclass(slots=True)
-class Engine:
-    """One model's engine in this process: the core and what stands around it."""
-
-    core: EngineCore
-    source: ModelSource
-    tokenizer: Tokenizer | None
-    info: EngineInfo
-    default_params: SamplingParams
-    recorder: StepRecorder
-    masks: GrammarMasks
-    trace: StepTrace | None = None
-
-    def close(self) -> None:
-        self.masks.close()
-        self.core.executor.close()
-        if self.trace is not None:
-            self.trace.close()
-
-
-def create_engine(
-    config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True, watched: bool = True
-) -> Engine:
-    """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
-
-    ``watched``: somebody reads answers while they are written (see resolve_config).
-
-    Raises ModelError, ConfigError or OutOfMemory.
-    """
-    file = TraceFile(config.device.trace) if config.device.trace is not None else None  # what cannot be written is said at once
-    source = find_source(config)
-    tokenizer = None
-    if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
-        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
-    defaults = default_params(source.generation_defaults)
-    config, executor, decisions, recorder = _create_executor(config, source, watched)
-    eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
-    masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
-    core = EngineCore(
-        executor if wrap is None else wrap(executor, recorder),
-        scheduler=config.scheduler,
-        cache=config.cache,
-        eos_token_ids=frozenset(eos),
-        clock=RealClock(),
-        depth=config.device.overlap or 0,
-        observer=recorder,
-        masks=masks,
-        forecast=recorder.floors,
-        speed=recorder.speed,
-    )
-    info = describe(config, source, core, eos, decisions)
-    trace = _create_trace(file, config.device, source, core, recorder, info) if file is not None else None
-    if trace is not None:
-        core.observe(trace)
-    return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
-
-
-def _create_trace(
-    file: TraceFile, config: DeviceConfig, source: ModelSource, core: EngineCore, recorder: StepRecorder, info: EngineInfo
-) -> StepTrace:
-    """Writes this engine's steps down. ``config`` is resolved; nothing is running."""
-    name, floors = f"headrace: {info.model}, {info.device}", recorder.floors
-    if floors is None:
-        return StepTrace(file, recorder, core.stats, name=name)
-    from headrace import __version__
-    from headrace.cost.sharing import SharedBlocks
-
-    facts = facts_of(floors, config, model=source.name, engine=__version__)
-    groups, heads = [group.spec for group in core.executor.info.kv_groups], floors.spec.num_heads // floors.spec.num_kv_heads
-    sharing = SharedBlocks(groups, heads) if cascades(config, facts.device.kind, facts.dtype) else None
-    return StepTrace(file, recorder, core.stats, name=name, facts=facts, sharing=sharing)
-
-
-def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
-    """An observer that writes an idle engine's steps from now on into a file of its own. ``config`` is resolved. Raises ConfigError."""
-    return _create_trace(TraceFile(path), config, engine.source, engine.core, engine.recorder, engine.info)
-
-
-def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
-    """An engine that leaves texts to its front ends loads a tokenizer when the first grammar comes."""
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
-    return vocabulary_of(tokenizer, width, eos)
-
-
-def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
-    if config.device.executor == "keyed-hash":
-        config, decisions = resolve_config(config, "none")
-        return config, create_hash_executor(config, source), decisions, StepRecorder()
-    prepare_for_torch()
-    head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
-    with head_start or nullcontext():
-        return _load(config, source, watched, head_start)
-
-
-def _load(
-    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None
-) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
-    from headrace.worker.stages import Stages
-
-    stages = Stages(RealClock())
-    from headrace.worker.meter import DeviceLimits, create_recorder
-    from headrace.worker.settings import has_room, resolve_device
-    from headrace.worker.worker import create_executor
-
-    stages.done("imports")
-    device, found = resolve_device(config.device.device)
-    config, decisions = resolve_config(config, device, watched=watched or not has_room(device))
-    limits = DeviceLimits(device)
-    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
-    dtype = next(str(each.value) for each in loaded if each.name == "dtype")
-    promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
-    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype, promise=promise, switches=switches)
-    return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder
 
 
 class LLM:

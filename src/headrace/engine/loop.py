@@ -33,7 +33,7 @@ from headrace.process_tree import end_with_parent
 from headrace.request import Expectations, Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
-    from headrace.engine.llm import Engine
+    from headrace.engine.assembly import Engine
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _read_launch() -> frames.Launch:
 def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
-        from headrace.engine.llm import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
+        from headrace.engine.assembly import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
 
         least = launch.config.device.device_time
         engine = create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)

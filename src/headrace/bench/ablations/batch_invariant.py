@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 ROWS, LENGTH = "running requests", "prompt tokens"
 STEP, FIRST = Figure("ms/decode step", False), Figure("ms to the first token", False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
 from headrace.bench.workload import Lengths, shared_prefix_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 PREFIX = "shared prefix tokens"
 FIGURES = (Figure("ms/decode step", False), Figure("total s", False))

@@ -13,7 +13,7 @@ from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Sett
 from headrace.bench.driver import Run, drive
 from headrace.bench.statistics import summarise
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, with_arrivals
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "offered requests/s"
 FIGURES = (Figure("p99 itl ms", False), Figure("median itl ms", False), Figure("mean ttft ms", False), Figure("output tokens/s", True))

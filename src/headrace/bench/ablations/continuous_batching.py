@@ -10,7 +10,7 @@ from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result
 from headrace.bench.driver import drive
 from headrace.bench.statistics import summarise
 from headrace.bench.workload import Lengths, random_dialogues, with_arrivals
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "offered requests/s"
 FIGURES = (Figure("mean e2e s", False), Figure("p99 ttft s", False), Figure("requests/s", True), Figure("output tokens/s", True))

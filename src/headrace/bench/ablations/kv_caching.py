@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.bench.ablations.lab import Figure, Lab, Point, Result
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "output tokens"
 FIGURES = (Figure("output tokens/s", True), Figure("last gap ms", False))

@@ -14,8 +14,8 @@ from typing import Any
 from headrace.bench.driver import Run, drive
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues
 from headrace.config import EngineConfig
+from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.core import EngineCore
-from headrace.engine.llm import Engine, create_engine
 from headrace.techniques import Technique
 
 MODES = ("off", "on")

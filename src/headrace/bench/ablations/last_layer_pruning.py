@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.bench.ablations.lab import Figure, Lab, Point, Result
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "prompt tokens"
 FIGURES = (Figure("prompt tokens/s", True), Figure("ms/prompt", False))

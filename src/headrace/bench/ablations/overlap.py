@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "running requests"
 FIGURES = (Figure("steps/s", True), Figure("ms/step", False), Figure("idle share", False))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "max_tokens asked"
 FIGURES = (Figure("running at once", True), Figure("output tokens/s", True), Figure("mean ttft ms", False))

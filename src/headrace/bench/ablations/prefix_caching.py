@@ -9,7 +9,7 @@ from headrace.bench.ablations.lab import Figure, Lab, Point, Result
 from headrace.bench.driver import Run
 from headrace.bench.statistics import Sample
 from headrace.bench.workload import Lengths, conversations, shared_prefix_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 PREFIX = "shared prefix tokens"
 TURN = "turn of a conversation"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result
 from headrace.bench.driver import drive
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues
-from headrace.engine.llm import Engine
+from headrace.engine.assembly import Engine
 
 X = "spread of lengths"
 FIGURES = (Figure("prompt tokens/s", True), Figure("seconds", False))
