@@ -248,8 +248,9 @@ def test_a_damaged_tokenizer_is_one_sentence(content: str, tmp_path: Path) -> No
 def test_a_token_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
     text = json.dumps(bpe_tokenizer(spm_pieces(WORDS), add_space_prefix=True))
     config = folder_of(
-        tmp_path, vocab_size=1000, tokenizer=text, tokenizer_config={"bos_token": "\ud800", "eos_token": 5, "unk_token": {"content": []}}
-    )
+        tmp_path, vocab_size=1000, tokenizer=text, tokenizer_config={"bos_token": "\ud800", "eos_token": 5, "unk_token": {"content": []},
+        "added_tokens_decoder": {"²": {"content": 1}, "9" * 5000: {}}},
+    )  # fmt: skip
     tokenizer = load_tokenizer(find_model(config))
     assert tokenizer is not None and tokenizer.bos_token_id is tokenizer.eos_token_id is None
 

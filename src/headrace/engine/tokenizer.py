@@ -258,7 +258,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
 
 
 def _numeric(item: tuple[str, Any]) -> int:
-    return int(item[0]) if item[0].isdigit() else 0
+    return int(item[0]) if item[0].isascii() and item[0].isdigit() and len(item[0]) < 20 else 0
 
 
 def _added_token(value: Any) -> tokenizers.AddedToken:
