@@ -256,8 +256,8 @@ class StepRecorder:
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
-        if record.kind == "decode" or self._fits["mixed"].ready:  # until then its price is a guess, which a step corrects
-            self._steering.observe(kept=kept, mixed=record.kind == "mixed")
+        if record.kind == "decode" or self._fits["mixed"].ready:  # until then the price of a prompt is a guess, which steps will correct
+            self._steering.observe(record.tokens - min(record.decodes, record.sampled), kept=kept)
             self._speed = None
 
     def _add(self, record: StepRecord, generated: int) -> None:

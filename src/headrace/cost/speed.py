@@ -18,6 +18,7 @@ MOST = 4.0
 SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02
 BROKEN, CLEARLY = 0.02, 1.5  # mixed steps may break so many promises, and so many times those that other steps break
 WATCHED = 0.01  # by which one step moves what is known of either
+FEW = 16  # tokens of prompts: a step with no more is as quick as one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class StepSpeed:
 
 
 class Steering:
-    """``share`` of what seems to fit: it comes down while mixed steps break their promises more often than steps without any prompt. Those are
-    broken by what a smaller chunk cannot help, other programs on the machine or answers that are too many by themselves."""
+    """``share`` of what seems to fit: it comes down while steps with prompts break their promises more often than steps with next to none. Those
+    are broken by what a smaller chunk cannot help: other programs on the machine, answers that are too many by themselves."""
 
     __slots__ = ("_broken", "_unavoidable", "share")
 
@@ -63,15 +64,15 @@ class Steering:
         self.share = 1.0
         self._broken = self._unavoidable = 0.0
 
-    def observe(self, *, kept: bool, mixed: bool) -> None:
-        """One more promise."""
-        if not mixed:
+    def observe(self, tokens: int, *, kept: bool) -> None:
+        """One more promise, of a step with so many tokens of prompts."""
+        if tokens <= FEW:
             self._unavoidable += WATCHED * ((not kept) - self._unavoidable)
-            return
-        self._broken += WATCHED * ((not kept) - self._broken)
-        if not kept and self._broken > BROKEN + CLEARLY * self._unavoidable:
-            self.share = max(SHARE_LEAST, self.share * SHARE_DOWN)
         else:
+            self._broken += WATCHED * ((not kept) - self._broken)
+        if tokens > FEW and not kept and self._broken > BROKEN + CLEARLY * self._unavoidable:
+            self.share = max(SHARE_LEAST, self.share * SHARE_DOWN)
+        elif tokens:
             self.share = min(1.0, self.share * SHARE_UP)
 
 
