@@ -234,7 +234,7 @@ def million_tokens(senders: int, large: int, *, slack: float, command: Command =
             found.append((server.ask("POST", "/v1/completions", body, timeout=120).status, time.perf_counter() - begun))
 
         with _measured(READER, server.port) as alone:
-            time.sleep(1.5)
+            time.sleep(0.8)
         with _measured(PROBE, server.port) as probes, _measured(READER, server.port) as gaps:
             time.sleep(0.3)
             threads = [threading.Thread(target=push, args=((text, ids)[number % 2],)) for number in range(senders)]

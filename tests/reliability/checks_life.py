@@ -21,7 +21,7 @@ from typing import Any
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 from tests.support.snapshot import listening
-from tests.support.traffic import ask, together
+from tests.support.traffic import ask, send, together
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -157,7 +157,7 @@ def _saturate(port: int, end: float) -> None:
     """In a process of its own, so that the probes do not wait for the load's sending."""
     with contextlib.suppress(BaseException):
         while time.monotonic() < end:
-            together(ask(port, "/v1/completions", {**TEXT, "prompt": [number + 8] * 3000, "max_tokens": 8}) for number in range(48))
+            together(ask(port, "/v1/completions", {**TEXT, "prompt": [number + 8] * 3000, "max_tokens": 8}) for number in range(32))
     os._exit(0)
 
 
@@ -201,8 +201,8 @@ def memory_ceiling(extra: int = 128 << 20, *, command: Command = SERVE) -> str:
         together(ask(server.port, "/v1/completions", {"prompt": "x", "max_tokens": 1}) for _ in range(32))
         size = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, (size + extra, size + extra))
-        body = {"prompt": [8] * 1_400_000, "max_tokens": 1}
-        replies = together(ask(server.port, "/v1/completions", body) for _ in range(12))
+        asked = post_bytes("/v1/completions", {"prompt": [8] * 1_400_000, "max_tokens": 1}, "Connection: close")
+        replies = together(send(server.port, asked) for _ in range(12))
         statuses = sorted({reply.status for reply in replies})
         # 0: cut off before an answer, which a client sees; 408: what it sent could not be taken in, and it was told so.
         assert set(statuses) <= {0, 400, 408, 413, 429, 503}, statuses

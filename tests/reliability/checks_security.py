@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import random
-import statistics
 import struct
 import sys
 import tempfile
@@ -41,8 +40,9 @@ SOURCES = ROOT / "src" / "headrace"
 BANNED_MODULES = frozenset(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"))
 BANNED_CALLS = frozenset(("eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "np.load", "os.system"))
 BANNED_NAMES = frozenset(("recv_pyobj", "send_pyobj", "trust_remote_code", "allow_pickle", "shell"))
+NODES = (ast.Import, ast.ImportFrom, ast.Call, ast.keyword, ast.Attribute, ast.Assert)
 # Where what clients send is judged: an assert there is gone under -O.
-JUDGES = ("request.py", "engine/inputs.py", "server/wire.py", "server/bodies.py", "server/auth.py", "server/protocol", "server/messages.py")
+JUDGES = ("sampling_params.py", "engine/inputs.py", "server/wire.py", "server/bodies.py", "server/auth.py", "server/protocol", "server/messages.py")
 
 
 # --- row 50
@@ -56,20 +56,30 @@ def code_from_data(folder: Path = SOURCES) -> str:
 
 
 def banned(path: Path, folder: Path) -> Iterator[str]:
-    judges = any(str(path.relative_to(folder)).startswith(judge) for judge in JUDGES)
+    name = str(path.relative_to(folder))
+    judges = name.startswith(JUDGES)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        place = f"{path.relative_to(folder)}:{getattr(node, 'lineno', 0)}"
+        if not isinstance(node, NODES):
+            continue
+        place = f"{name}:{node.lineno}"
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from (f"{place}: import {name}" for name in names if name.partition(".")[0] in BANNED_MODULES)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BANNED_CALLS:
-            yield f"{place}: {ast.unparse(node.func)}()"
+        elif isinstance(node, ast.Call) and (called := _dotted(node.func)) in BANNED_CALLS:
+            yield f"{place}: {called}()"
         elif isinstance(node, ast.keyword) and node.arg in BANNED_NAMES and not (isinstance(node.value, ast.Constant) and node.value.value is False):
             yield f"{place}: {node.arg}="
         elif isinstance(node, ast.Attribute) and node.attr in BANNED_NAMES:
             yield f"{place}: {node.attr}"
         elif isinstance(node, ast.Assert) and judges and not _is_our_own(node):
             yield f"{place}: assert {ast.unparse(node.test)}"
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` as it is written; anything else is no name."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
 
 
 def _is_our_own(node: ast.Assert) -> bool:
@@ -182,23 +192,40 @@ def damaged_frames(count: int, seed: int = 51) -> str:
 
 # --- row 52
 
+SUSPICIOUS = 4.5  # by chance once in 150,000 times
+
 
 def key_timing(samples: int, seed: int = 52) -> str:
-    """Welch's t of the time to refuse a key that shares its beginning with the right one, and one that does not."""
+    """How much oftener than by chance a key that shares its beginning with the right one takes longer to refuse than one that does not.
+
+    The two follow each other in an order that a coin decides, and only which of them took longer counts: whatever else the machine does,
+    it does to both alike, and without a leak the count is that of a fair coin. What looks like a leak has to look like it again.
+    """
     guard, rng = Guard(ServerConfig(api_key=("k" * 32,))), random.Random(seed)
-    tried = [[(b"authorization", f"Bearer {given}".encode())] for given in ("k" * 31 + "x", "x" * 32)]
-    times: tuple[list[int], list[int]] = ([], [])
-    for _ in range(2 * samples):
-        which = rng.randrange(2)
-        begun = time.perf_counter_ns()
-        with contextlib.suppress(Unauthorized):
-            guard.check_key(tried[which])
-        times[which].append(time.perf_counter_ns() - begun)
-    first, second = (sorted(each)[: int(0.9 * len(each))] for each in times)  # the rest is the machine's
-    spread = statistics.variance(first) / len(first) + statistics.variance(second) / len(second)
-    t = (statistics.mean(first) - statistics.mean(second)) / math.sqrt(spread)
-    assert abs(t) < 4.5, f"t = {t:.1f}"
-    return f"t = {t:.2f} over {samples} of each"
+    z = _oftener(guard, rng, samples)
+    if abs(z) >= SUSPICIOUS:
+        again = _oftener(guard, rng, samples)
+        assert abs(again) < SUSPICIOUS or again * z < 0, f"z = {z:.1f}, then {again:.1f}"
+    return f"z = {z:.2f} over {samples} pairs"
+
+
+def _oftener(guard: Guard, rng: random.Random, pairs: int) -> float:
+    """In standard deviations of a fair coin's."""
+    longer, differ = 0, 0
+    for _ in range(pairs):
+        took = {which: _refusal(guard, which) for which in rng.sample((b"k" * 31 + b"x", b"x" * 32), 2)}
+        alike, other = took[b"k" * 31 + b"x"], took[b"x" * 32]
+        longer, differ = longer + (alike > other), differ + (alike != other)
+    return (2 * longer - differ) / math.sqrt(max(1, differ))
+
+
+def _refusal(guard: Guard, key: bytes) -> int:
+    """Nanoseconds. Bytes of its own each time: where they lie in memory is part of the noise."""
+    headers = [(b"authorization", b"Bearer " + key)]
+    begun = time.perf_counter_ns()
+    with contextlib.suppress(Unauthorized):
+        guard.check_key(headers)
+    return time.perf_counter_ns() - begun
 
 
 # --- row 53

@@ -59,6 +59,7 @@ def soak(minutes: float, *, command: Command = SERVE) -> str:
     with serving(*FLAGS, command=command) as server:
         golden = server.ask("POST", "/v1/completions", CANARY).json["choices"][0]["token_ids"]
         tally, seconds = Tally(), 60 * minutes
+        asyncio.run(_one_of_each(server))
         asyncio.run(_load(server, Tally(), seconds / 3, golden))
         server.wait_idle()
         before = take(server)
@@ -84,6 +85,13 @@ def _settled(before: Snapshot, server: Server) -> Snapshot:
     grown = max(now.fds - before.fds, now.threads - before.threads)
     assert grown <= POOLS, f"descriptors {before.fds} → {now.fds}, threads {before.threads} → {now.threads}"
     return replace(before, memory=now.memory, fds=now.fds, threads=now.threads)
+
+
+async def _one_of_each(server: Server) -> None:
+    """What only some kinds need is loaded now: a soak of seconds may have none of them in its first third."""
+    rng = random.Random(59)
+    drawn = {kind: (path, body) for kind, path, body, _ in (_drawn(rng) for _ in range(400))}
+    await asyncio.gather(*(ask(server.port, *each) for kind, each in drawn.items() if kind != "left"))
 
 
 async def _load(server: Server, tally: Tally, seconds: float, golden: list[int]) -> None:

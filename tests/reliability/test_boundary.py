@@ -23,9 +23,9 @@ def server() -> Iterator[Server]:
 def careless() -> Iterator[Server]:
     """A server that fails on one value, counts nothing and knows no bad token ids."""
     defects = """
-        from headrace import request
+        from headrace import sampling_params
         from headrace.engine import inputs
-        from headrace.request import SamplingParams
+        from headrace.sampling_params import SamplingParams
         from headrace.server import auth
         check = SamplingParams.__post_init__
         def fail(self):
@@ -33,8 +33,8 @@ def careless() -> Iterator[Server]:
                 raise KeyError("planted")
             check(self)
         SamplingParams.__post_init__ = fail
-        request.MAX_STOP_STRINGS = 10**9
-        request.check_token_ids = inputs.check_token_ids = lambda *given: None
+        sampling_params.MAX_STOP_STRINGS = 10**9
+        sampling_params.check_token_ids = inputs.check_token_ids = lambda *given: None
         SamplingParams.check_token_ids = lambda self, vocab_size: None
         auth.Guard.check_browser = lambda self, headers: None
     """
@@ -78,7 +78,7 @@ def test_large_bodies_that_hold_up_everybody_are_noticed() -> None:
         Threads.run = inline
     """
     with pytest.raises(AssertionError, match="probes p99"):
-        checks_boundary.million_tokens(3, 4 << 20, slack=5.0, command=planted(defect))
+        checks_boundary.million_tokens(3, 2 << 20, slack=5.0, command=planted(defect))
 
 
 def test_bodies_in_tiny_chunks_and_pipelines_and_halves(server: Server) -> None:
