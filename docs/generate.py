@@ -74,7 +74,7 @@ REQUEST_FIELDS = """# Request fields
 
 What each route takes ([the server](server.md) has the routes): first the fields of all that generate, then each one's own. A field that no route
 knows is an error, and so is one that is known from OpenAI or vLLM but not supported here: it is refused by name with a remedy, never ignored.
-`null` counts as absent. Bounds of sampling parameters are those of `SamplingParams` in `src/headrace/request.py`, the same for all routes
+`null` counts as absent. Bounds of sampling parameters are those of `SamplingParams` in `src/headrace/sampling_params.py`, the same for all routes
 and for Python. This page is written by `python docs/generate.py`.
 
 """

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.llm import LLM
     from headrace.errors import HeadraceError
-    from headrace.request import CompletionOutput, Logprob, RepetitionDetection, RequestOutput, SamplingParams, StructuredOutputs
+    from headrace.request import CompletionOutput, Logprob, RequestOutput
+    from headrace.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -41,7 +42,8 @@ _HOMES = {
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
     "headrace.errors": ("HeadraceError",),
-    "headrace.request": ("CompletionOutput", "Logprob", "RepetitionDetection", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "headrace.sampling_params": ("RepetitionDetection", "SamplingParams", "StructuredOutputs"),
 }
 
 

@@ -25,7 +25,8 @@ from headrace.errors import StepFailed
 from headrace.kernels import TWINS, Kernels
 from headrace.kernels.rows import store_tokens
 from headrace.layers.inputs import ForwardInputs
-from headrace.request import FinishReason, SamplingParams, StructuredOutputs, TokenMasks
+from headrace.request import FinishReason, TokenMasks
+from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.spec import Activation
 from headrace.worker import device_memory, graphs, model_runner
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to

@@ -26,7 +26,8 @@ from headrace.engine import process as frames
 from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
-from headrace.request import Expectations, Finished, FinishReason, Request, RequestTimes, SequenceOutput, TokenLogprobs
+from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceOutput, TokenLogprobs
+from headrace.sampling_params import Expectations
 
 SMALL = {"executor": "keyed-hash", "max_model_len": 4000, "max_num_seqs": 8, "num_blocks": 1024}
 LONG = SamplingParams(temperature=0, max_tokens=3900, ignore_eos=True)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace.engine.executor import Executor
-from headrace.request import SamplingParams, StepPlan
+from headrace.request import StepPlan
+from headrace.sampling_params import SamplingParams
 from support import tiny
 from support.hand_plans import GREEDY, Planned, Planner, generate, run, take, worker_for
 

@@ -16,7 +16,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import StepFailed
 from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.worker import sampler
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner

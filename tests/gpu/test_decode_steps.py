@@ -15,7 +15,7 @@ import torch
 
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.worker import model_runner
 from support import tiny
 from support.card import exhaust, require_card

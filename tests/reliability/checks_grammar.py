@@ -26,7 +26,7 @@ from tests.unit.test_grammar import BOMBS, FIELDS, TOKENIZER
 
 from headrace.engine.grammar import create_limits, create_matcher
 from headrace.engine.grammar_masks import CACHE_BYTES
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 
 FLAGS = ("--executor", "keyed-hash", "--max-num-seqs", "32", "--max-model-len", "512")
 AT_ONCE = 16

@@ -20,7 +20,8 @@ from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
 from headrace.metrics import StepRecorder
 from headrace.models.source import find_model
-from headrace.request import Finished, FinishReason, SamplingParams, TokenLogprobs
+from headrace.request import Finished, FinishReason, TokenLogprobs
+from headrace.sampling_params import SamplingParams
 from headrace.server import connection, crowd, lifecycle, stream
 from headrace.server.run import run_server
 

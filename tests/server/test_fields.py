@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.request import BOUNDS
+from headrace.sampling_params import BOUNDS
 from headrace.server.fields import CHAT, COMPLETION, MESSAGES, RESPONSES, Field, Use
 from headrace.server.protocol.anthropic import parse_messages
 from headrace.server.protocol.chat import parse_chat

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.request import BOUNDS, SamplingParams
+from headrace.sampling_params import BOUNDS, SamplingParams
 from headrace.server import fields
 from headrace.server.api import ROUTES
 from headrace.server.openapi import document

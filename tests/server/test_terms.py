@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.request import Expectations
+from headrace.sampling_params import Expectations
 from headrace.server.auth import Guard
 from headrace.server.fields import CHAT, MESSAGES
 from headrace.server.generate import _check_policy

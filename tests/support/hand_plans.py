@@ -15,7 +15,8 @@ from typing import Any
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.executor import Executor
 from headrace.models.source import find_model
-from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
+from headrace.request import NewRow, StepPlan, StepResult
+from headrace.sampling_params import SamplingParams
 from headrace.spec import KVGroup
 from headrace.worker.worker import create_executor
 

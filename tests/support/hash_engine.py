@@ -15,7 +15,8 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.journal import Journal
 from headrace.engine.masks import Masks
-from headrace.request import Finished, Request, SamplingParams, SequenceOutput, StepPlan
+from headrace.request import Finished, Request, SequenceOutput, StepPlan
+from headrace.sampling_params import SamplingParams
 
 VOCAB = 512
 EOS = 7

@@ -22,7 +22,8 @@ from headrace.cache.block_pool import BlockPool
 from headrace.engine.output import OutputCollector
 from headrace.errors import HeadraceError
 from headrace.kernels import CANDIDATES
-from headrace.request import RequestOutput, StructuredOutputs
+from headrace.request import RequestOutput
+from headrace.sampling_params import StructuredOutputs
 
 NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
 LONGEST = 120  # tokens of prompt and answer together

@@ -56,7 +56,8 @@ from headrace.planner.runs import RecordedRun, read_run
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepTime
 from headrace.planner.workload import Asked, drawn, prompt_ids
-from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
+from headrace.request import NewRow, StepPlan, StepResult
+from headrace.sampling_params import SamplingParams
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 from headrace.trace import StepTrace, TraceFile
 

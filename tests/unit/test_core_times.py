@@ -9,7 +9,8 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.metrics import StepTimes
-from headrace.request import Request, SamplingParams, StepPlan, StepResult
+from headrace.request import Request, StepPlan, StepResult
+from headrace.sampling_params import SamplingParams
 
 
 class CountingClock(VirtualClock):

@@ -25,7 +25,8 @@ from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving
-from headrace.request import Expectations, Finished, FinishReason, Request, StepPlan
+from headrace.request import Finished, FinishReason, Request, StepPlan
+from headrace.sampling_params import Expectations
 
 A_STEP, A_TOKEN = 0.01, 0.001
 

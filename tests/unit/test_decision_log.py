@@ -7,7 +7,8 @@ from array import array
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.request import Request, SamplingParams
+from headrace.request import Request
+from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AbortRequest, AddRequest
 from headrace.scheduler.log import CAPACITY, DecisionLog
 from headrace.scheduler.scheduler import Scheduler

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.engine.grammar import Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 from headrace.server.forced import hold
 from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect

@@ -21,7 +21,7 @@ from headrace.engine.grammar import GrammarError, Vocabulary, check_start, creat
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.errors import InvalidRequest, ModelError
-from headrace.request import SamplingParams, StructuredOutputs
+from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 from headrace.worker.host import process_memory
 

@@ -17,7 +17,7 @@ PACKAGE = Path(headrace.errors.__file__).parent
 
 # The nouns: everyone may import them.
 NOUNS = {
-    "config", "errors", "request", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
+    "config", "errors", "request", "sampling_params", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
     "head_start", "process_tree", "garbage", "logs", "scratch", "builders", "kernel_launcher",
 }
 
@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"layers.inputs"},  # the tensors of one step: frozen data, as a noun
     "cost": set(),
 }
-PURE_NOUNS = ("config", "errors", "request", "spec", "clock", "cost")  # these import nouns only
+PURE_NOUNS = ("config", "errors", "request", "sampling_params", "spec", "clock", "cost")  # these import nouns only
 
 # Third-party modules by room: so that the engine runs on a bare GPU machine.
 CORE = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf"}
@@ -89,7 +89,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 }
 
 TORCH_FREE = (
-    "request", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
+    "request", "sampling_params", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
     "cost", "scheduler", "cache", "server", "planner",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip

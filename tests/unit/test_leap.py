@@ -23,7 +23,8 @@ from headrace.planner.leap import Leapt
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, prompt_ids
-from headrace.request import NO_EXPECTATIONS, Expectations, StepPlan
+from headrace.request import StepPlan
+from headrace.sampling_params import NO_EXPECTATIONS, Expectations
 from headrace.scheduler.policies import POLICIES
 from headrace.spec import LayerSpec
 from support.specs import SMALL

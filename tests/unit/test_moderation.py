@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, ModerationFailed
-from headrace.request import Request, SamplingParams, TokenLogprobs
+from headrace.request import Request, TokenLogprobs
+from headrace.sampling_params import SamplingParams
 from headrace.server.moderation.hook import HookPool
 from headrace.server.moderation.watch import Moderator
 from headrace.server.moderation.words import WordList, WordMatcher, read_words

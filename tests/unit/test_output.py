@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 from headrace.engine import output, stops
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.stops import StopMatcher
-from headrace.request import (
-    Finished,
-    FinishReason,
-    Request,
-    RequestOutput,
-    RequestTimes,
-    SamplingParams,
-    SequenceOutput,
-    TokenLogprobs,
-    TokenOutputs,
-)
+from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SequenceOutput, TokenLogprobs, TokenOutputs
+from headrace.sampling_params import SamplingParams
 
 STOP_CALL = tuple[int, int, int]
 TIMES = RequestTimes(1.0, 2.0, 3.0, 4.0)

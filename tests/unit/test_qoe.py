@@ -15,7 +15,7 @@ from headrace.bench.statistics import Sample, experience, experiences
 from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError, InvalidRequest
-from headrace.request import Expectations
+from headrace.sampling_params import Expectations
 from headrace.scheduler.policies.qoe import TURN, QualityOfExperience, Reader
 
 READER = Expected(ttft=1.0, speed=5.0)

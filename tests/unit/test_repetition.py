@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headrace import SamplingParams
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import InvalidRequest
-from headrace.request import FinishReason, RepetitionDetection, StepPlan, StepResult
+from headrace.request import FinishReason, StepPlan, StepResult
+from headrace.sampling_params import RepetitionDetection
 from headrace.scheduler.repetition import FIRST_SCALE, RepetitionDetector
 from support.hash_engine import Answers, assert_at_rest, engine, expected, run
 from support.hash_engine import request as hash_request

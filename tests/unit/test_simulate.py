@@ -32,7 +32,8 @@ from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
-from headrace.request import Request, SamplingParams, StepPlan
+from headrace.request import Request, StepPlan
+from headrace.sampling_params import SamplingParams
 from support.specs import SMALL
 
 HIDDEN, WIDE, VOCAB, LAYERS = SMALL.hidden_size, SMALL.intermediate_size, SMALL.vocab_size, SMALL.num_layers

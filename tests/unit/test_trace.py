@@ -21,7 +21,8 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecorder
-from headrace.request import Request, SamplingParams
+from headrace.request import Request
+from headrace.sampling_params import SamplingParams
 from headrace.trace import StepTrace, TraceFile
 
 Events = list[dict[str, Any]]

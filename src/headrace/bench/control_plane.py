@@ -23,7 +23,8 @@ from headrace.clock import RealClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.request import Request, SamplingParams
+from headrace.request import Request
+from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AddRequest
 from headrace.scheduler.scheduler import Scheduler
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from headrace.bench.statistics import Sample
 from headrace.bench.workload import Dialogue, Turn
 from headrace.engine.core import EngineCore
-from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput
+from headrace.request import FinishReason, Request, SequenceOutput
+from headrace.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

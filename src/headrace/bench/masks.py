@@ -28,7 +28,8 @@ from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.models.source import find_model, find_tokenizer_files
-from headrace.request import Request, SamplingParams, StructuredOutputs
+from headrace.request import Request
+from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 
 MASK_BUDGET, FIRST_BUDGET = 50.0, 20.0  # µs a token, ms at the median schema

@@ -22,7 +22,7 @@ from headrace.config import EngineConfig
 from headrace.cost.profile import Limits
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecord
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,8 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOutput
+from headrace.sampling_params import SamplingParams
 
 _BATCH_PROMPT = 64  # tokens: the batch is there for its decoding
 _TOLERANCE = 0.10  # how far the rival may be from what is expected of it on this class of machine

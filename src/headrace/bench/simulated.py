@@ -23,7 +23,7 @@ from headrace.models.source import find_model
 from headrace.planner.devices import Device, find_device
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.workload import Asked, arriving, traced
-from headrace.request import Expectations
+from headrace.sampling_params import Expectations
 from headrace.spec import DecoderSpec
 
 P90 = 1.2815515655446004  # of a standard normal

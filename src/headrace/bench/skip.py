@@ -23,7 +23,7 @@ from headrace.bench.report import table
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM

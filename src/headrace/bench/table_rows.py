@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 Range = tuple[int, int]  # shortest and longest, tokens
 

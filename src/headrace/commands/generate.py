@@ -26,7 +26,8 @@ from headrace.config import EngineConfig
 from headrace.engine.progress import ProgressLine
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
-from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from headrace.request import CompletionOutput, Logprob, RequestOutput
+from headrace.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.llm import LLM

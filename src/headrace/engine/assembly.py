@@ -25,7 +25,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.head_start import HeadStart, begin_head_start
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.torch_environment import prepare_for_torch
 from headrace.trace import StepTrace, TraceFile
 

@@ -28,7 +28,8 @@ from headrace.engine.resolve import find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, StepFailed, Unavailable
 from headrace.models.source import ModelSource
-from headrace.request import NO_EXPECTATIONS, Expectations, Request, RequestOutput, SamplingParams
+from headrace.request import Request, RequestOutput
+from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20

@@ -20,7 +20,7 @@ from headrace.engine.sandbox import MAX_PROCESSES, Reply, Sandbox, SandboxPool
 from headrace.engine.template_frames import encode_frame
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
 MAX_VERDICTS = 16384  # remembered, some hundred bytes each

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.engine.masks import GrammarStats
-from headrace.request import Request, StructuredOutputs, TokenMasks
+from headrace.request import Request, TokenMasks
+from headrace.sampling_params import StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 
 if TYPE_CHECKING:

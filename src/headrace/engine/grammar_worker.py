@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
 STACK_BYTES = 2 * 2**20  # a quarter of what the engine's threads have: what fits here fits there

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from headrace.request import Request, SamplingParams, StructuredOutputs, check_token_ids, shown
+from headrace.request import Request
+from headrace.sampling_params import SamplingParams, StructuredOutputs, check_token_ids, shown
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]

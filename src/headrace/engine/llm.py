@@ -25,7 +25,8 @@ from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelt
 from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDead, InvalidRequest
-from headrace.request import Request, RequestOutput, SamplingParams
+from headrace.request import Request, RequestOutput
+from headrace.sampling_params import SamplingParams
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]

@@ -30,7 +30,8 @@ from headrace.garbage import empty_free_lists, freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
 from headrace.process_tree import end_with_parent
-from headrace.request import Expectations, Finished, FinishReason, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.sampling_params import Expectations, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine

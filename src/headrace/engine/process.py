@@ -20,7 +20,8 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.info import EngineInfo
-from headrace.request import NO_EXPECTATIONS, Expectations, Finished, Request, SamplingParams, SequenceOutput, TokenLogprobs, TokenOutputs, column_of
+from headrace.request import Finished, Request, SequenceOutput, TokenLogprobs, TokenOutputs, column_of
+from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams
 
 HEADER = struct.Struct("<I")  # a frame = its length in bytes, then msgpack
 MAX_ASKED = 64  # requests that one question may be about

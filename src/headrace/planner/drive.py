@@ -19,7 +19,8 @@ from headrace.engine.core import EngineCore
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.leap import try_leap
 from headrace.planner.workload import Asked
-from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenOutputs
+from headrace.request import FinishReason, Request, SequenceOutput, TokenOutputs
+from headrace.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from headrace.bench.arrivals import Swing, arrival_times
 from headrace.bench.traces import TRACE_BLOCK
 from headrace.bench.workload import DrawsLengths, cut_row, scale_to, trace_rows
 from headrace.errors import ConfigError
-from headrace.request import NO_EXPECTATIONS, Expectations
+from headrace.sampling_params import NO_EXPECTATIONS, Expectations
 
 BENCH_VOCAB = 1000  # of bench serve's ids, unless it is told otherwise
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # constants of splitmix64 (Steele et al. 2014)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 
-from headrace.request import RepetitionDetection
+from headrace.sampling_params import RepetitionDetection
 
 FIRST_SCALE = 8  # tokens between looks; periods below twice that are looked for together
 _ID_BYTES = array("i").itemsize

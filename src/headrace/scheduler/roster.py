@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from headrace.cache.manager import CacheManager
 from headrace.cost.speed import StepSpeed
-from headrace.request import Request, SamplingParams, SequenceStatus
+from headrace.request import Request, SequenceStatus
+from headrace.sampling_params import SamplingParams
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.log import DecisionLog
 from headrace.scheduler.policies.protocol import DynamicPolicy

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import InvalidRequest, NotFound
-from headrace.request import check_token_ids
+from headrace.sampling_params import check_token_ids
 from headrace.server import answer_schemas as answers
 from headrace.server import anthropic, dashboard, fields, generate, pages, requests, responses
 from headrace.server.exchange import Exchange

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 from headrace.server.parsing import Form
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, ReasoningFormat, Style, Tags, ToolFormat
 from headrace.server.tools import (

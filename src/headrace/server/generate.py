@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
-from headrace.request import NO_EXPECTATIONS, Request, SamplingParams
+from headrace.request import Request
+from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics

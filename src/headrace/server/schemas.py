@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headrace.request import (
-    BOUNDS,
-    MAX_BAD_WORDS,
-    MAX_ID_ENTRIES,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    Bounds,
-    RepetitionDetection,
-)
+from headrace.sampling_params import BOUNDS, MAX_BAD_WORDS, MAX_ID_ENTRIES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Bounds, RepetitionDetection
 from headrace.server.fields import Field, Use
 from headrace.server.messages import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS, ROLES
 from headrace.server.protocol.body import MAX_LABEL

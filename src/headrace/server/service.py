@@ -20,7 +20,8 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
 from headrace.garbage import freeze_start
-from headrace.request import NO_EXPECTATIONS, Expectations, Request, SamplingParams, StructuredOutputs
+from headrace.request import Request
+from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
 from headrace.server.commons import Alone, Commons
 from headrace.server.exchange import Exchange

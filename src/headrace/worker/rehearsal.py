@@ -12,7 +12,8 @@ from array import array
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.request import NewRow, SamplingParams, StepPlan, StepResult, StructuredOutputs, TokenMasks
+from headrace.request import NewRow, StepPlan, StepResult, TokenMasks
+from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.worker.model_runner import Forwarded
 
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)  # what graphs draw, at its most demanding

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.request import NewRow, SamplingParams, StepPlan
+from headrace.request import NewRow, StepPlan
+from headrace.sampling_params import SamplingParams
 
 Ints = NDArray[np.int32]
 Edits = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of one block table: rows, indices, blocks

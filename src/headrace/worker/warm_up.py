@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from headrace.layers.linear import Linear
-from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
+from headrace.request import NewRow, StepPlan, StepResult
+from headrace.sampling_params import SamplingParams
 from headrace.spec import KVGroup
 from headrace.worker.graphs import buckets_up_to
 

@@ -24,7 +24,8 @@ from tests.support.simulation.schedule import Abort, Add, Asked, Event, Fail, Gr
 
 from headrace.config import SchedulerConfig
 from headrace.engine.executor import ExecutorInfo
-from headrace.request import NewRow, Request, SamplingParams, StepPlan, StepResult
+from headrace.request import NewRow, Request, StepPlan, StepResult
+from headrace.sampling_params import SamplingParams
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.spec import KVGroup, KVSpec
 

@@ -44,7 +44,8 @@ from tests.support.simulation.schedule import (
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.journal import Journal, replay
-from headrace.request import Expectations, RepetitionDetection, Request, SamplingParams, SequenceOutput, StepPlan, StructuredOutputs
+from headrace.request import Request, SequenceOutput, StepPlan
+from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
 
 GRAMMAR = StructuredOutputs(regex="[ab]+")  # stands for all: what it allows is the oracle's
 HERE = str(Path(__file__).parent)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from tests.support.simulation.schedule import Asked
 
 from headrace.engine.executor import _mix  # shared with the executor on purpose; tables and rows are not
-from headrace.request import REPETITION, FinishReason, RepetitionDetection
+from headrace.request import REPETITION, FinishReason
+from headrace.sampling_params import RepetitionDetection
 
 VOCAB = 64
 EOS = 7

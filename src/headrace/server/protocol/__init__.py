@@ -1,7 +1,7 @@
 """Wire types: a decoded body becomes a checked request, or an error that names the field. One file a family of routes, one validator.
 
 What lives here: which fields a route takes and how they map to SamplingParams. What may not: HTTP, the bounds of sampling
-parameters (request.py checks them once for every route), rendering of answers.
+parameters (sampling_params.py checks them once for every route), rendering of answers.
 """
 
 from headrace.server.protocol.chat import ChatRequest, parse_chat

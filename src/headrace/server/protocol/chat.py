@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.fields import CHAT
 from headrace.server.messages import read_messages
 from headrace.server.protocol.body import Body

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.fields import COMPLETION
 from headrace.server.protocol.body import Body, read_ids
 from headrace.server.protocol.sampling import AnswerOptions, answer_options, model_defaults, sampling_params

@@ -1,7 +1,7 @@
 """What all generating routes share: sampling parameters, how an answer is written, what a chat template gets.
 
 What lives here: the way from fields to SamplingParams, AnswerOptions and TemplateOptions. What may not: the bounds of sampling
-parameters (request.py checks them once for every route), fields of a single route.
+parameters (sampling_params.py checks them once for every route), fields of a single route.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import Expectations, SamplingParams
+from headrace.sampling_params import Expectations, SamplingParams
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.request import StructuredOutputs
+from headrace.sampling_params import StructuredOutputs
 from headrace.server.protocol.body import Body
 
 _OWNERS = ("text", "output_config")  # objects with a format: the Responses API's and Anthropic's
