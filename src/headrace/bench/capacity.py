@@ -21,6 +21,7 @@ from headrace.errors import ConfigError
 
 ROWS = 256
 CLOSE = 1.03  # the search ends when the bounds of a capacity are that near each other
+MOST_TIMES = 1e6  # of the first guess: whatever holds there holds at any rate
 BUDGET_SHARE = 0.95  # of the bound, as the budget: a client's gap is a step and what little lies between two
 COLUMNS = ("steps bounded by", "requests/s", "p99 gap ms", "median gap ms", "median first token ms", "p99 first token ms", "kept")
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, values in (("--gap", args.gap), ("--queued", [args.queued]), ("--rates", args.rates or [])):
+    for name, values in (("--gap", args.gap), ("--queued", [args.queued]), ("--chunks", args.chunks), ("--rates", args.rates or [])):
         if any(not 0 < value < float("inf") for value in values):
             raise ConfigError(f"{name} is {' '.join(f'{value:g}' for value in values)}; give finite numbers above 0.")
     bench = simulated.create(args)
@@ -103,9 +104,12 @@ def point(bench: simulated.Bench, way: Way, rate: float) -> Point:
 
 
 def capacity(holds: Callable[[float], bool], guess: float) -> float:
-    """The highest rate at which it holds, within CLOSE; 0 where it does not even at a thousandth of ``guess``."""
+    """The highest rate at which it holds, within CLOSE; 0 where it does not even at a thousandth of ``guess``. Raises ConfigError where it always
+    does."""
     low, high = 0.0, guess
     while holds(high):
+        if high > MOST_TIMES * guess:
+            raise ConfigError(f"Even {high:,.0f} requests a second are served within the bounds: too few to queue up; give more --requests.")
         low, high = high, high * 2
     while not low:
         if high < guess / 1000:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulated.add_arguments(parser)
     parser.add_argument("--ttft", type=float, default=2000.0, metavar="MS", help="target of the first token (default: 2000)")
     parser.add_argument("--tpot", type=float, default=100.0, metavar="MS", help="target from one token to the next (default: 100)")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.5, 2.0, 3.0], metavar="X", help="times what the device can do")
+    usual = [0.5, 0.8, 1.0, 1.5, 2.0, 3.0]
+    parser.add_argument("--loads", type=float, nargs="+", default=usual, metavar="X", help="times what the device can do (default: 0.5 … 3)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +63,8 @@ def saturated(bench: simulated.Bench, limits: Mapping[str, float]) -> float:
     _, samples = bench.run(ways(limits)["fcfs"], bench.at_rate(float("inf")))
     ends = sorted(sample.ended for sample in samples)
     tenth = len(ends) // 10
+    if ends[-1 - tenth] == ends[tenth]:
+        raise ConfigError(f"All {len(ends)} answers end at one moment, so nothing says what this device can do; give more --requests.")
     return (len(ends) - 2 * tenth - 1) / (ends[-1 - tenth] - ends[tenth])
 
 

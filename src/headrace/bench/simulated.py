@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.bench.arguments import output
 from headrace.bench.statistics import Sample
+from headrace.bench.traces import MOST_ROWS
 from headrace.config import EngineConfig, ModelConfig
 from headrace.errors import ConfigError
 from headrace.models import families
@@ -80,8 +81,9 @@ def create(args: argparse.Namespace) -> Bench:
     for name, low, high in (("--input", *args.input), ("--output", *args.output)):
         if not 1 <= low <= high:
             raise ConfigError(f"{name} is {low} {high}; give a median of at least 1, and a 90th percentile that is not below it.")
-    if args.requests < 2 or args.max_len < 2:
-        raise ConfigError(f"--requests is {args.requests} and --max-len {args.max_len}; give at least 2 of each.")
+    if not 2 <= args.requests <= MOST_ROWS or args.max_len < 2 or args.seed < 0:
+        given = f"--requests is {args.requests:,}, --max-len {args.max_len} and --seed {args.seed}"
+        raise ConfigError(f"{given}; give at least 2, 2 and 0, and at most {MOST_ROWS:,} requests.")
     path = Path(args.model)
     source = find_model(ModelConfig(model=str(path.parent if path.name == "config.json" else args.model), load_format="dummy"))
     device = find_device(args.device, threads=1, memory=None, free_memory=0)
