@@ -44,29 +44,17 @@ _CHAT_CHOICE = record(
     },
     {"token_ids": _IDS},
 )
-CHAT = record(
-    {
-        "id": TEXT,
-        "object": {"const": "chat.completion"},
-        "created": COUNT,
-        "model": TEXT,
-        "system_fingerprint": TEXT,
-        "choices": array(_CHAT_CHOICE, minItems=1),
-        "usage": _USAGE,
-    }
-)
 _TEXT_CHOICE = record({"index": COUNT, "text": TEXT, "finish_reason": _REASON, "stop_reason": _STOP_REASON, "logprobs": nullable(OBJECT)})
-COMPLETION = record(
-    {
-        "id": TEXT,
-        "object": {"const": "text_completion"},
-        "created": COUNT,
-        "model": TEXT,
-        "system_fingerprint": TEXT,
-        "choices": array(_TEXT_CHOICE, minItems=1),
-        "usage": _USAGE,
-    }
-)
+
+
+def _with_choices(kind: str, choice: Schema) -> Schema:
+    """What OpenAI's older routes answer."""
+    head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+    return record({**head, "choices": array(choice, minItems=1), "usage": _USAGE})
+
+
+CHAT = _with_choices("chat.completion", _CHAT_CHOICE)
+COMPLETION = _with_choices("text_completion", _TEXT_CHOICE)
 
 MESSAGE = record(
     {

@@ -1,1 +1,1 @@
-"""One file a technique: what is measured with it on and off. A technique is removed by deleting its file and its line in ablate.py."""
+"""One file a measurement of techniques on and off; a technique's entry in techniques.py names its file where that has another name."""

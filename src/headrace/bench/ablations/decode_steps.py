@@ -5,6 +5,8 @@ The step's time is (time of the run - time of the same run with one token out) /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.bench.ablations.lab import MODES, Figure, Lab, Point, Result, Side
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.engine.assembly import Engine
@@ -16,6 +18,11 @@ PROMPT = 128
 
 def measure(lab: Lab) -> Result:
     rows, out = ((1, 4), 8) if lab.quick else ((1, 2, 4, 8, 16, 32, 64, 128, 256), 128)
+    return measure_steps(lab, rows, out)
+
+
+def measure_steps(lab: Lab, rows: Sequence[int], out: int) -> Result:
+    """At each of so many running requests; ``out``: tokens of each answer."""
 
     def timed(mode: str, engine: Engine, count: int, out: int, seed: int) -> float:
         dialogues = random_dialogues(count, Lengths(PROMPT, out), vocab_size=engine.info.vocab_size, seed=seed)
