@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.capacity": {"planner"},
     "bench.overload": {"planner"},
     "bench.policies": {"planner"},
+    "bench.policies_served": {"planner", "models", "worker"},
+    "bench.policy_cases": {"planner"},
     "bench.truth": {"planner", "engine", "models", "worker"},
     "bench.truth_loads": {"planner"},
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does

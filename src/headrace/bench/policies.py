@@ -129,7 +129,7 @@ def _reach(points: Sequence[Point], column: str) -> float:
 
 def _fair(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
     capacity, points = _capacity(bench), []
-    asked = _of_tenants(bench.asked, LIGHT, bench.seed)
+    asked = of_tenants(bench.asked, LIGHT, bench.seed)
     for load in loads:
         point: Point = {"load": load}
         for policy in ("fcfs", "fair"):
@@ -143,14 +143,15 @@ def _fair(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
     return {"capacity": capacity, "points": points, "drift": _drift(bench, capacity)}
 
 
-def _of_tenants(asked: Sequence[Asked], share: float, seed: int) -> list[Asked]:
+def of_tenants(asked: Sequence[Asked], share: float, seed: int) -> list[Asked]:
+    """``share`` of the requests are the light one's."""
     light = np.random.default_rng((seed, 7)).random(len(asked)) < share
     return [replace(each, tenant="light" if is_light else "heavy") for each, is_light in zip(asked, light, strict=True)]
 
 
 def _drift(bench: simulated.Bench, capacity: float) -> Mapping[str, float]:
     """How far the services of two tenants, who both ask more than half of everything, drift apart while both do."""
-    asked = replace(bench, asked=_of_tenants(bench.asked, QUARTER, bench.seed)).at_rate(3.0 * capacity)
+    asked = replace(bench, asked=of_tenants(bench.asked, QUARTER, bench.seed)).at_rate(3.0 * capacity)
     found: dict[str, float] = {}
     for policy in ("fcfs", "fair"):
         _, samples = bench.run(_config(policy, max_num_seqs=ROWS), asked)
@@ -184,7 +185,7 @@ def drift(samples: Sequence[Sample], light: Sequence[bool]) -> float:
 
 
 def _shortest(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
-    mixed = replace(bench, asked=_of_kinds(len(bench.asked), bench.seed), traced=False)
+    mixed = replace(bench, asked=of_kinds(KINDS, len(bench.asked), bench.seed), traced=False)
     capacity, points = _capacity(mixed), []
     ways = {
         "fcfs": _config("fcfs"),
@@ -204,10 +205,11 @@ def _shortest(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, An
     return {"capacity": capacity, "points": points, "gains": gains}
 
 
-def _of_kinds(count: int, seed: int) -> list[Asked]:
+def of_kinds(kinds: Sequence[Kind], count: int, seed: int) -> list[Asked]:
+    """Prompts of a kind begin alike."""
     rng = np.random.default_rng((seed, 8))
-    picked = rng.choice(len(KINDS), count, p=[kind.share for kind in KINDS])
-    lengths = [(simulated.lognormal(rng, kind.prompt, count), simulated.lognormal(rng, kind.output, count)) for kind in KINDS]
+    picked = rng.choice(len(kinds), count, p=[kind.share for kind in kinds])
+    lengths = [(simulated.lognormal(rng, kind.prompt, count), simulated.lognormal(rng, kind.output, count)) for kind in kinds]
     return [
         Asked(int(lengths[kind][0][index]) + BEGINNING, int(lengths[kind][1][index]), pieces=(int(kind),), piece=BEGINNING)
         for index, kind in enumerate(picked)

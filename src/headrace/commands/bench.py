@@ -55,6 +55,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "capacity": Benchmark("headrace.bench.capacity", "requests a second within a bound on the time between tokens, simulated"),
     "overload": Benchmark("headrace.bench.overload", "requests served in time when more are asked than a device can do, simulated"),
     "policies": Benchmark("headrace.bench.policies", "orders of service, each by its own measure, over a whole load curve, simulated"),
+    "policies-served": Benchmark("headrace.bench.policies_served", "the same on a CPU server of this machine, beside its simulation", behind=True),
     "control-plane": Benchmark("headrace.bench.control_plane", "scheduling, cache and update without a model"),
     "masks": Benchmark("headrace.bench.masks", "structured output: a schema's first mask, and each token's"),
     "stream-rate": Benchmark("headrace.bench.stream_rate", "tokens a second one server streams, nothing computed"),
