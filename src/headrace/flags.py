@@ -246,14 +246,16 @@ def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
     choices = of.metadata.get("choices") or None
     metavar = of.metadata.get("metavar") or (None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper()))
     if choices and kind.optional:
-        choices, metavar = (*choices, None), f"{{auto,{','.join(map(str, choices))}}}"
+        metavar = f"{{auto,{','.join(map(str, choices))}}}"
+        choices = None  # the config checks them: argparse would name None among them
     if kind.many:
         common["nargs"] = "+"
     group.add_argument(*names, type=_reader(of, kind), choices=choices, metavar=metavar, **common)
 
 
 def _default_text(of: Field[Any]) -> str:
-    return "" if of.default in (None, (), MISSING) else f" (default: {of.default})"
+    words = {True: "on", False: "off"}
+    return "" if of.default in (None, (), MISSING) else f" (default: {words[of.default] if isinstance(of.default, bool) else of.default})"
 
 
 def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.commands.simulate_load import what_is_asked
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
-from headrace.flags import WORDS, CommandParser, add_config_flags
+from headrace.flags import WORDS, CommandParser, add_config_flags, technique_values
 
 if TYPE_CHECKING:
     from headrace.planner.curve import Point, Trial
@@ -65,10 +65,20 @@ def _set(args: argparse.Namespace, name: str, value: str) -> None:
     add_config_flags(parser, EngineConfig, ServerConfig)
     action = parser.options().get(flag)
     if action is None:
-        args.technique = [*getattr(args, "technique", []), f"{name}={value}"]
+        args.technique = [*getattr(args, "technique", []), _technique(f"{name}={value}")]
         return
+    if name == "model":
+        args.model_argument = None
     for dest, read in vars(parser.parse_args([_word(flag, value, action)])).items():
         setattr(args, dest, read)
+
+
+def _technique(entry: str) -> str:
+    try:
+        technique_values([entry])
+    except ConfigError as error:
+        raise ConfigError(f"--compare {entry}: that is neither device nor a flag of headrace serve, and as a technique: {error.message}") from error
+    return entry
 
 
 def _word(flag: str, value: str, action: argparse.Action) -> str:

@@ -93,9 +93,10 @@ def _check_fits(spec: DecoderSpec, device: Device, available: int, purposes: Map
     parts = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in purposes.items())
     share = available / device.memory
     larger = [name for name, each in known_devices().items() if each.memory * share > needed]
-    advice = (
-        f"It would fit on: {', '.join(larger)}." if larger else "No device that is known here holds it; take a smaller model or --dtype bfloat16."
-    )
+    smaller = "take a smaller model or --dtype bfloat16"
+    if purposes["activations"] > purposes["weights"]:
+        smaller = "lower --max-num-batched-tokens or --max-num-seqs"
+    advice = f"It would fit on: {', '.join(larger)}." if larger else f"No device that is known here holds it; {smaller}."
     raise ConfigError(
         f"This model does not fit on {device.name}: {needed / GIB:.1f} GiB are needed ({parts}) before any KV, "
         f"and {available / GIB:.1f} of its {device.memory / GIB:.1f} GiB may be used. {advice}"
