@@ -166,7 +166,7 @@ def save_profile(profile: DeviceProfile, folder: Path | None = None) -> Path:
 
 def load_profile(path: Path) -> DeviceProfile:
     """Raises ConfigError when the file is not a profile of this version."""
-    remedy = "delete it and run headrace doctor --profile."
+    remedy = "give one that headrace doctor --profile wrote, or delete it and measure again."
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         version = stored.pop("version")
@@ -178,7 +178,13 @@ def load_profile(path: Path) -> DeviceProfile:
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"The device profile {path} cannot be read ({type(error).__name__}: {error}); {remedy}") from error
+        raise ConfigError(f"The device profile {path} cannot be read ({_why(error)}); {remedy}") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def find_profile(identity: DeviceIdentity, folder: Path | None = None) -> DeviceProfile | None:
