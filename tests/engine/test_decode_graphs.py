@@ -34,7 +34,7 @@ from headrace.worker.inputs import Gather
 from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
 from support import hash_engine
-from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
+from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
 from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
@@ -69,10 +69,6 @@ def prefill(executor: Executor, planner: Planner, started: list[Planned]) -> Non
     for each in started:
         planner.add(each)
         take(run(executor, planner.plan([(each, 0, len(each.prompt))])), [each])
-
-
-def decode(executor: Executor, planner: Planner, some: list[Planned]) -> None:
-    take(run(executor, planner.plan([(each, len(each.ids) - 1, 1) for each in some])), some)
 
 
 def wander(executor: Executor, params: tuple[SamplingParams, ...] = (GREEDY,), *, turns: int = 25) -> list[Planned]:
@@ -128,7 +124,7 @@ def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.Monkey
         assert replays[4:] == ["compute"], "a row with penalties is left to the sampler"
         planner.add(third)
         with pytest.raises(StepFailed):  # a mixed step is eager: it meets the fault
-            run(executor, planner.plan([(plain, len(plain.ids) - 1, 1), (third, 0, 2)]))
+            run(executor, planner.plan([plain.next, (third, 0, 2)]))
 
 
 def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:
@@ -151,7 +147,7 @@ def test_single_tokens_that_nobody_samples_go_beside_others_that_are() -> None:
         prefill(executor, planner, [decoding])
         planner.add(started)
         for start in range(len(started.prompt) - 1):
-            take(run(executor, planner.plan([(started, start, 1), (decoding, len(decoding.ids) - 1, 1)], [(1, decoding)])), [decoding])
+            take(run(executor, planner.plan([(started, start, 1), decoding.next], [(1, decoding)])), [decoding])
         take(run(executor, planner.plan([(started, len(started.prompt) - 1, 1)])), [started])
     assert [decoding.output, started.output] == alone([decoding, started])
 
@@ -203,7 +199,7 @@ def test_a_failed_step_is_recovered_from_with_the_same_graphs() -> None:
         planner, running = Planner(executor.info.kv_groups), sequences(5, 4)
         prefill(executor, planner, running)
         decode(executor, planner, running)
-        ticket = failing(executor, runner, planner.plan([(each, len(each.ids) - 1, 1) for each in running]), MemoryError())
+        ticket = failing(executor, runner, planner.plan([each.next for each in running]), MemoryError())
         with pytest.raises(StepFailed):
             executor.collect(ticket)
         executor.recover()
@@ -244,7 +240,7 @@ def masked_run(*, graphed: bool, max_logits_rows: int) -> list[list[int]]:
         for turn in range(6):
             bits = [int(token % 7 == remainder) for remainder in (turn, 3) for token in range(128)]
             masks = TokenMasks((1, 4), 4, np.packbits(bits, bitorder="little").tobytes())
-            ticket = executor.submit(replace(planner.plan([(each, len(each.ids) - 1, 1) for each in running]), masked=(1, 4)))
+            ticket = executor.submit(replace(planner.plan([each.next for each in running]), masked=(1, 4)))
             executor.sample(ticket, masks)
             take(executor.collect(ticket), running)
             assert running[1].output[-1] % 7 == turn and running[4].output[-1] % 7 == 3
@@ -539,17 +535,17 @@ def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_an
         planner, (one, other) = Planner(executor.info.kv_groups), sequences(2, 7)
         prefill(executor, planner, [one, other])
         looks.clear()
-        first = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, other)])
+        first = planner.plan([each.next for each in (one, other)])
         take(run(executor, first), [one, other])
         for _ in range(3):
-            again = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, other)])
+            again = planner.plan([each.next for each in (one, other)])
             shared = {name: getattr(first, name) for name in ("rows", "counts", "sample_work", "sample_rows")}
             take(run(executor, replace(again, **shared)), [one, other])
         assert len(looks) == 1
         anew = Planned(other.row, other.ids[:4], WARM, 9)
         planner.add(anew)
         take(run(executor, planner.plan([(anew, 0, 4)])), [anew])
-        again = planner.plan([(each, len(each.ids) - 1, 1) for each in (one, anew)])
+        again = planner.plan([each.next for each in (one, anew)])
         take(run(executor, replace(again, **shared)), [one, anew])
         assert len(looks) == 2
     assert [anew.output] == alone([anew])
@@ -579,7 +575,7 @@ def test_one_token_of_a_prompt_beside_rows_that_are_sampled() -> None:
         prefill(executor, planner, found)
         planner.add(late)
         for done in range(len(late.prompt) - 1):
-            work = [(late, done, 1), *((each, len(each.ids) - 1, 1) for each in found)]
+            work = [(late, done, 1), *(each.next for each in found)]
             take(run(executor, planner.plan(work, [(index, each) for index, each in enumerate(found, start=1)])), found)
         take(run(executor, planner.plan([(late, len(late.prompt) - 1, 1)])), [late])
     assert [each.output for each in (*found, late)] == alone([*found, late])

@@ -13,7 +13,7 @@ from headrace.engine.executor import Executor
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams
 from support import tiny
-from support.hand_plans import GREEDY, Planned, Planner, generate, run, take, worker_for
+from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
 LENGTHS = (1, 7, 8, 9, 23)  # around the block size of 8
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
@@ -107,7 +107,7 @@ def test_rows_rebuilt_from_ids_equal_rows_kept(executor: Executor) -> None:
             sequence.row = (sequence.row + 3) % 8
         for sequence in rebuilt:
             planner.add(sequence)
-        work = [(s, 0, len(s.ids)) if turn == 0 else (s, len(s.ids) - 1, 1) for s in rebuilt]
+        work = [(s, 0, len(s.ids)) if turn == 0 else s.next for s in rebuilt]
         take(run(executor, planner.plan(work)), rebuilt)
     assert _outputs(rebuilt) == _outputs(kept)
 
@@ -149,7 +149,7 @@ def test_several_rows_from_one_chunk_and_copied_blocks(name: str, request: pytes
         fork.tables = []
         planner.fork(forks[0], fork, 13)
     for _ in range(5):
-        take(run(executor, planner.plan([(fork, len(fork.ids) - 1, 1) for fork in forks])), forks)
+        decode(executor, planner, forks)
     assert _outputs(forks) == _outputs(alone)
     assert len({tuple(fork.output) for fork in forks}) == 3
 
@@ -201,7 +201,7 @@ def test_of_two_edits_of_one_place_the_later_holds(executor: Executor) -> None:
     planner._edits += [(edited.row, 0, index, 95) for index in (1, 0, 1)]  # the planner's own edits come after these
     take(run(executor, planner.plan([(edited, 0, 20)])), [edited])
     for _ in range(3):
-        take(run(executor, planner.plan([(edited, len(edited.ids) - 1, 1)])), [edited])
+        decode(executor, planner, [edited])
     assert edited.output == expected.output
 
 

@@ -19,7 +19,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.worker import model_runner
 from support import tiny
 from support.card import exhaust, require_card
-from support.hand_plans import GREEDY, Planned, Planner, generate, run, take, worker_for
+from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
 require_card()
 
@@ -77,10 +77,6 @@ def prefill(executor: Executor, planner: Planner, started: list[Planned]) -> Non
     for first in range(0, len(started), 4):
         some = started[first : first + 4]
         take(run(executor, planner.plan([(each, 0, len(each.ids)) for each in some])), some)
-
-
-def decode(executor: Executor, planner: Planner, some: list[Planned]) -> None:
-    take(run(executor, planner.plan([(each, len(each.ids) - 1, 1) for each in some])), some)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -209,7 +205,7 @@ def test_short_chunks_are_no_decode_steps(card: Executor, cpu: Executor) -> None
             (each, done[each.row], min(draw.randint(1, 3), len(each.prompt) - done[each.row])) for each in draw.sample(going, min(2, len(going)))
         ]
         beside = draw.sample(decoding, draw.randint(0, 2))
-        work = [*chunks, *((each, len(each.ids) - 1, 1) for each in beside)]
+        work = [*chunks, *(each.next for each in beside)]
         sampled = [(index, each) for index, (each, start, count) in enumerate(work) if start + count == len(each.ids)]
         take(run(card, planner.plan(work, sampled)), [each for _, each in sampled])
         done.update({each.row: start + count for each, start, count in chunks})
@@ -242,7 +238,7 @@ def test_a_failed_step_takes_those_behind_it_along_and_is_recovered_from(folder:
         decode(executor, planner, running)
     runner, real = executor._runner, executor._runner.forward  # type: ignore[attr-defined]
 
-    tickets = [executor.submit(planner.plan([(each, len(each.ids) - 1, 1) for each in running]))]
+    tickets = [executor.submit(planner.plan([each.next for each in running]))]
     runner.forward = exhaust
     tickets.append(executor.submit(planner.plan([(each, len(each.ids), 1) for each in running])))
     runner.forward = real

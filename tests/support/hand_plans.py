@@ -58,6 +58,11 @@ class Planned:
     def ids(self) -> list[int]:
         return self.prompt + self.output
 
+    @property
+    def next(self) -> tuple[Planned, int, int]:
+        """The work of one more token: the last one known is computed."""
+        return self, len(self.ids) - 1, 1
+
 
 class Planner:
     """Builds plans over the block pools of ``groups``."""
@@ -172,6 +177,12 @@ def generate(
         results.append(run(executor, planner.plan(work, done)))
         take(results[-1], [s for _, s in done])
     while pending := [s for s in sequences if len(s.output) < num_tokens]:
-        results.append(run(executor, planner.plan([(s, len(s.ids) - 1, 1) for s in pending])))
-        take(results[-1], pending)
+        results.append(decode(executor, planner, pending))
     return results
+
+
+def decode(executor: Executor, planner: Planner, sequences: Sequence[Planned]) -> StepResult:
+    """One more token of each."""
+    result = run(executor, planner.plan([each.next for each in sequences]))
+    take(result, sequences)
+    return result

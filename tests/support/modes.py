@@ -27,6 +27,8 @@ from headrace.sampling_params import StructuredOutputs
 
 NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
 LONGEST = 120  # tokens of prompt and answer together
+STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
+FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
 HAS_GRAMMARS = find_spec("llguidance") is not None  # a bare GPU machine lacks it
 GRAMMARS = (
     StructuredOutputs(regex="[a-z ]{1,40}"),
@@ -78,19 +80,19 @@ def draw_mode(rng: random.Random, *, failing: bool = True) -> Mode:
     return Mode(keywords, rng.choice((0, 0, 0, 5)) if failing else 0)
 
 
-def draw_cases(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...], count: int) -> list[Case]:
+def draw_cases(rng: random.Random, vocab_size: int, count: int) -> list[Case]:
     """Prompts share beginnings, so that prefixes are found; some streams are left before their end."""
     trunks = [[rng.randrange(vocab_size) for _ in range(70)] for _ in range(2)]
     cases = []
     for _ in range(count):
         trunk = rng.choice(trunks)[: rng.choice((0, 7, 16, 31, 32, 33, 48, 64, 70))]
         prompt = trunk + [rng.randrange(vocab_size) for _ in range(rng.choice((1, 1, 2, 9)))]
-        params = draw_params(rng, vocab_size, stop_texts, LONGEST - len(prompt))
+        params = draw_params(rng, vocab_size, LONGEST - len(prompt))
         cases.append(Case(prompt, params, rng.choice((0, 0, 0, 1, 4, 20)), rng.choice((None, None, None, None, 1, 3)), rng.choice((0, 0, 1))))
     return cases
 
 
-def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...], room: int) -> SamplingParams:
+def draw_params(rng: random.Random, vocab_size: int, room: int) -> SamplingParams:
     def maybe(chance: float, value: Any, otherwise: Any) -> Any:
         return value if rng.random() < chance else otherwise
 
@@ -107,8 +109,8 @@ def draw_params(rng: random.Random, vocab_size: int, stop_texts: tuple[str, ...]
         repetition_penalty=maybe(0.2, 1.3, 1.0),
         logit_bias=maybe(0.2, {rng.randrange(vocab_size): rng.choice((-5.0, 3.0)) for _ in range(6)}, None),
         allowed_token_ids=maybe(0.15, tuple(rng.sample(range(vocab_size), 60)), None),
-        bad_words=maybe(0.2, tuple(rng.sample(stop_texts, 2)), ()),
-        stop=maybe(0.4, tuple(rng.sample(stop_texts, 2)), ()) if detokenize else (),
+        bad_words=maybe(0.2, tuple(rng.sample(STOPS, 2)), ()),
+        stop=maybe(0.4, tuple(rng.sample(STOPS, 2)), ()) if detokenize else (),
         stop_token_ids=maybe(0.2, tuple(rng.sample(range(vocab_size), 12)), ()),
         include_stop_str_in_output=rng.random() < 0.3,
         ignore_eos=rng.random() < 0.5,

@@ -34,14 +34,14 @@ def norms(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec, dtype = sizes.spec, site.facts["dtype"]
 
     def norm(x: Callable[[], Tensor], width: int, *, residual: bool) -> object:
-        weight = _zeros(site, width, dtype=site.facts.get("weight_dtype", dtype))
+        weight = zeros(site, width, dtype=site.facts.get("weight_dtype", dtype))
         bias = (weight,) if site.op == "layer_norm" else ()
         value = x()
         return run(value, weight, *bias, spec.norm_eps, value if residual else None)
 
-    yield "hidden and residual", partial(norm, partial(_zeros, site, _TOKENS, spec.hidden_size), spec.hidden_size, residual=True)
+    yield "hidden and residual", partial(norm, partial(zeros, site, _TOKENS, spec.hidden_size), spec.hidden_size, residual=True)
     for tokens in _counts(site):
-        yield f"hidden, {tokens} tokens", partial(norm, partial(_zeros, site, tokens, spec.hidden_size), spec.hidden_size, residual=False)
+        yield f"hidden, {tokens} tokens", partial(norm, partial(zeros, site, tokens, spec.hidden_size), spec.hidden_size, residual=False)
     if spec.qk_norm and site.op == "rms_norm":
         for index, name in enumerate(("heads of q", "heads of k")):
             yield name, partial(norm, partial(_head, site, sizes, index), spec.head_dim, residual=False)
@@ -54,9 +54,9 @@ def rotary_writes(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         q, k, v = _heads(site, sizes, tokens)
         if spec.qk_norm:
             q, k = q.contiguous(), k.contiguous()
-        angles = None if spec.rope is None else _zeros(site, 1, spec.rope.rotary_dim, dtype=torch.float32)
-        cache = _zeros(site, 1, 2 * layers, spec.num_kv_heads, sizes.block_size, spec.head_dim)
-        at = _zeros(site, tokens, dtype=torch.int64)
+        angles = None if spec.rope is None else zeros(site, 1, spec.rope.rotary_dim, dtype=torch.float32)
+        cache = zeros(site, 1, 2 * layers, spec.num_kv_heads, sizes.block_size, spec.head_dim)
+        at = zeros(site, tokens, dtype=torch.int64)
         return run(q, k, v, at, angles, cache[:, 0], cache[:, 1], at)
 
     for _, layers in attention_groups(spec):
@@ -67,14 +67,14 @@ def rotary_writes(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 def activations(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec = sizes.spec
     width = spec.intermediate_size * (2 if site.op == "gated_activation" else 1)
-    yield "inner", lambda: run(_zeros(site, _TOKENS, width), spec.activation)
+    yield "inner", lambda: run(zeros(site, _TOKENS, width), spec.activation)
 
 
 def embeddings(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     spec = sizes.spec
 
     def look_up(tokens: int, scale: float | None) -> object:
-        return run(_zeros(site, tokens, dtype=torch.int64), _zeros(site, 1, spec.hidden_size), scale)
+        return run(zeros(site, tokens, dtype=torch.int64), zeros(site, 1, spec.hidden_size), scale)
 
     yield "tokens", partial(look_up, _TOKENS, spec.embedding_scale)
     if spec.rope is None:
@@ -96,7 +96,7 @@ def experts(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     down = _empty(site, moe.num_experts, spec.hidden_size, moe.intermediate_size)
 
     def compute(tokens: int) -> object:
-        x, router = _zeros(site, tokens, spec.hidden_size), _zeros(site, tokens, moe.num_experts)
+        x, router = zeros(site, tokens, spec.hidden_size), zeros(site, tokens, moe.num_experts)
         return run(x, router, gate_up, down, moe.top_k, moe.renormalize, spec.activation)
 
     for tokens in (_TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 64))):
@@ -108,8 +108,8 @@ def linears(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     ins, outs = (_corner(site.facts[name]) for name in ("in_features", "out_features"))
 
     def multiply(tile: Any, *, bias: bool) -> object:
-        layer = run(_zeros(site, outs, ins), _zeros(site, outs) if bias else None)
-        return layer.compute(_zeros(site, _TOKENS, ins), tile)
+        layer = run(zeros(site, outs, ins), zeros(site, outs) if bias else None)
+        return layer.compute(zeros(site, _TOKENS, ins), tile)
 
     tile_of = run(_empty(site, 0, ins), None).tile
     tiles = dict.fromkeys(tile_of(tokens, site.facts["out_features"]) for tokens in range(1, sizes.max_num_batched_tokens + 1, 16))
@@ -124,8 +124,8 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     counts = dict.fromkeys(min(count, sizes.max_num_seqs) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
     def pick(rows: int, kind: str) -> object:
-        logits, peak = _zeros(site, rows, vocab), _zeros(site, rows)
-        whole = _zeros(site, rows, dtype=torch.int64)
+        logits, peak = zeros(site, rows, vocab), zeros(site, rows)
+        whole = zeros(site, rows, dtype=torch.int64)
         if kind == "greedy":
             return run(logits)
         if kind in ("chosen", "best"):
@@ -149,23 +149,23 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
 def gathers(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     def gather() -> object:
-        tokens, at = _zeros(site, _TOKENS, sizes.max_model_len), _zeros(site, _TOKENS)
+        tokens, at = zeros(site, _TOKENS, sizes.max_model_len), zeros(site, _TOKENS)
         width = -(-sizes.max_model_len // sizes.block_size)
-        return run(tokens, _zeros(site, _TOKENS, width), at, at.clone(), at.clone(), at.clone(), sizes.block_size, width)
+        return run(tokens, zeros(site, _TOKENS, width), at, at.clone(), at.clone(), at.clone(), sizes.block_size, width)
 
     yield "step", gather
 
 
 def stores(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     def store() -> object:
-        at = _zeros(site, _TOKENS)
-        return run(_zeros(site, _TOKENS, sizes.max_model_len), at, at.clone(), at.long(), at == 0)
+        at = zeros(site, _TOKENS)
+        return run(zeros(site, _TOKENS, sizes.max_model_len), at, at.clone(), at.long(), at == 0)
 
     yield "step", store
 
 
 def fetches(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    yield "step", lambda: run(_zeros(site, 2, 7, _TOKENS), _zeros(site, 1), _zeros(site, 3, _TOKENS), _zeros(site, 2, 2))
+    yield "step", lambda: run(zeros(site, 2, 7, _TOKENS), zeros(site, 1), zeros(site, 3, _TOKENS), zeros(site, 2, 2))
 
 
 def _corner(size: int) -> int:
@@ -176,7 +176,7 @@ def _corner(size: int) -> int:
 def _heads(site: Site, sizes: Sizes, tokens: int) -> tuple[Tensor, ...]:
     """q, k and v as they come out of the merged product."""
     spec = sizes.spec
-    merged = _zeros(site, tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    merged = zeros(site, tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     return merged.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
 
 
@@ -184,7 +184,7 @@ def _head(site: Site, sizes: Sizes, index: int) -> Tensor:
     return _heads(site, sizes, _TOKENS)[index]
 
 
-def _zeros(site: Site, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+def zeros(site: Site, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.zeros(shape, dtype=dtype or site.facts["dtype"], device=site.device)
 
 
