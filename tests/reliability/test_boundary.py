@@ -78,7 +78,7 @@ def test_large_bodies_that_hold_up_everybody_are_noticed() -> None:
         Threads.run = inline
     """
     with pytest.raises(AssertionError, match="probes p99"):
-        checks_boundary.million_tokens(3, 4 << 20, slack=5.0, command=planted(defect))
+        checks_boundary.million_tokens(3, 2 << 20, slack=5.0, command=planted(defect))
 
 
 def test_bodies_in_tiny_chunks_and_pipelines_and_halves(server: Server) -> None:

@@ -16,7 +16,7 @@ FLAGS = ("--executor", "keyed-hash", "--max-num-seqs", "4", "--max-model-len", "
 def findings(url: str, folder: Path) -> str:
     (folder / "schemathesis.toml").write_text(CONFIG)
     command = [TOOL, "--config-file", folder / "schemathesis.toml", "run", f"{url}/openapi.json", "--include-path", "/detokenize", "--seed", "1"]
-    command += ["--phases", "coverage", "--generation-database", "none", "--no-color", "--warnings", "off"]
+    command += ["--phases", "coverage", "--generation-database", "none", "--max-failures", "1", "--no-color", "--warnings", "off"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 

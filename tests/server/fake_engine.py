@@ -22,7 +22,7 @@ from headrace.metrics import StepRecorder
 from headrace.models.source import find_model
 from headrace.request import Finished, FinishReason, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server import connection, crowd, lifecycle, stream
+from headrace.server import accept, connection, crowd, lifecycle, stream
 from headrace.server.run import run_server
 
 SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
@@ -41,7 +41,7 @@ NEVER = 1012  # likewise: it asks for what cannot be
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
-SILENT_SECONDS = 1.5
+SILENT_SECONDS = 1.2
 
 
 class FakeEngine:
@@ -161,7 +161,7 @@ def main() -> int:
     args = parser.parse_args()
     stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
     connection.HEADER_SECONDS, connection.UNREAD_SECONDS, crowd.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
-    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS = 0.5, 0.8
+    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, accept.FULL_SECONDS = 0.5, 0.8, 0.2
 
     async def create() -> FakeEngine:
         await asyncio.sleep(args.load_seconds)

@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ FAST = 1007  # a behaviour of fake_engine.py
 def server() -> Iterator[Server]:
     with serving("--max-body-bytes", str(40 << 20), "--max-model-len", "4096") as running:
         yield running
+
+
+def descriptors(server: Server) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def is_held(server: Server, sock: socket.socket) -> bool:
+    """The server's process has the other end of this connection."""
+    ends = f":{server.port:04X}", f":{sock.getsockname()[1]:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return any((words[1][-5:], words[2][-5:]) == ends and words[9] != "0" for words in lines)  # an inode: somebody's descriptor
 
 
 def status_of(data: bytes) -> int:
@@ -124,14 +135,10 @@ def test_text_full_of_brackets_is_no_bomb(server: Server) -> None:
     assert answer.error["code"] == "context_length_exceeded"
 
 
-def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Server) -> None:
-    """Texts and ids of a million tokens, ten at once, while probes and a stream go on."""
-    text = json.dumps({"prompt": "Once upon a time there was a cat. " * 120_000}).encode()
-    ids = json.dumps({"prompt": [8000] * 1_000_000}).encode()
+def probed(server: Server, bodies: Sequence[bytes]) -> tuple[list[int], float]:
+    """What came of these at once, and the longest that a probe waited meanwhile."""
     statuses: list[int] = []
-    senders = [
-        threading.Thread(target=lambda body=body: statuses.append(server.ask("POST", "/v1/completions", body).status)) for body in [text, ids] * 5
-    ]
+    senders = [threading.Thread(target=lambda body=body: statuses.append(server.ask("POST", "/v1/completions", body).status)) for body in bodies]
     worst, connection = 0.0, server.connect()
     for sender in senders:
         sender.start()
@@ -141,23 +148,32 @@ def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Serve
         assert connection.getresponse().read() == b'{"status":"ok"}'
         worst = max(worst, time.perf_counter() - begun)
     connection.close()
-    assert statuses == [400] * 10 and worst < 1.0, worst
+    return statuses, worst
+
+
+def assert_leaves_the_loop(server: Server, bodies: Sequence[bytes], status: int, seconds: float) -> None:
+    """A probe waits less than ``seconds``. What holds up the loop does so every time, what holds up the machine does not: three tries."""
+    waits = []
+    for _ in range(3):
+        statuses, worst = probed(server, bodies)
+        assert statuses == [status] * len(bodies)
+        waits.append(worst)
+        if worst < seconds:
+            return
+    raise AssertionError(f"probes waited {waits} s")
+
+
+def test_a_million_tokens_of_prompt_leave_the_event_loop_to_others(server: Server) -> None:
+    """Texts and ids of a million tokens, ten at once, while probes and a stream go on."""
+    text = json.dumps({"prompt": "Once upon a time there was a cat. " * 120_000}).encode()
+    ids = json.dumps({"prompt": [8000] * 1_000_000}).encode()
+    assert_leaves_the_loop(server, [text, ids] * 5, 400, 1.0)
 
 
 def test_a_thousand_prompts_leave_the_event_loop_to_others(server: Server) -> None:
     """And what they share is worked out once."""
     body = {"prompt": ["one two three " * 100] * 64, "max_tokens": 1, "seed": FAST, "bad_words": [f"{index} " + "x" * 70 for index in range(110)]}
-    answers: list[int] = []
-    sender = threading.Thread(target=lambda: answers.append(server.ask("POST", "/v1/completions", body).status))
-    worst, connection = 0.0, server.connect()
-    sender.start()
-    while sender.is_alive():
-        begun = time.perf_counter()
-        connection.request("GET", "/health")
-        connection.getresponse().read()
-        worst = max(worst, time.perf_counter() - begun)
-    connection.close()
-    assert answers == [200] and worst < 0.2, worst
+    assert_leaves_the_loop(server, [json.dumps(body).encode()], 200, 0.2)
 
 
 def test_bodies_are_bounded_in_all_together() -> None:
@@ -174,7 +190,7 @@ def test_bodies_are_bounded_in_all_together() -> None:
 
 def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay() -> None:
     with serving("--max-connections", "40", "--max-queue", "20") as server, contextlib.ExitStack() as open_sockets:
-        stream = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True})))
+        stream = open_sockets.enter_context(server.raw(post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 60, "stream": True})))
         read_until(stream, b"\r\n\r\n")
         for index in range(150):
             half = (b"", b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 100\r\n\r\n{")[index % 3]
@@ -182,7 +198,7 @@ def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_st
                 open_sockets.enter_context(server.raw(half))
             if index % 30 == 29:
                 assert server.ask("GET", "/health").status == 200
-                assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) < 40 + 20
+                assert descriptors(server) < 40 + 20
         assert b"[DONE]" in read_until(stream, b"[DONE]")
         server.wait_idle()
 
@@ -201,7 +217,8 @@ def test_answers_that_nobody_reads_are_dropped() -> None:
     """Pipelined requests whose answers pile up beyond what the system buffers: the connection goes, its memory with it."""
     with serving("--unread-seconds", "0.5") as server:
         sock = server.raw(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, receive_buffer=2048)
-        time.sleep(3)
+        wait_for(lambda: is_held(server, sock))
+        wait_for(lambda: not is_held(server, sock))
         assert read_until_closed(sock).count(b"HTTP/1.1 200 OK") < 1000
         assert server.ask("GET", "/health").status == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,13 @@ from support.serving import SERVE, Server, events_of, post_bytes, read_until, re
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """For what leaves a server as it was."""
+    with serving(*HASH, "--device-time", "0.002", command=SERVE) as running:
+        yield running
 
 
 def test_an_engine_killed_mid_stream_is_told_to_every_client_and_ends_the_server() -> None:
@@ -67,7 +75,7 @@ def test_a_signal_while_the_model_loads_leaves_nothing() -> None:
 
 def test_a_terminated_server_leaves_nothing() -> None:
     with serving(*HASH, command=SERVE) as server:
-        sock = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 100}, "Connection: close"))
+        sock = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 60}, "Connection: close"))
         head = read_until(sock, b"\n\n")
         server.signal()
         _, body, complete = split_response(head + read_until_closed(sock))
@@ -77,20 +85,19 @@ def test_a_terminated_server_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_clients_that_leave_give_their_blocks_back(streamed: bool) -> None:
-    with serving(*HASH, command=SERVE) as server:
-        for wait in (0.0, 0.02, 0.2):
-            socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "n": 2, "stream": streamed})) for _ in range(6)]
-            time.sleep(wait)
-            for sock in socks:
-                sock.close()
-        server.wait_idle(2)
-        page = server.ask("GET", "/metrics").body.decode()
-        usage = next(line for line in page.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
-        assert float(usage.split()[-1]) == 0.0
+def test_clients_that_leave_give_their_blocks_back(server: Server, streamed: bool) -> None:
+    for wait in (0.0, 0.02, 0.2):
+        socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "n": 2, "stream": streamed})) for _ in range(6)]
+        time.sleep(wait)
+        for sock in socks:
+            sock.close()
+    server.wait_idle(2)
+    page = server.ask("GET", "/metrics").body.decode()
+    usage = next(line for line in page.splitlines() if line.startswith("vllm:kv_cache_usage_perc"))
+    assert float(usage.split()[-1]) == 0.0
 
 
-def test_hostile_requests_change_nobody_elses_tokens() -> None:
+def test_hostile_requests_change_nobody_elses_tokens(server: Server) -> None:
     """Neighbours answer alone first, then beside wrong ids, wrong types and clients that leave, twice."""
     asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     hostile: list[dict[str, Any]] = [
@@ -99,22 +106,21 @@ def test_hostile_requests_change_nobody_elses_tokens() -> None:
         {"seed": "x"},
     ]  # fmt: skip
 
-    def neighbour(server: Server, index: int) -> list[int]:
+    def neighbour(index: int) -> list[int]:
         answer = server.ask("POST", "/v1/completions", {**asked, "prompt": f"neighbour {index}"}).json
         return list(answer["choices"][0]["token_ids"])
 
-    with serving(*HASH, command=SERVE) as server:
-        alone = [neighbour(server, index) for index in range(6)]
-        with ThreadPoolExecutor(6) as threads:
-            beside = [threads.submit(neighbour, server, index) for index in range(6)]
-            for fields in hostile:
-                left = server.raw(post_bytes("/v1/completions", TEXT, "X-Request-Id: same"))
-                refused = server.ask("POST", "/v1/completions", {"prompt": "x", **fields}, {"X-Request-Id": "same"})
-                assert refused.status == 400 and refused.error["param"] in fields
-                left.close()
-                left.close()
-            assert [each.result() for each in beside] == alone
-        server.wait_idle(2)
+    alone = [neighbour(index) for index in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        beside = [threads.submit(neighbour, index) for index in range(6)]
+        for fields in hostile:
+            left = server.raw(post_bytes("/v1/completions", TEXT, "X-Request-Id: same"))
+            refused = server.ask("POST", "/v1/completions", {"prompt": "x", **fields}, {"X-Request-Id": "same"})
+            assert refused.status == 400 and refused.error["param"] in fields
+            left.close()
+            left.close()
+        assert [each.result() for each in beside] == alone
+    server.wait_idle(2)
 
 
 def test_a_model_that_is_not_there_is_one_line_and_leaves_nothing() -> None:

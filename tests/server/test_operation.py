@@ -92,7 +92,7 @@ def test_health_is_true_both_ways_and_costs_the_engine_nothing(server: Server) -
 
 def test_saturation_with_long_prompts_raises_no_alarm(server: Server) -> None:
     body = {"prompt": list(range(5, 4000)), "max_tokens": 8, "ignore_eos": True}
-    until = time.monotonic() + 3
+    until = time.monotonic() + 1.5
 
     def load(index: int) -> int:
         count = 0
@@ -110,4 +110,4 @@ def test_saturation_with_long_prompts_raises_no_alarm(server: Server) -> None:
             times.append(time.monotonic() - begun)
             time.sleep(0.05)
         assert sum(each.result() for each in loads) > 8
-    assert len(times) > 10
+    assert len(times) > 5

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 from tests.support.outside import shared
-from tests.support.serving import SERVE, Answer, Server, serving
+from tests.support.serving import Answer, Server
 
 SCHEMA = {
     "type": "object",
@@ -26,18 +25,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 ASK = [{"role": "user", "content": "Who?"}]
 WHOLE = bool(os.environ.get("HEADRACE_ALL_SCHEMAS"))  # every schema of the benchmark, at length: minutes
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--max-model-len", "512", command=SERVE) as running:
-        yield running.wait_ready(60.0)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
@@ -86,22 +73,22 @@ def test_every_kind_on_both_routes(client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_followed_is_a_400_that_names_its_field(server: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
-    answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, "stream": stream, **fields})
+def test_what_cannot_be_followed_is_a_400_that_names_its_field(demo: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
+    answer = demo.ask("POST", "/v1/chat/completions", {"messages": ASK, "stream": stream, **fields})
     assert answer.status == 400 and answer.error["param"] == param, answer
 
 
-def test_bombs_hold_up_nobody(server: Server, client: openai.OpenAI) -> None:
+def test_bombs_hold_up_nobody(demo: Server, client: openai.OpenAI) -> None:
     bomb = {"structured_outputs": {"choice": [f"v{index}" for index in range(40_000)]}, "messages": ASK, "max_tokens": 4}
     answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(server.ask("POST", "/v1/chat/completions", bomb).status)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: answers.append(demo.ask("POST", "/v1/chat/completions", bomb).status)) for _ in range(3)]
     for thread in threads:
         thread.start()
     assert chat(client, max_tokens=5).choices[0].finish_reason in ("stop", "length")
     for thread in threads:
         thread.join()
     assert set(answers) <= {200, 400}
-    text = server.ask("GET", "/metrics").body.decode()
+    text = demo.ask("GET", "/metrics").body.decode()
     masks, seconds = (_metric(text, name) for name in ("masks_total", "mask_seconds_total"))
     assert masks > 10 and 0 < seconds / masks < 0.05
 
@@ -116,14 +103,14 @@ def _metric(text: str, name: str) -> float:
 
 
 @pytest.mark.timeout(3600 if WHOLE else 60)
-def test_what_is_written_under_a_benchmarks_schemas_validates(server: Server) -> None:
+def test_what_is_written_under_a_benchmarks_schemas_validates(demo: Server) -> None:
     """A schema is refused with its reason or kept to: an answer that ends by itself is an instance."""
     with gzip.open(shared("data", "json_schemas", "maskbench_sample.jsonl.gz"), "rt", encoding="utf-8") as lines:
         cases = [json.loads(line) for line in lines][:: 1 if WHOLE else 64]
 
     def ask(case: Any) -> Answer:
         body = {"prompt": "Write JSON:", "max_tokens": 400 if WHOLE else 80, "seed": 7, "structured_outputs": {"json": case["schema"]}}
-        return server.ask("POST", "/v1/completions", body, timeout=600)
+        return demo.ask("POST", "/v1/completions", body, timeout=600)
 
     with ThreadPoolExecutor(32) as threads:
         answers = list(threads.map(ask, cases))

@@ -21,7 +21,7 @@ TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos
 SCRIPT = """
 import os, sys
 from headrace.server import supervisor
-supervisor.FIRST_WAIT, supervisor.LOOK_SECONDS, supervisor.HANG_LOOKS = 0.01, 0.05, 8
+supervisor.FIRST_WAIT, supervisor.LOOK_SECONDS, supervisor.HANG_LOOKS = 0.01, 0.05, {looks}
 lives = 0
 def start(ready):
     print("life", flush=True)
@@ -71,7 +71,7 @@ def test_a_dead_engine_is_told_and_the_server_comes_back_on_its_port() -> None:
 
 def test_a_signal_drains_and_a_second_one_does_not() -> None:
     with serving(*HASH, command=SERVE) as server:
-        sock = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 100}, "Connection: close"))
+        sock = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 60}, "Connection: close"))
         head = read_until(sock, b"\n\n")
         server.signal()
         _, body, complete = split_response(head + read_until_closed(sock))
@@ -96,7 +96,7 @@ def test_a_killed_parent_takes_everybody_along_even_those_that_are_stopped() -> 
 
 
 def supervised(body: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT.format(body=body)]
+    command = [sys.executable, "-c", SCRIPT.format(body=body, looks=3 if "sleep(60)" in body else 8)]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=environment())
 
 

@@ -23,7 +23,7 @@ TEXT = {"prompt": "hello there"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving() as running:
+    with serving("--ping-seconds", "0.2", "--laggard-seconds", "1") as running:
         yield running
 
 
@@ -210,7 +210,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
 
 
 def test_silence_is_filled_with_comments(server: Server) -> None:
-    """The engine says nothing for 1.5 s; pings are set to 0.3 s here (8 s in the product)."""
+    """The engine says nothing for 1.2 s; pings are set to 0.2 s here (8 s in the product)."""
     with server.raw(post_bytes("/v1/chat/completions", {**CHAT, "seed": SILENT, "max_tokens": 2, "stream": True}, "Connection: close")) as sock:
         _, body, complete = split_response(read_until_closed(sock))
     assert complete and body.startswith(b": ping\n\n") and body.count(b": ping\n\n") >= 3
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_frees_its_request(server: Server, streamed: bool) 
 
 
 def test_a_client_that_stops_reading_is_cut_off_and_others_go_on(server: Server) -> None:
-    """After 2 s here (60 s in the product); its buffered bytes are not waited for."""
+    """After 1 s here (60 s in the product); its buffered bytes are not waited for."""
     slow = server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 400, "n": 8, "seed": ENDLESS, "stream": True}), receive_buffer=4096)
     with slow:
         time.sleep(0.3)

@@ -129,10 +129,11 @@ def assert_back(server: Server, before: Snapshot, *, seconds: float = 2.0, slack
         time.sleep(0.05)
 
 
-def at_rest(server: Server) -> Snapshot:
+def at_rest(server: Server, seconds: float = 10.0) -> Snapshot:
     """A snapshot that the next one equals."""
-    before = take(server)
-    while before.differences(now := take(server)):
+    before, end = take(server), time.monotonic() + seconds
+    while changed := before.differences(now := take(server)):
+        assert time.monotonic() < end, f"it does not come to rest within {seconds} s: {changed}"
         before = now
         time.sleep(0.05)
     return now
