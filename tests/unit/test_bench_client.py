@@ -227,5 +227,12 @@ def test_flags_become_workloads() -> None:
     assert all(dialogue.arrival is None for dialogue in made())
     assert all(dialogue.arrival is not None for dialogue in made("--request-rate", "2"))
     assert [len(dialogue.turns) for dialogue in made("--workload", "conversation", "--turns", "2")] == [2, 2, 2]
-    with pytest.raises(ConfigError, match="--trace FILE"):
-        made("--workload", "trace")
+    for flags, said in (
+        ("--workload trace", "--trace FILE"),
+        ("--vocab-size 0", "--vocab-size is 0"),
+        ("--num-warmups -1", "--num-warmups -1"),
+        ("--timeout nan", "--timeout nan"),
+        ("--metric-percentiles 500", "--metric-percentiles has 500"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            made(*flags.split())

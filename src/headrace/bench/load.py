@@ -58,7 +58,8 @@ class LoadGenerator:
             await self._dialogue(Dialogue((turn,)), time.perf_counter())
         failed = [sample for sample in self.samples if sample.error is not None]
         if failed and len(failed) == len(self.samples):
-            raise BenchFailed(f"Every warm-up request failed: {failed[0].error}. Check --model, --endpoint, --api-key and the lengths.")
+            why = str(failed[0].error).rstrip(".")
+            raise BenchFailed(f"Every warm-up request failed: {why}. Check --model, --endpoint, --api-key and the lengths.")
         self.samples.clear()
 
     async def run(self, dialogues: Sequence[Dialogue]) -> None:

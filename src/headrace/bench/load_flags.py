@@ -84,6 +84,9 @@ def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
         raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
+    wrong = [each for each in args.metric_percentiles if not 0 <= each <= 100]
+    if wrong:
+        raise ConfigError(f"--metric-percentiles has {wrong[0]:g}; give numbers from 0 to 100.")
     if getattr(args, "seed", 0) < 0:
         raise ConfigError(f"--seed is {args.seed}; give at least 0.")
     if not 0 <= args.think_time < float("inf"):

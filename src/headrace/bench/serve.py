@@ -40,6 +40,7 @@ from headrace.bench.workload import (
     trace_dialogues,
     with_arrivals,
 )
+from headrace.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLOSED_LOOP = 8  # clients
@@ -113,6 +114,9 @@ def limits_of(host: str) -> str:
 def create_workload(args: argparse.Namespace) -> list[Dialogue]:
     """The dialogues the flags ask for, with arrivals in an open loop. Raises ConfigError."""
     check_load_flags(args, args.trace)
+    if args.vocab_size < 1 or args.num_warmups < 0 or not args.timeout > 0:
+        given = f"--vocab-size is {args.vocab_size}, --num-warmups {args.num_warmups} and --timeout {args.timeout:g}"
+        raise ConfigError(f"{given}; give at least 1, at least 0, and seconds above 0.")
     seeds = {"vocab_size": args.vocab_size, "seed": args.seed}
     count = args.num_prompts or (None if args.workload == "trace" else REQUESTS)
     if args.workload == "trace":

@@ -35,9 +35,6 @@ def check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
-    wrong = [each for each in args.metric_percentiles if not 0 <= each <= 100]
-    if wrong:
-        raise ConfigError(f"--metric-percentiles has {wrong[0]:g}; give numbers from 0 to 100.")
     check_load_flags(args, args.trace_file)
 
 
