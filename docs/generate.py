@@ -124,7 +124,7 @@ def technique_page() -> str:
 
 
 def _technique(item: techniques.Technique) -> Iterator[str]:
-    default = "chosen by device" if item.default is None else item.default_state
+    default = "chosen by device" if item.default_state == "automatic" else item.default_state
     yield f"## {item.name}\n"
     yield f"- **Source:** {item.source}"
     yield f"- **Switch:** `--technique {item.name}=…`, the config field `{item.switch}`; default: {default}"
