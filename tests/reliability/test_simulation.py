@@ -18,7 +18,8 @@ from tests.support.simulation.bounds import BOUNDS
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.drawing import draw
 from tests.support.simulation.life import Failure, Lived, live
-from tests.support.simulation.schedule import TURN, Schedule, from_text, to_text
+from tests.support.simulation.order import OrderWatch
+from tests.support.simulation.schedule import TURN, Asked, Schedule, Setting, from_text, to_text
 from tests.support.simulation.shrinking import shrink
 from tests.support.simulation.sweep import find, replays, sweep
 
@@ -29,8 +30,8 @@ from headrace.scheduler.policies import POLICIES
 EVENTS = 100  # a seed, here; the command's have 500
 SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))
 HAPPENINGS = (
-    "aborts", "cohort", "copies", "error", "failed", "fell with a step", "hits", "journals", "length", "loops", "preemptions", "rebuilds", "stop",
-    "stops", "turned away",
+    "aborts", "cohort", "copies", "error", "failed", "fell with a step", "hits", "journals", "leapt", "length", "loops", "preemptions", "rebuilds",
+    "stop", "stops", "turned away",
 )  # fmt: skip
 
 
@@ -45,6 +46,15 @@ def test_a_thousand_seeds_keep_every_invariant() -> None:
 
 def test_every_policy_has_a_bound() -> None:
     assert set(POLICIES) == set(BOUNDS), "tests/support/simulation/bounds.py says what each policy promises about order and waiting"
+
+
+def test_whom_no_step_has_met_is_nobodys_elder() -> None:
+    """Else it would be taken for the one that nobody may pass, and be said to starve."""
+    watch = OrderWatch(Setting(policy="shortest-remaining"))
+    for number, now in enumerate((1e6, 2e6)):
+        watch.arrived(number, Asked(prompt=(1,)))
+        assert watch._find_first() == 0
+        watch.met(now)
 
 
 @pytest.mark.parametrize("path", SCHEDULES, ids=lambda path: path.stem)

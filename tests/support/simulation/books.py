@@ -48,6 +48,7 @@ class Books:
         self._pools: list[tuple[list[int], list[int], list[int], list[int], list[bool]]] = [([], [], [], [], [])] * num_groups  # likewise
         self._named: list[dict[int, PrefixNode]] = [{} for _ in scheduler.cache.pools]  # as found last time, contents right
         self._links: dict[PrefixNode, array[int]] = {}  # the hash after each token of a node
+        self._told: dict[Sequence, array[int]] = {}  # what is known of each, as its line grows
         self._doubtful = False  # names of steps that have failed may still stand
         self._rows = list(range(scheduler.limits.max_num_seqs))
 
@@ -57,9 +58,10 @@ class Books:
         roster = scheduler.roster if self._settled else scheduler._roster
         if live is not None and roster.requests.keys() != live:
             raise Broken("requests", f"{sorted(roster.requests)} are there, {sorted(live)} should be")
-        everybody, running, nothing = [*joined.from_iterable(roster.requests.values())], [], self._nothing
+        everybody, running = [*joined.from_iterable(roster.requests.values())], []
+        waiting, nothing = SequenceStatus.WAITING, self._nothing
         for sequence in everybody:
-            if sequence.status is not SequenceStatus.WAITING:
+            if sequence.status is not waiting:
                 running.append(sequence)
             elif sequence.row is not None or sequence.num_computed_tokens or sequence.kv.tables != nothing:
                 raise Broken("tokens", f"{_name(sequence)} waits and holds something")
@@ -172,13 +174,18 @@ class Books:
         """Known = prompt + told, less what a cohort has kept back; placeholders = samples in flight; computed <= known."""
         samples, lag = self._samples(), {} if self._settled else _lags(self._scheduler)
         known = [sequence.token_ids for sequence in everybody]
-        wanted = [lines[sequence.request_id, sequence.index].ids for sequence in everybody]
-        counts, coming = [sequence.num_tokens for sequence in everybody], map(samples.get, everybody, repeat(0))
+        for sequence in everybody:
+            if sequence not in self._told:
+                self._told[sequence] = lines[sequence.request_id, sequence.index].ids
+        wanted = [*map(self._told.__getitem__, everybody)]
+        counts, due = [sequence.num_tokens for sequence in everybody], map(len, known)
+        if samples:
+            due = map(add, due, map(samples.get, everybody, repeat(0)))
         if lag:
             behind = [lag.get(sequence, (0, 0)) for sequence in everybody]
             wanted = [ids[: len(ids) - taken] for ids, (taken, _) in zip(wanted, behind, strict=True)]
-            coming = map(add, coming, [taken - planned for taken, planned in behind])
-        if known != wanted or counts != [*map(add, map(len, known), coming)]:
+            due = map(add, due, [taken - planned for taken, planned in behind])
+        if known != wanted or counts != [*due]:
             self._raise_tokens(everybody, wanted, samples)
         for sequence in running:
             self._check_running(sequence)

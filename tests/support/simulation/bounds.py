@@ -21,7 +21,7 @@ from headrace.scheduler.policies.shortest_remaining import PROMPT_SHARE
 
 @dataclass(slots=True)
 class Came:
-    """A request as the scheduler met it: what it asked, and the time of the step before which it came."""
+    """A request as the scheduler met it: what it asked, and the time of the step before which it came (infinite until then)."""
 
     asked: Asked
     at: float

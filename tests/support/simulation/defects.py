@@ -149,6 +149,11 @@ def a_cohort_makes_up_for_a_step_too_few(patch: Patch) -> None:
     patch.setattr(Cohort, "_catch_up", lazy)
 
 
+def a_leap_heeds_nobody_who_is_due(patch: Patch) -> None:
+    """Of many turns at once, those that need a block are counted like any other."""
+    patch.setattr(Cohort, "some_may_be_due", False)
+
+
 # --- requests
 
 
@@ -256,6 +261,7 @@ DEFECTS: tuple[Plant, ...] = (
     an_unusable_row_is_not_noticed,
     a_request_is_dropped_when_its_step_fails,
     the_first_in_order_is_passed_over,
+    a_leap_heeds_nobody_who_is_due,
 )
 
 

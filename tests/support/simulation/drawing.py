@@ -9,7 +9,7 @@ What lives here: the drawing. What may not: running anything.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.support.simulation.oracle import VOCAB, Line, chain
 from tests.support.simulation.schedule import (
@@ -24,16 +24,19 @@ from tests.support.simulation.schedule import (
     Finish,
     Group,
     Jump,
+    Leap,
     Look,
     Rebuild,
     Schedule,
     Setting,
     Spoil,
+    Turn,
 )
 
 from headrace.scheduler.policies import POLICIES
 
 LENGTH = 48
+LEAPS = 4  # of so many lives one takes turns at once
 TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3), (2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5))
 MEAN_PROMPT, MEAN_ANSWER = 13, 8
 
@@ -42,7 +45,27 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     """The schedule of this seed; ``policy``: instead of the one it draws."""
     rng = random.Random(seed)
     setting = draw_setting(rng, policy)
-    return Schedule(f"seed {seed}, {events} events", setting, _Story(rng, setting, events).write())
+    schedule = Schedule(f"seed {seed}, {events} events", setting, _Story(rng, setting, events).write())
+    return _with_leaps(schedule) if seed % LEAPS == 0 and not setting.journalled else schedule
+
+
+def _with_leaps(schedule: Schedule) -> Schedule:
+    """The same with some turns that are many; most answers end by length alone, as turns that are alike need it. A journal would be told of
+    each turn, so there is none."""
+    rng = random.Random(schedule.name)
+    events = tuple(_with_leap(rng, event) for event in schedule.events)
+    return replace(schedule, setting=replace(schedule.setting, leaps=True), events=events)
+
+
+def _with_leap(rng: random.Random, event: Event) -> Event:
+    if isinstance(event, Add):
+        changes: dict[str, object] = {"compiles": None, "refused": False}
+        if rng.random() < 0.9:
+            changes |= {"ignore_eos": True, "stops": (), "loops": False, "logprobs": None}
+        if rng.random() < 0.15:
+            changes |= {"max_tokens": 40, "min_tokens": 0}
+        return Add(event.number, _with(event.asked, changes))
+    return Leap(rng.choice((1, 2, 5, 12, 30))) if isinstance(event, Turn) and rng.random() < 0.5 else event
 
 
 def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tests.support.simulation import oracle
+from tests.support.simulation import leaps, oracle
 from tests.support.simulation.answers import Answers
 from tests.support.simulation.books import Books
 from tests.support.simulation.broken import Broken, hold
@@ -33,6 +33,7 @@ from tests.support.simulation.schedule import (
     Fail,
     Finish,
     Jump,
+    Leap,
     Look,
     Rebuild,
     Schedule,
@@ -127,7 +128,7 @@ class Life:
             eos_token_ids=frozenset({oracle.EOS}),
             clock=self.clock,
             depth=self.setting.depth,
-            masks=self.masks,
+            masks=None if self.setting.leaps else self.masks,
             forecast=self.forecast,
             journal=self.journal,
         )
@@ -139,6 +140,8 @@ class Life:
         match event:
             case Turn():
                 self._turn()
+            case Leap(turns):
+                self._leap(turns)
             case Add(number, asked):
                 self._add(number, asked)
             case Abort(number):
@@ -223,6 +226,16 @@ class Life:
         self.take_turn(outputs)
         if idle and core.has_work and not outputs and core.scheduler._next_step == steps and not core._events:
             raise Broken("asleep", f"there is work and nothing in flight, and a turn does nothing: {core.stats()}")
+
+    def _leap(self, turns: int) -> None:
+        """As many as are alike, a plain one where none is."""
+        self.began = self.clock.now()
+        if not leaps.can_leap(self.core, self.device):
+            return self._turn()
+        done = leaps.Leap(self.core, self.device, self.answers.lines, self.take_turn).take(min(turns, self.core.turns_alike()))
+        self.turns += done
+        self.seen["leapt"] += done
+        return self._turn() if not done else None
 
     def take_turn(self, outputs: Iterable[SequenceOutput]) -> None:
         """What a turn, or a part of it, has brought about."""

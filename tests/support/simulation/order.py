@@ -5,6 +5,8 @@ What lives here: watching. What may not: the promises (bounds.py), blocks and to
 
 from __future__ import annotations
 
+import math
+
 from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.schedule import Asked, Setting
@@ -27,18 +29,20 @@ class OrderWatch:
         self._passed: dict[int, int] = {}
         self._running: list[Sequence] = []  # after the last turn
         self._first: int | None = None
-        self._looked = False  # for it, since somebody came or went
+        self._looked = False  # for the first, since somebody came, was met or went
         self._mark: tuple[int, ...] = ()
-        self._stalled = 0
+        self._stalled = 0  # turns, since anybody came or went
+        self._stood = 0  # whoever came or went
         self._patience = patience(setting)
+        self._longest = self._patience + others_first(setting)
 
     def arrived(self, number: int, asked: Asked) -> None:
-        came = Came(asked, 0.0)
+        came = Came(asked, math.inf)
         self._fresh.append(came)
         self._most[number] = self.bound.most_passed(came, list(self.live.values()))
         self.live[number] = self.waiting[number] = came
         self._place[number] = len(self._place)
-        self._first, self._looked = None, False
+        self._looked = False
 
     def met(self, now: float) -> None:
         """Whoever has come is the scheduler's since this moment."""
@@ -46,13 +50,13 @@ class OrderWatch:
             for came in self._fresh:
                 came.at = now
             self._fresh.clear()
-            self._first, self._looked = None, False
+            self._looked = False
 
     def gone(self, number: int) -> None:
         """Ended, or not wanted any more."""
         if self.live.pop(number, None) is not None:
             self.waiting.pop(number, None)
-            self._first, self._looked = None, False
+            self._looked = False
 
     def admitted(self, number: int) -> None:
         came = self.waiting.pop(number, None)
@@ -96,12 +100,14 @@ class OrderWatch:
     def _check_progress(self, scheduler: Scheduler, *, failed: bool) -> None:
         """Whom nobody may pass must come on, in a bounded number of turns; a step that fails starts the count anew."""
         if not self._looked:
-            self._first, self._stalled, self._looked = self._find_first(), 0, True
+            before, self._first, self._looked = self._first, self._find_first(), True
+            self._stalled, self._stood = 0, self._stood if before == self._first else 0
         mark = self._mark_of(scheduler)
-        self._stalled = 0 if failed or mark != self._mark or self._first is None else self._stalled + 1
+        moved = failed or mark != self._mark or self._first is None
+        self._stalled, self._stood = (0, 0) if moved else (self._stalled + 1, self._stood + 1)
         self._mark = mark
-        if self._stalled > self._patience:
-            raise Broken("starved", f"request {self._first}, whom nobody may pass, has not moved for {self._stalled} turns")
+        if self._stalled > self._patience or self._stood > self._longest:
+            raise Broken("starved", f"request {self._first}, whom nobody may pass, has not moved for {self._stood} turns")
 
     def _find_first(self) -> int | None:
         may_pass = self.bound.may_pass
@@ -128,3 +134,10 @@ def patience(setting: Setting) -> int:
     whole = setting.padded or not (setting.chunked_prefill and setting.kv_caching)
     crowded = whole or setting.budget <= setting.rows or not setting.continuous_batching
     return pipeline + (2 * setting.length if crowded else 0)
+
+
+def others_first(setting: Setting) -> int:
+    """Turns in which those who run already may have all of their tokens computed before those of who waits: prompts under way go first."""
+    splits = setting.chunked_prefill and setting.kv_caching and setting.continuous_batching and not setting.padded
+    share = max(1, setting.budget - setting.rows + 1) if splits and setting.max_step_ms is None else 1
+    return -(-setting.rows * setting.length // share)

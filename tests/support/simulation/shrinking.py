@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tests.support.simulation.life import Failure, live
-from tests.support.simulation.schedule import Add, Asked, Event, Group, Schedule, Setting
+from tests.support.simulation.schedule import TURN, Add, Asked, Event, Group, Leap, Schedule, Setting
 
 Fails = Callable[[Schedule], Failure | None]
 
@@ -75,14 +75,19 @@ class _Search:
             event = self.best.events[at]
             if isinstance(event, Add):
                 for simpler in _simpler_requests(event.asked):
-                    self._replace_event(at, event, simpler)
+                    self._replace_request(at, event, simpler)
+            if isinstance(event, Leap):
+                fewer: list[Event] = [TURN, *(Leap(turns) for turns in (1, 2, 5) if turns < event.turns)]
+                any(self._replace(at, each) for each in fewer)
             at += 1
 
-    def _replace_event(self, at: int, event: Add, change: dict[str, Any]) -> None:
+    def _replace_request(self, at: int, event: Add, change: dict[str, Any]) -> None:
         """On top of what was already simplified."""
         if at < len(self.best.events) and isinstance(current := self.best.events[at], Add) and current.number == event.number:
-            simpler: Event = replace(current, asked=replace(current.asked, **change))
-            self._try(replace(self.best, events=(*self.best.events[:at], simpler, *self.best.events[at + 1 :])))
+            self._replace(at, replace(current, asked=replace(current.asked, **change)))
+
+    def _replace(self, at: int, simpler: Event) -> bool:
+        return self._try(replace(self.best, events=(*self.best.events[:at], simpler, *self.best.events[at + 1 :])))
 
     def _simplify_setting(self) -> None:
         for change in _simpler_settings(self.best.setting):

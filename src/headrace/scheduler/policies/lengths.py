@@ -71,7 +71,9 @@ class _Kind:
 
 
 class History:
-    """Max_tokens is not looked at: most clients set it far above what they get."""
+    """Max_tokens is not looked at: most clients set it far above what they get. Nor does it cut a prediction off, though no answer gets longer:
+    whoever always asks for little is known by it after ``ENOUGH`` answers, and in a simulation, where max_tokens is the length that an answer
+    will have, the cut would tell the predictor what nobody knows on a server, and its figures would be worth nothing."""
 
     def __init__(self) -> None:
         self.news = 0
