@@ -17,6 +17,7 @@ from headrace.errors import OutOfMemory
 from headrace.kernels import Kernels, StrictKernelError
 from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.candidate import Candidate
+from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.models import loader
 from headrace.quant.unquantized import Unquantized
@@ -112,9 +113,9 @@ def test_weights_that_find_no_room_while_they_are_read_say_so(folder: str, monke
 def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(Linear, "forward", lambda self, x: counts.append(len(x)))
-    kernels, cpu = Kernels(torch.device("cpu")), torch.device("cpu")
-    sizes = [(8, 16), (16, 8)]
-    layers = [Linear(*each, bias=False, dtype=torch.float32, device=cpu, kernels=kernels, method=Unquantized()) for each in sizes]
+    cpu = torch.device("cpu")
+    context = LayerContext(torch.float32, cpu, Kernels(cpu), Unquantized())
+    layers = [Linear(*each, context, bias=False) for each in ((8, 16), (16, 8))]
     made = product_sizes(min(rows, tokens), tokens)
     assert made[: len(buckets_up_to(min(rows, tokens)))] == buckets_up_to(min(rows, tokens)) and max(made) >= tokens * 3 // 4
     warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))

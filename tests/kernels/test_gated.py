@@ -16,6 +16,7 @@ from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.layers.basic import FeedForward
+from headrace.layers.context import LayerContext
 from headrace.quant import Applies
 from headrace.quant.unquantized import Unquantized
 from headrace.spec import Activation
@@ -68,10 +69,8 @@ def test_the_shipped_table_is_sound() -> None:
 @pytest.mark.parametrize("declines", [False, True])
 @pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (513, False)])
 def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool, declines: bool) -> None:
-    layer = FeedForward(
-        8, 6, Activation.SILU, gated=True, bias=False, dtype=torch.float32, device=torch.device("cpu"),
-        kernels=Kernels(torch.device("cpu")), method=Unquantized(),
-    )  # fmt: skip
+    cpu = torch.device("cpu")
+    layer = FeedForward(8, 6, Activation.SILU, LayerContext(torch.float32, cpu, Kernels(cpu), Unquantized()), gated=True, bias=False)
     for part in (layer.up, layer.down):
         torch.nn.init.normal_(part.weight)  # type: ignore[arg-type]
         part.finish_loading()

@@ -8,6 +8,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels, reference
+from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.quant.unquantized import Unquantized
 from support.kernel_cases import DTYPES, assert_close, native
@@ -41,7 +42,7 @@ def test_rows_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def make(kernels: Kernels, *, bias: bool = True) -> Linear:
-    layer = Linear(12, 20, bias=bias, dtype=torch.float32, device=CPU, kernels=kernels, method=Unquantized())
+    layer = Linear(12, 20, LayerContext(torch.float32, CPU, kernels, Unquantized()), bias=bias)
     for parameter in layer.parameters():
         parameter.data.normal_()
     return layer
@@ -73,4 +74,4 @@ def test_a_tied_head_reads_the_embedding_and_makes_no_copy() -> None:
 
 def test_a_split_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="part 1 of 2"):
-        Linear(4, 4, bias=False, dtype=torch.float32, device=CPU, kernels=Kernels(CPU), method=Unquantized(), rank=1, world=2)
+        Linear(4, 4, LayerContext(torch.float32, CPU, Kernels(CPU), Unquantized()), bias=False, rank=1, world=2)

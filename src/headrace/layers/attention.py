@@ -5,16 +5,14 @@ What lives here: the layer. What may not: block tables (the cache), rotary table
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from headrace.kernels import Kernels
 from headrace.kernels.around import Around
 from headrace.layers.basic import RMSNorm
+from headrace.layers.context import LayerContext
 from headrace.layers.inputs import AttentionInputs
 from headrace.layers.linear import Linear
 from headrace.layers.stream import Stream, added
-from headrace.quant import QuantMethod
 from headrace.spec import DecoderSpec, LayerSpec
 
 
@@ -30,40 +28,18 @@ class Attention(nn.Module):
         spec: DecoderSpec,
         layer: LayerSpec,
         cos_sin: Tensor | None,  # [max_model_len, rotary_dim], float32
+        context: LayerContext,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-        method: QuantMethod,
-        around: bool = False,
+        around: bool,
     ) -> None:
         super().__init__()
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.qkv = Linear(
-            spec.hidden_size,
-            (heads + 2 * kv_heads) * size,
-            bias=spec.qkv_bias,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            method=method,
-            around=around,
-        )
-        self.output = Linear(
-            heads * size,
-            spec.hidden_size,
-            bias=spec.output_bias,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-            method=method,
-            around=around,
-            adds=around,
-        )
+        self.qkv = Linear(spec.hidden_size, (heads + 2 * kv_heads) * size, context, bias=spec.qkv_bias, around=around)
+        self.output = Linear(heads * size, spec.hidden_size, context, bias=spec.output_bias, around=around, adds=around)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(size, spec.norm_eps, offset=spec.norm_offset, dtype=dtype, device=device, kernels=kernels)
-            self.k_norm = RMSNorm(size, spec.norm_eps, offset=spec.norm_offset, dtype=dtype, device=device, kernels=kernels)
+            self.q_norm = RMSNorm(size, spec.norm_eps, context, offset=spec.norm_offset)
+            self.k_norm = RMSNorm(size, spec.norm_eps, context, offset=spec.norm_offset)
         self._cos_sin = cos_sin
         self._shape = (-1, heads + 2 * kv_heads, size)
         self._split = (heads, kv_heads, kv_heads)
@@ -71,9 +47,9 @@ class Attention(nn.Module):
         self._scale = spec.attention_scale / layer.attention_divisor
         self._window = layer.window
         self._soft_cap = spec.attention_soft_cap
-        facts = {"dtype": dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
-        self._rotary_write = kernels.choose("rotary_write", **facts)
-        self._attend = kernels.choose("paged_attention", **facts)
+        facts = {"dtype": context.dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
+        self._rotary_write = context.kernels.choose("rotary_write", **facts)
+        self._attend = context.kernels.choose("paged_attention", **facts)
 
     def forward(
         self,

@@ -10,17 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import Kernels
 from headrace.kernels.around import MOST_GATED, MOST_ROWS, Around
+from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.layers.stream import Stream, added
-from headrace.quant import QuantMethod
 from headrace.spec import Activation
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def empty_parameter(context: LayerContext, *shape: int) -> nn.Parameter:
     """Memory for a weight that the loader fills."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=context.dtype, device=context.device), requires_grad=False)
 
 
 class RMSNorm(nn.Module):
@@ -29,13 +28,13 @@ class RMSNorm(nn.Module):
     With an offset the sum is kept in float32: 1 + w in bfloat16 would round most of w away.
     """
 
-    def __init__(self, size: int, eps: float, *, offset: float, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, context: LayerContext, *, offset: float) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(context, size)
         self._eps = eps
         self._offset = offset
         self._scale: Tensor = self.weight.data  # [size]
-        self._norm = kernels.choose("rms_norm", dtype=dtype, weight_dtype=torch.float32 if offset else dtype)
+        self._norm = context.kernels.choose("rms_norm", dtype=context.dtype, weight_dtype=torch.float32 if offset else context.dtype)
 
     def finish_loading(self) -> None:
         if self._offset:
@@ -56,14 +55,14 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Layer norm with weight and bias over the last dimension, after adding the residual."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.bias = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = empty_parameter(context, size)
+        self.bias = empty_parameter(context, size)
         self._eps = eps
         self._scale: Tensor = self.weight.data  # [size]
         self._shift: Tensor = self.bias.data  # [size]
-        self._norm = kernels.choose("layer_norm", dtype=dtype)
+        self._norm = context.kernels.choose("layer_norm", dtype=context.dtype)
 
     def finish_loading(self) -> None:
         self._scale, self._shift = self.weight.data, self.bias.data
@@ -77,11 +76,11 @@ class LayerNorm(nn.Module):
 class Embedding(nn.Module):
     """A row of ``weight`` for each id, times ``scale`` (rounded to the weights' precision, as the models were trained)."""
 
-    def __init__(self, rows: int, size: int, *, scale: float | None = None, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, rows: int, size: int, context: LayerContext, *, scale: float | None = None) -> None:
         super().__init__()
-        self.weight = empty_parameter(rows, size, dtype=dtype, device=device)
-        self._scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
-        self._lookup = kernels.choose("embedding", dtype=dtype)
+        self.weight = empty_parameter(context, rows, size)
+        self._scale = None if scale is None else float(torch.tensor(scale, dtype=context.dtype))
+        self._lookup = context.kernels.choose("embedding", dtype=context.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:  # [tokens], int64 → [tokens, size]
         rows: Tensor = self._lookup(ids, self.weight, self._scale)
@@ -99,21 +98,18 @@ class FeedForward(nn.Module):
         hidden_size: int,
         inner_size: int,
         activation: Activation,
+        context: LayerContext,
         *,
         gated: bool,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-        method: QuantMethod,
         around: bool = False,
     ) -> None:
         super().__init__()
         width = 2 * inner_size if gated else inner_size
-        self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around, gated=gated)
-        self.down = Linear(inner_size, hidden_size, bias=bias, dtype=dtype, device=device, kernels=kernels, method=method, around=around, adds=around)
+        self.up = Linear(hidden_size, width, context, bias=bias, around=around, gated=gated)
+        self.down = Linear(inner_size, hidden_size, context, bias=bias, around=around, adds=around)
         self._activation = activation
-        self._act = kernels.choose("gated_activation" if gated else "activation", dtype=dtype)
+        self._act = context.kernels.choose("gated_activation" if gated else "activation", dtype=context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
         return self.down.forward(self._inner(x))

@@ -5,13 +5,12 @@ What lives here: Linear. What may not: weight formats (quant/), kernels, reading
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels
-from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, ApplyGated, LinearShape, QuantMethod
+from headrace.layers.context import LayerContext
+from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, ApplyGated, LinearShape
 
 
 class Linear(nn.Module):
@@ -30,12 +29,9 @@ class Linear(nn.Module):
         self,
         in_features: int,
         out_features: int,
+        context: LayerContext,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-        method: QuantMethod,
         around: bool = False,
         gated: bool = False,
         adds: bool = False,
@@ -45,14 +41,13 @@ class Linear(nn.Module):
         super().__init__()
         if (rank, world) != (0, 1):
             raise ConfigError(f"A linear layer was asked to be part {rank} of {world}, but layers are not split yet; use one device.")
-        self.shape = LinearShape(in_features, out_features, bias, dtype, device, around, gated, adds)
+        self.shape = LinearShape(in_features, out_features, bias, context.dtype, context.device, around, gated, adds)
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
-        self._kernels = kernels
-        self._method = method
+        self._context = context
         self._shared = False
         self._applies = Applies(self._unfinished)
         self._apply_weight: Apply = self._unfinished
-        method.create(self, self.shape)
+        context.method.create(self, self.shape)
 
     def tie_weight(self, weight: nn.Parameter) -> None:  # [out, in]
         """Reads ``weight``, which stays its owner's (and is named once by ``named_parameters``). Before ``finish_loading``."""
@@ -62,7 +57,7 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """Packs the filled parameters for the chosen kernel and drops what it does not need. Once."""
         held = 0 if self._shared else sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
-        self._applies = self._method.load(self, self.shape, self._kernels, shared=self._shared)
+        self._applies = self._context.method.load(self, self.shape, self._context.kernels, shared=self._shared)
         self._apply_weight = self._applies.plain
         self.weight_bytes = held
 

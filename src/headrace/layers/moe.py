@@ -5,38 +5,26 @@ What lives here: the layer that holds them. What may not: routing and expert pro
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from headrace.kernels import Kernels
 from headrace.layers.basic import empty_parameter
+from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
-from headrace.quant import QuantMethod
 from headrace.spec import Activation, MoESpec
 
 
 class SparseFeedForward(nn.Module):
     """The ``top_k`` experts the router prefers for each token, weighted by its softmax (Shazeer et al. 2017)."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        moe: MoESpec,
-        activation: Activation,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-        method: QuantMethod,
-    ) -> None:
+    def __init__(self, hidden_size: int, moe: MoESpec, activation: Activation, context: LayerContext) -> None:
         super().__init__()
         inner = moe.intermediate_size
-        self.router = Linear(hidden_size, moe.num_experts, bias=False, dtype=dtype, device=device, kernels=kernels, method=method)
-        self.gate_up = empty_parameter(moe.num_experts, 2 * inner, hidden_size, dtype=dtype, device=device)
-        self.down = empty_parameter(moe.num_experts, hidden_size, inner, dtype=dtype, device=device)
+        self.router = Linear(hidden_size, moe.num_experts, context, bias=False)
+        self.gate_up = empty_parameter(context, moe.num_experts, 2 * inner, hidden_size)
+        self.down = empty_parameter(context, moe.num_experts, hidden_size, inner)
         self._spec = moe
         self._activation = activation
-        self._moe = kernels.choose("moe", dtype=dtype, num_experts=moe.num_experts, top_k=moe.top_k)
+        self._moe = context.kernels.choose("moe", dtype=context.dtype, num_experts=moe.num_experts, top_k=moe.top_k)
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
         spec = self._spec

@@ -7,6 +7,7 @@ tensors (families.py, weight_rules.py), loading, batching, sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,86 +18,16 @@ from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.whole_step import StepWeights, WholeStep, longest_context
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
+from headrace.layers.context import LayerContext
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
 from headrace.layers.stream import Stream
-from headrace.quant import QuantMethod
 from headrace.quant.unquantized import Unquantized
 from headrace.spec import DecoderSpec, LayerSpec, NormKind, attention_groups
 
 Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its layers in turn
-
-
-class LayerFactory:
-    """Makes the layers of one decoder: what they all share is said once."""
-
-    def __init__(self, spec: DecoderSpec, *, kernels: Kernels, dtype: torch.dtype, device: torch.device, method: QuantMethod) -> None:
-        self._spec = spec
-        self._kernels = kernels
-        self._dtype = dtype
-        self._device = device
-        self._method = method
-        self._around = _can_fuse(spec)
-
-    def norm(self) -> RMSNorm | LayerNorm:
-        spec = self._spec
-        if spec.norm is NormKind.LAYER:
-            return LayerNorm(spec.hidden_size, spec.norm_eps, dtype=self._dtype, device=self._device, kernels=self._kernels)
-        return RMSNorm(
-            spec.hidden_size, spec.norm_eps, offset=spec.norm_offset, dtype=self._dtype, device=self._device, kernels=self._kernels
-        )
-
-    def embedding(self, rows: int, scale: float | None = None) -> Embedding:
-        return Embedding(rows, self._spec.hidden_size, scale=scale, dtype=self._dtype, device=self._device, kernels=self._kernels)
-
-    def attention(self, layer: LayerSpec, cos_sin: Tensor | None) -> Attention:
-        return Attention(
-            self._spec,
-            layer,
-            cos_sin,
-            dtype=self._dtype,
-            device=self._device,
-            kernels=self._kernels,
-            method=self._method,
-            around=self._around,
-        )
-
-    def feed_forward(self, layer: LayerSpec) -> FeedForward | SparseFeedForward:
-        spec = self._spec
-        if layer.moe is not None:
-            return SparseFeedForward(
-                spec.hidden_size, layer.moe, spec.activation, dtype=self._dtype, device=self._device, kernels=self._kernels, method=self._method
-            )
-        return FeedForward(
-            spec.hidden_size,
-            spec.intermediate_size,
-            spec.activation,
-            gated=spec.gated_mlp,
-            bias=spec.mlp_bias,
-            dtype=self._dtype,
-            device=self._device,
-            kernels=self._kernels,
-            method=self._method,
-            around=self._around,
-        )
-
-    def head(self, tied_to: Embedding | None) -> Linear:
-        """The LM head; a tied one is made without memory of its own."""
-        device = self._device if tied_to is None else torch.device("meta")
-        head = Linear(
-            self._spec.hidden_size,
-            self._spec.vocab_size,
-            bias=False,
-            dtype=self._dtype,
-            device=device,
-            kernels=self._kernels,
-            method=self._method,
-        )
-        if tied_to is not None:
-            head.tie_weight(tied_to.weight)
-        return head
 
 
 class Block(nn.Module):
@@ -105,14 +36,14 @@ class Block(nn.Module):
     With sandwich norms each of the two results passes a norm of its own before it is added.
     """
 
-    def __init__(self, layer: LayerSpec, cos_sin: Tensor | None, make: LayerFactory, *, sandwich: bool) -> None:
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, cos_sin: Tensor | None, context: LayerContext) -> None:
         super().__init__()
-        self.attention_norm = make.norm()
-        self.attention = make.attention(layer, cos_sin)
-        self.post_attention_norm = make.norm() if sandwich else None
-        self.feed_forward_norm = make.norm()
-        self.feed_forward = make.feed_forward(layer)
-        self.post_feed_forward_norm = make.norm() if sandwich else None
+        self.attention_norm = _norm(spec, context)
+        self.attention = Attention(spec, layer, cos_sin, context, around=_can_fuse(spec))
+        self.post_attention_norm = _norm(spec, context) if spec.sandwich_norm else None
+        self.feed_forward_norm = _norm(spec, context)
+        self.feed_forward = _feed_forward(spec, layer, context)
+        self.post_feed_forward_norm = _norm(spec, context) if spec.sandwich_norm else None
 
     def forward(
         self,
@@ -196,15 +127,15 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, *, kernels: Kernels, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         super().__init__()
         _check(spec, max_model_len)
-        make = LayerFactory(spec, kernels=kernels, dtype=dtype, device=device, method=Unquantized())
+        context = LayerContext(dtype, device, kernels, Unquantized())
         self.spec = spec
-        self.embedding = make.embedding(spec.vocab_size, spec.embedding_scale)
-        self.positions = make.embedding(spec.max_positions) if spec.rope is None else None
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, scale=spec.embedding_scale)
+        self.positions = Embedding(spec.max_positions, spec.hidden_size, context) if spec.rope is None else None
         cos_sin = None if spec.rope is None else rotary_table(spec.rope, max_model_len, device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.layers = nn.ModuleList(Block(layer, cos_sin, make, sandwich=spec.sandwich_norm) for layer in spec.layers)
-        self.norm = make.norm()
-        self.head = make.head(self.embedding if spec.tied_head else None)
+        self.layers = nn.ModuleList(Block(spec, layer, cos_sin, context) for layer in spec.layers)
+        self.norm = _norm(spec, context)
+        self.head = _head(spec, context, self.embedding)
         self._steps = _cache_places(spec, self.layers)
         self._fuses = self._adds = False
         self._make_step = kernels.offer("decode_step", reported=True, dtype=dtype, spec=spec)
@@ -289,6 +220,28 @@ class Decoder(nn.Module):
         logits = self.head.forward(hidden)
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+
+
+def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
+    if spec.norm is NormKind.LAYER:
+        return LayerNorm(spec.hidden_size, spec.norm_eps, context)
+    return RMSNorm(spec.hidden_size, spec.norm_eps, context, offset=spec.norm_offset)
+
+
+def _feed_forward(spec: DecoderSpec, layer: LayerSpec, context: LayerContext) -> FeedForward | SparseFeedForward:
+    if layer.moe is not None:
+        return SparseFeedForward(spec.hidden_size, layer.moe, spec.activation, context)
+    sizes, around = (spec.hidden_size, spec.intermediate_size), _can_fuse(spec)
+    return FeedForward(*sizes, spec.activation, context, gated=spec.gated_mlp, bias=spec.mlp_bias, around=around)
+
+
+def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding) -> Linear:
+    """The LM head; a tied one is made without memory of its own."""
+    if not spec.tied_head:
+        return Linear(spec.hidden_size, spec.vocab_size, context, bias=False)
+    head = Linear(spec.hidden_size, spec.vocab_size, replace(context, device=torch.device("meta")), bias=False)
+    head.tie_weight(embedding.weight)
+    return head
 
 
 def _can_fuse(spec: DecoderSpec) -> bool:

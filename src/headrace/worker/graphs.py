@@ -36,9 +36,15 @@ _ALIGNED = 4  # int32 values in 16 bytes
 
 
 class Computes(Protocol):
-    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...
+    """What a runner needs of a decoder."""
+
+    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...  # [tokens, hidden]
 
     def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
+
+
+class ComputesInOne(Computes, Protocol):
+    """What graphs need besides."""
 
     def brief(self, rows: int) -> int: ...  # up to which context steps of so many rows are computed in a way of their own; 0: none are
 
@@ -63,7 +69,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Computes,
+        decoder: ComputesInOne,
         kernels: Kernels,
         rows: Rows,
         kv_caches: Sequence[Tensor],

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.kernels import Kernels
-from headrace.layers.inputs import ForwardInputs
 from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.device_clock import DeviceClock
-from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.graphs import Computes, DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.rows import Ints, Rows, ship
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
@@ -32,14 +30,6 @@ from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Sample
 _NO_MASKS = TokenMasks()
 _MOST_IN_FLIGHT = 8  # steps whose events are looked at: more than there ever are, and the one before them
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
-
-
-class Computes(Protocol):
-    """What a runner needs of a decoder."""
-
-    def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...  # [tokens, hidden]
-
-    def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
 
 
 @dataclass(frozen=True, slots=True)

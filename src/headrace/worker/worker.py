@@ -44,8 +44,6 @@ from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype,
 from headrace.worker.stages import Stages
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
-__all__ = ["create_executor", "device_kind"]
-
 # Call sites outside the decoder (inputs.py, graphs.py, sampler.py), known before they exist so that their kernels are built in time.
 STEP_SITES = (
     ("gather_inputs", torch.int32),
