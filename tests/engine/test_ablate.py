@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,14 +32,25 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def measured(config: EngineConfig) -> Callable[[str], list[Any]]:
+    """The quick measurement of a technique, made once."""
+
+    @cache
+    def measure(name: str) -> list[Any]:
+        return ablate.measure(name, config, quick=True)
+
+    return measure
+
+
 def test_every_technique_has_an_ablation() -> None:
     for technique in TECHNIQUES:
         assert find_spec(f"headrace.bench.ablations.{technique.ablation or technique.name}"), technique.name
 
 
 @pytest.mark.parametrize("name", [technique.name for technique in TECHNIQUES if not technique.needs_gpu])
-def test_tokens_are_equal_on_and_off(name: str, config: EngineConfig) -> None:
-    for result in ablate.measure(name, config, quick=True):
+def test_tokens_are_equal_on_and_off(name: str, measured: Callable[[str], list[Any]]) -> None:
+    for result in measured(name):
         assert result.compared > 0
         assert result.same == result.compared
         pairs = list(result.pairs())
@@ -44,12 +58,12 @@ def test_tokens_are_equal_on_and_off(name: str, config: EngineConfig) -> None:
         assert result.title in ablate.render(result)
 
 
-def test_off_is_really_off(config: EngineConfig) -> None:
+def test_off_is_really_off(measured: Callable[[str], list[Any]]) -> None:
     """What only the technique can do is seen on one side alone."""
-    shared, talk = ablate.measure("prefix_caching", config, quick=True)
+    shared, talk = measured("prefix_caching")
     for off, on in list(shared.pairs())[1:] + list(talk.pairs()):
         assert off["cached share"] == 0 < on["cached share"]
-    (paged,) = ablate.measure("paged_allocation", config, quick=True)
+    (paged,) = measured("paged_allocation")
     off, on = list(paged.pairs())[-1]
     assert off["running at once"] < on["running at once"]
 

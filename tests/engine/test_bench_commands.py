@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import cli
+from headrace.bench import startup
 from headrace.commands.bench import BENCHMARKS
 from support import tiny
 
@@ -90,6 +91,13 @@ def test_the_control_plane_is_measured_without_torch(tmp_path: Path) -> None:
     assert found["steps"][0]["sum µs"] > 0 and found["memory"]["last_mib"] > 0
 
 
+@pytest.fixture
+def only_headrace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find bytecode of what is imported here, where they find any at all; compiling torch's sources takes seconds."""
+    monkeypatch.setattr(startup, "_IMPORTED", ("headrace.bench.startup_child", "headrace.engine.llm"))
+
+
+@pytest.mark.usefixtures("only_headrace")
 def test_a_start_is_taken_apart(tmp_path: Path) -> None:
     found = figures(tmp_path, "startup", "--repeats", "1", "--", "--executor", "keyed-hash")["seconds"]
     assert found["serve: ready"] > 0 and found["headrace --help"] > 0
@@ -101,6 +109,7 @@ def test_a_start_is_taken_apart(tmp_path: Path) -> None:
         assert found[f"{kind}: steady step"] <= found[f"{kind}: slowest of the first 100 steps"]
 
 
+@pytest.mark.usefixtures("only_headrace")
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
