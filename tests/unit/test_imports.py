@@ -39,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.policies_served": {"planner", "models", "worker"},
     "bench.policy_cases": {"planner"},
     "bench.truth": {"planner", "engine", "models", "worker"},
+    "bench.truth_judge": {"planner"},
     "bench.truth_loads": {"planner"},
+    "bench.truth_run": {"planner", "engine"},
     "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence"},

@@ -1,51 +1,50 @@
 """``headrace bench truth``: how true a simulation is here. Prices are fitted to a run of load A, load B is measured twice and simulated.
 
-What lives here: that order, and what is printed. What may not: loads (truth_loads.py), running them (truth_run.py), fitting and comparing
-(planner/).
+One server (or engine) takes servings of A and runs of B in turn, so that what drifts about the machine meets both. Prices are fitted to the steps
+of A alone.
+
+What lives here: that order, and what is printed. What may not: loads (truth_loads.py), running them (truth_run.py), the verdict (truth_judge.py),
+fitting (planner/).
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from headrace.bench.calibration_report import report
 from headrace.bench.jobs import config_for, flags_of, known_shapes
-from headrace.bench.report import machine_facts, print_facts, say, table, write_json
-from headrace.bench.truth_loads import Part, loads_for
-from headrace.bench.truth_run import Ran, run_offline, run_served
+from headrace.bench.report import machine_facts, print_facts, say, write_json
+from headrace.bench.truth_judge import Judged, judge, simulated
+from headrace.bench.truth_loads import REPEATS, Loads, Part, loads_for, repeated, sized, suited
+from headrace.bench.truth_run import Figures, Runner, offline, served
 from headrace.config import EngineConfig
 from headrace.cost.calibrated import CalibratedSteps, save_calibrated
 from headrace.cost.cost_model import CostModel
-from headrace.cost.profile import DeviceProfile
+from headrace.cost.profile import DeviceProfile, Limits
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.models.source import find_model
-from headrace.planner.against import COLUMNS, Compared, compare_figures
 from headrace.planner.calibrate import calibrate
 from headrace.planner.calibrate_front import fit_front
 from headrace.planner.devices import Device, device_of, find_device, known_devices
 from headrace.planner.placement import ELEMENT_BYTES
-from headrace.planner.runs import RecordedRun, read_run
-from headrace.planner.simulator import Load, simulate
+from headrace.planner.runs import RecordedRun
 from headrace.spec import DecoderSpec, kv_groups
 
-ASKED = ("mean_step_ms", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms")  # figures the verdict is of
-OPEN_SHARE = 0.5  # of what a closed loop reached: the rate of the open one
-REPEATS = 2
+WARM = Part("warm", 4, 40, 4, clients=2, seed=99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"folder, hub id, or a shape that comes with it ({', '.join(known_shapes())}); without it the demo model")
     parser.add_argument("--offline", action="store_true", help="an engine in this process instead of a server: no HTTP, and no front end to fit")
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests (default: 1)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all files there: traces, what clients saw, the calibration")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all files there: the trace, what clients saw, the calibration")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every figure, simulated and measured")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
@@ -76,18 +75,30 @@ class _Bench:
             return device_of(profile, memory, memory)
 
 
+@dataclass(slots=True)
+class _Measured:
+    """What was seen so far. ``parts``: of A, by the names of their runs. ``looks``: the machine's limits, each time between two loads."""
+
+    held: list[Part] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    fronts: list[str] = field(default_factory=list)
+    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    looks: list[Limits] = field(default_factory=list)
+
+
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Exit status 1 when a figure that is asked for misses its bound."""
     with ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-truth-")))
         folder.mkdir(parents=True, exist_ok=True)
         bench = _prepared(args, config, folder)
-        print_facts(machine_facts(shape="prices fitted to A, B measured twice and simulated", model=str(args.model or "demo")))
-        fitted, held = loads_for(bench.kind, args.scale)
-        found, device, measured = _offline(bench, fitted, held) if args.offline else _served(bench, fitted, held)
-        print("\n" + "\n".join(report(found)))
-        results = {part.name: _compare(bench, device, part, runs) for part, runs in measured}
-    return _show(args, found, results)
+        loads = loads_for(bench.kind, args.scale)
+        with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
+            seen = _measure(bench, loads, runner)
+        found, device = _calibrated(bench, runner, seen)
+        save_calibrated(found, folder / "calibration.json")
+        judged = [judge(bench.spec, bench.config, device, part, seen.runs[part.name]) for part in seen.held]
+    return _show(args, found, judged, seen.looks)
 
 
 def _prepared(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Bench:
@@ -101,76 +112,89 @@ def _prepared(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _
     return _Bench(args, resolved, flags_of(config, args.flags) if own else list(args.flags), spec, kind, folder)
 
 
-Measured = list[tuple[Part, list[dict[str, Any]]]]
+# --- measuring
 
 
-def _offline(bench: _Bench, fitted: Sequence[Part], held: Sequence[Part]) -> tuple[CalibratedSteps, Device, Measured]:
-    say("A and B on an engine in this process")
-    runs = run_offline(bench.config, {"a": fitted, **{f"b{repeat}": held for repeat in range(REPEATS)}}, bench.folder)
-    found, device = _calibrate(bench, runs["a"], front=None)
-    return found, device, [(part, [runs[f"b{repeat}"].figures(part.name) for repeat in range(REPEATS)]) for part in held]
+def _measure(bench: _Bench, loads: Loads, runner: Runner) -> _Measured:
+    seen = _Measured()
+    runner.run(WARM, "warm")
+    for number, serving in enumerate(loads.servings):
+        say(f"A, {number + 1} of {len(loads.servings)}")
+        _look(bench, seen)
+        _serve(loads, serving, f"a{number}", runner, seen)
+        if not number:
+            seen.held = _sized(bench, loads, runner, seen)
+        if number < REPEATS:
+            say(f"B, {number + 1} of {REPEATS}")
+            _look(bench, seen)
+            for part in repeated(seen.held, number):
+                seen.runs.setdefault(part.name, []).append(runner.run(part, f"b{number}.{part.name}"))
+    _look(bench, seen)
+    return seen
 
 
-def _served(bench: _Bench, fitted: Sequence[Part], held: Sequence[Part]) -> tuple[CalibratedSteps, Device, Measured]:
-    say("A on a server")
-    ran = run_served(bench.flags, fitted, bench.folder, "a")
-    found, device = _calibrate(bench, ran, front=fitted[0].name)
-    held = _with_rates(bench, device, held)
-    runs = []
-    for repeat in range(REPEATS):
-        say(f"B on a server, {repeat + 1} of {REPEATS}")
-        runs.append(run_served(bench.flags, held, bench.folder, f"b{repeat}"))
-    return found, device, [(part, [each.figures(part.name) for each in runs]) for part in held]
+def _serve(loads: Loads, serving: Sequence[Part], name: str, runner: Runner, seen: _Measured) -> None:
+    alone: float | None = None
+    for part in serving:
+        run = f"{name}.{part.name}"
+        figures = runner.run(suited(part, alone) if loads.timed and alone else part, run)
+        alone = figures["mean_e2el_ms"] / 1e3 if part.clients == 1 else alone
+        seen.parts.append(run)
+        if part.name in loads.fronts:
+            seen.fronts.append(run)
 
 
-def _calibrate(bench: _Bench, ran: Ran, *, front: str | None) -> tuple[CalibratedSteps, Device]:
-    """``front``: the part whose requests came one by one, where there is a front end."""
-    recorded = read_run(ran.trace)
+def _look(bench: _Bench, seen: _Measured) -> None:
+    """A card's limits do not change from minute to minute, and a look would need its memory."""
+    if bench.kind == "cpu":
+        from headrace.worker.profile import limits_now
+
+        seen.looks.append(limits_now())
+
+
+def _sized(bench: _Bench, loads: Loads, runner: Runner, seen: _Measured) -> list[Part]:
+    """B by what this device can serve, as simulated with prices of the first serving."""
+    _, device = _calibrated(bench, runner, seen)
+    closed = next(part for part in loads.held if part.rate is None)
+    return sized(loads, simulated(bench.spec, bench.config, device, closed, lucks=1)["request_throughput"])
+
+
+def _calibrated(bench: _Bench, runner: Runner, seen: _Measured) -> tuple[CalibratedSteps, Device]:
+    """Fitted to all of A so far."""
+    recorded = runner.recorded(seen.parts)
     device = bench.device(recorded)
     assert bench.config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[recorded.facts.dtype]
     groups = kv_groups(bench.spec, bench.config.cache.block_size, size)
     found = calibrate([recorded], device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=recorded.facts.dtype))
-    if front is not None:
-        found = fit_front(ran.files[front], found, recorded)
-    save_calibrated(found, bench.folder / "calibration.json")
+    if not bench.args.offline:
+        found = fit_front([runner.path(name) for name in seen.fronts], found, recorded)
     return found, replace(device, calibrated=(found,))
 
 
-def _with_rates(bench: _Bench, device: Device, held: Sequence[Part]) -> list[Part]:
-    """Open loops at a rate that this device can serve, by the simulation."""
-    closed = next(part for part in held if part.rate is None)
-    reached = _simulated(bench, device, closed)["request_throughput"]
-    return [part if part.rate is None else replace(part, rate=float(f"{OPEN_SHARE * reached:.3g}")) for part in held]
+# --- showing
 
 
-def _simulated(bench: _Bench, device: Device, part: Part) -> dict[str, Any]:
-    load = Load(part.asked(), seed=part.seed, max_concurrency=part.room)
-    return simulate(bench.spec, bench.config, device, load).figures
-
-
-def _compare(bench: _Bench, device: Device, part: Part, runs: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    for each in runs:
-        if each["failed"]:
-            raise ConfigError(f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against.")
-    return compare_figures(_simulated(bench, device, part), runs)
-
-
-def _show(args: argparse.Namespace, found: CalibratedSteps, results: Mapping[str, Sequence[Compared]]) -> int:
-    missed = 0
-    for name, compared in results.items():
-        rows = [[*each.row()[:-1], each.row()[-1] if each.figure in ASKED else ""] for each in compared]
-        print(f"\nB, {name}:\n{table(COLUMNS, rows)}")
-        missed += sum(each.figure in ASKED and not each.holds for each in compared)
-    asked = sum(each.figure in ASKED for compared in results.values() for each in compared)
+def _show(args: argparse.Namespace, found: CalibratedSteps, judged: Sequence[Judged], looks: Sequence[Limits]) -> int:
+    limits = _said(looks) if looks else f"read {found.bandwidth / 1e12:.3g} TB/s, {found.rate / 1e12:.4g} TFLOP/s, as the engine knew them"
+    print_facts(machine_facts(limits, shape="prices fitted to A, B measured twice and simulated", model=str(args.model or "demo")))
+    print("\n" + "\n".join(report(found)))
+    for each in judged:
+        print(f"\n{each}")
+    asked, missed = (sum(counts) for counts in zip(*((len(each.asked), each.missed) for each in judged), strict=True))
     print(f"\n{asked - missed} of {asked} figures hold" + (f", {missed} MISSED" if missed else ""))
     if args.keep:
         print(f"files in {args.keep}; headrace simulate --calibration {args.keep / 'calibration.json'} takes these prices")
     if args.output_json:
-        figures = {name: [_as_dict(each) for each in compared] for name, compared in results.items()}
-        write_json(args.output_json, {"calibrated": str(found), "fitted_parameters": len(found.fitted), "figures": figures, "missed": missed})
+        figures = {each.part.name: each.as_dict() for each in judged}
+        more = {"limits": limits, "looks": [asdict(look) for look in looks], "steadiness": str(found.steadiness)}
+        write_json(args.output_json, {"calibrated": str(found), "fitted_parameters": len(found.fitted), **more, "figures": figures, "missed": missed})
     return 1 if missed else 0
 
 
-def _as_dict(each: Compared) -> dict[str, Any]:
-    return asdict(each) | {"error": each.error, "bound": each.bound, "asked": each.figure in ASKED, "holds": each.holds}
+def _said(looks: Sequence[Limits]) -> str:
+    """From the slowest of the looks to the quickest."""
+    reads = sorted(each.read_bandwidth / 1e9 for each in looks)
+    rates = sorted(each.gemm_rates["bfloat16"] / 1e9 for each in looks)
+    found = f"read {reads[0]:.1f} to {reads[-1]:.1f} GB/s, {rates[0]:,.0f} to {rates[-1]:,.0f} GFLOP/s bfloat16"
+    return f"{found}, in {len(looks)} looks between the loads"

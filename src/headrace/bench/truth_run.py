@@ -1,4 +1,5 @@
-"""Runs of ``headrace bench truth``: the loads' parts on a server of its own, or on an engine in this process; each run leaves a trace.
+"""Runs of ``headrace bench truth``: one server, or one engine in this process, under one part of a load after another. It writes one trace; which
+of its steps were which part's is noted as it grows.
 
 What lives here: starting, loading and stopping. What may not: loads (truth_loads.py), fitting, comparing.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,35 +29,60 @@ from headrace.bench.startup import READY_TIMEOUT, await_ready
 from headrace.bench.statistics import summarise
 from headrace.bench.truth_loads import Part
 from headrace.config import EngineConfig
+from headrace.planner.runs import RecordedRun, read_run
 
 _PRIMES = 7919
 STOP_SECONDS = 60.0
+TAIL = 1 << 16  # bytes of a trace that hold its last step
+_STEP = re.compile(rb'"step":(\d+)\b')
+SETTLES = 0.3  # s after a part until its last steps are in the trace
+Figures = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """``trace``: of all parts. ``files``: what each part's clients saw, as bench serve writes it."""
+@dataclass(slots=True)
+class Runner:
+    """``bench``: a part under load, its figures into a file. ``until``: the number of the first step that is nobody's yet."""
 
+    folder: Path
     trace: Path
-    files: Mapping[str, Path]
+    bench: Callable[[Part, Path], None]
+    until: int = 0
+    spans: dict[str, range] = field(default_factory=dict)
 
-    def figures(self, part: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.files[part].read_text(encoding="utf-8"))
+    def run(self, part: Part, name: str) -> Figures:
+        path = self.path(name)
+        self.bench(part, path)
+        time.sleep(SETTLES)
+        begin, self.until = self.until, _steps_so_far(self.trace)
+        self.spans[name] = range(begin, self.until)
+        found: Figures = json.loads(path.read_text(encoding="utf-8"))
         return found
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def recorded(self, names: Sequence[str]) -> RecordedRun:
+        """The steps of these parts."""
+        return read_run(self.trace).cut([self.spans[name] for name in names])
+
+
+def _steps_so_far(trace: Path) -> int:
+    """By the numbers in the trace's last lines."""
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - TAIL))
+        numbers = [int(each) for each in _STEP.findall(file.read())]
+    return max(numbers, default=-1) + 1
 
 
 # --- over HTTP
 
 
-def run_served(flags: Sequence[str], parts: Sequence[Part], folder: Path, name: str) -> Ran:
-    """A server with ``flags`` (MODEL and the engine's) for these parts, one after another. Raises BenchFailed."""
-    trace = folder / f"{name}.trace.json"
-    files = {part.name: folder / f"{name}.{part.name}.json" for part in parts}
-    with _server([*flags, "--trace", str(trace)], folder / f"{name}.log") as url:
-        _bench(url, Part("warm", 4, 40, 4, clients=2, seed=99), folder / f"{name}.warm.json")
-        for part in parts:
-            _bench(url, part, files[part.name])
-    return Ran(trace, files)
+@contextmanager
+def served(flags: Sequence[str], folder: Path) -> Iterator[Runner]:
+    """A server with ``flags`` (MODEL and the engine's). Raises BenchFailed."""
+    trace = folder / "trace.json"
+    with _server([*flags, "--trace", str(trace)], folder / "server.log") as url:
+        yield Runner(folder, trace, lambda part, path: _bench(url, part, path))
 
 
 @contextmanager
@@ -118,38 +146,31 @@ class _Measured:
         return record
 
 
-def run_offline(config: EngineConfig, runs: Mapping[str, Sequence[Part]], folder: Path) -> dict[str, Ran]:
-    """One engine, all runs after one another, each with other ids: no HTTP, as LLM.generate. Raises what the engine raises."""
+@contextmanager
+def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
+    """One engine, each part with other ids: no HTTP, as LLM.generate. Raises what the engine raises."""
     from headrace.engine.assembly import trace_into
     from headrace.engine.llm import LLM
 
-    found, salts = {}, itertools.count(_PRIMES, _PRIMES)
+    salts, trace = itertools.count(_PRIMES, _PRIMES), folder / "trace.json"
     with LLM.from_config(config) as llm:
-        engine, device = llm.engine, replace(config.device, overlap=llm.engine.core.depth)
-        vocab = llm.info.vocab_size
-        _warm_up(engine.core, next(salts), vocab)
-        for name, parts in runs.items():
-            trace = folder / f"{name}.trace.json"
-            observer = trace_into(str(trace), engine, device)
-            files = {part.name: folder / f"{name}.{part.name}.json" for part in parts}
-            for part in parts:
-                _drive(engine.core, observer, part, next(salts), vocab, files[part.name])
-            observer.close()
+        engine, vocab = llm.engine, llm.info.vocab_size
+        for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):  # what is built or captured at first use
+            drive(engine.core, part.dialogues(next(salts), vocab))
+        observer = trace_into(str(trace), engine, replace(config.device, overlap=engine.core.depth))
+        try:
+            yield Runner(folder, trace, lambda part, path: _drive(engine.core, observer, part, next(salts), vocab, path))
+        finally:
             engine.core.observe(engine.recorder)
-            found[name] = Ran(trace, files)
-    return found
-
-
-def _warm_up(core: Any, salt: int, vocab: int) -> None:
-    """What is built or captured at first use."""
-    for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):
-        drive(core, part.dialogues(salt, vocab))
+            observer.close()
 
 
 def _drive(core: Any, observer: Any, part: Part, salt: int, vocab: int, path: Path) -> None:
     measured = _Measured(observer)
     core.observe(measured)
     made = drive(core, part.dialogues(salt, vocab), max_concurrency=part.room)
+    for sample in made.samples:  # a client elsewhere sends when a request is due, also while a step runs
+        sample.sent = sample.sent if sample.due is None else sample.due
     seconds = measured.seconds
     steps = {"steps": len(seconds), "mean_step_ms": sum(seconds) / len(seconds) * 1e3} if seconds else {}
     write_json(path, {**summarise(made.samples, made.seconds), **steps, "requests": [asdict(sample) for sample in made.samples]})

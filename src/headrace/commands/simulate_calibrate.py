@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from headrace.bench.arguments import output
+
     prices = parser.add_argument_group("prices of steps")
     prices.add_argument(
         "--calibrate", type=Path, nargs="+", metavar="RUN", help="fit to the steps of a run (--trace FILE of any command), keep that, and end"
     )
     prices.add_argument("--front-of", type=Path, metavar="RUN.json", help="with --calibrate: the same run as bench serve saw it, for the front end")
-    prices.add_argument("--output-calibration", type=Path, metavar="FILE", help="keep the calibration there instead of beside the device's profile")
+    prices.add_argument("--output-calibration", type=output, metavar="FILE", help="keep the calibration there instead of beside the device's profile")
     prices.add_argument("--calibration", type=Path, metavar="FILE", help="simulate with this one, instead of the one found for device and model")
     prices.add_argument("--assumed-prices", action="store_true", help="simulate without any calibration")
     prices.add_argument("--no-front-end", action="store_true", help="requests go straight to the engine, as in LLM.generate")
@@ -76,7 +78,7 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     runs = [read_run(path) for path in args.calibrate]
     found = calibrate(runs, device, _cost_model(args, config, device, spec, runs[0].facts.dtype))
     if args.front_of is not None:
-        found = fit_front(args.front_of, found, runs[0])
+        found = fit_front([args.front_of], found, runs[0])
     print("\n".join(report(found)))
     path = args.output_calibration or calibrated_path(found)
     save_calibrated(found, path)

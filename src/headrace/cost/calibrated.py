@@ -18,6 +18,7 @@ from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.prices import FrontPrices, StepPrices, prices_from
 from headrace.cost.profile import DeviceIdentity, profile_folder
 from headrace.cost.run_facts import ModelShape, shape_of
+from headrace.cost.steadiness import SHARES, Steadiness
 from headrace.cost.step_fit import Parameter
 from headrace.errors import ConfigError
 from headrace.spec import DecoderSpec
@@ -47,7 +48,8 @@ class FittedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedSteps:
-    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, bytes/s and FLOP/s. ``switches``: how the engine stood."""
+    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, bytes/s and FLOP/s. ``switches``: how the engine stood.
+    ``steadiness``: how far steps were from their price; None: as if none ever was."""
 
     device: DeviceIdentity
     model: str
@@ -66,6 +68,7 @@ class CalibratedSteps:
     steps: int
     date: str
     version: str  # of the engine that was measured
+    steadiness: Steadiness | None = None
 
     @property
     def fitted(self) -> tuple[Parameter, ...]:
@@ -118,7 +121,7 @@ def load_calibrated(path: Path) -> CalibratedSteps:
 
 def _calibrated(stored: dict[str, Any]) -> CalibratedSteps:
     device = stored.pop("device")
-    front = stored.pop("front")
+    front, steadiness = stored.pop("front"), stored.pop("steadiness", None)
     return CalibratedSteps(
         device=DeviceIdentity(**{**device, "features": tuple(device["features"])}),
         shape=ModelShape(**stored.pop("shape")),
@@ -127,8 +130,16 @@ def _calibrated(stored: dict[str, Any]) -> CalibratedSteps:
         parameters=tuple(Parameter(**each) for each in stored.pop("parameters")),
         covered=Covered(**stored.pop("covered")),
         runs=tuple(FittedRun(**each) for each in stored.pop("runs")),
+        steadiness=None if steadiness is None else _steadiness(steadiness),
         **stored,
     )
+
+
+def _steadiness(stored: Mapping[str, Any]) -> Steadiness:
+    found = Steadiness(**{**stored, "ratios": tuple(stored["ratios"])})
+    if len(found.ratios) != len(SHARES) or min(found.ratios) <= 0.0 or found.seconds <= 0.0 or found.lasting > 1.0:
+        raise ValueError(f"a steadiness of {len(found.ratios)} ratios from {min(found.ratios, default=0.0):g} on, lasting {found.lasting:g}")
+    return found
 
 
 def _check_numbers(path: Path, stored: Any, name: str = "") -> None:

@@ -23,6 +23,9 @@ import numpy as np
 
 from headrace.cost.cost_model import Amount, Work
 
+RESTED = 0.03  # s without work: a client's next request comes sooner than that, somebody else's hardly
+SETTLING = 0.1  # s
+
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
@@ -94,7 +97,8 @@ class Classes:
 @dataclass(frozen=True, slots=True)
 class StepPrices:
     """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples;
-    ``woken``: seconds that a step takes longer when there was no work before it (threads slept, caches have gone cold)."""
+    ``woken``: seconds that a step takes longer when there was no work before it (threads slept); ``rested``: that and more, where there was none
+    for RESTED (caches have gone cold); ``settling``: steps that follow such a one within SETTLING (not all is as it was yet)."""
 
     products: tuple[Slowness, ...]
     experts: Slowness
@@ -106,7 +110,15 @@ class StepPrices:
     fixed: tuple[float, ...] = (0.0,)
     sampled: float = 0.0
     woken: float = 0.0
+    rested: float = 0.0
+    settling: float = 0.0
     host: HostPrices = field(default_factory=HostPrices)
+
+    def after(self, pause: float, since: float) -> float:
+        """Seconds more, ``pause`` seconds after the last work (0: there was work all the time), ``since`` seconds after a rest ended."""
+        if pause > 0.0:
+            return self.rested if pause > RESTED else self.woken
+        return self.settling if since <= SETTLING else 0.0
 
     def seconds(self, work: Work, bandwidth: float, rate: float, *, tokens: int, sampled: int, alone: bool) -> Any:
         """Of a step; an array where ``work`` has arrays."""
@@ -138,5 +150,7 @@ def prices_from(stored: Mapping[str, Any]) -> StepPrices:
         fixed=tuple(stored["fixed"]),
         sampled=stored["sampled"],
         woken=stored["woken"],
+        rested=stored.get("rested", stored["woken"]),
+        settling=stored.get("settling", 0.0),
         host=HostPrices(**stored["host"]),
     )

@@ -16,6 +16,7 @@ What lives here: the fit. What may not: files of runs (planner/), the model's ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from headrace.cost.cost_model import Work
 from headrace.cost.nnls import nnls
-from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.prices import RESTED, SETTLING, Slowness, StepPrices
 
 LEAST_STEPS = 20
 TOLD_APART = 0.1  # of a column's length that no other column explains
@@ -34,15 +35,16 @@ _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step: its work in bytes and FLOPs, its tokens and sampled rows, and the seconds it took. ``alone``: single tokens alone. ``woken``:
-    there was no work before it."""
+    """One step: its work in bytes and FLOPs, its tokens and sampled rows, and the seconds it took. ``alone``: single tokens alone. ``pause``:
+    so many seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
 
     work: Work
     tokens: int
     sampled: int
     alone: bool
     seconds: float
-    woken: bool = False
+    pause: float = 0.0
+    since: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class FittedSteps:
-    """``median_error`` and ``p90_error``: of |predicted / measured − 1| over the fitted steps; ``bias``: Σ predicted / Σ measured − 1."""
+    """``median_error`` and ``p90_error``: of |predicted / measured − 1| over the fitted steps; ``bias``: Σ predicted / Σ measured − 1.
+    ``ratios``: measured / predicted of each step."""
 
     prices: StepPrices
     parameters: tuple[Parameter, ...]
     median_error: float
     p90_error: float
     bias: float
+    ratios: tuple[float, ...] = ()
 
     @property
     def num_fitted(self) -> int:
@@ -94,7 +98,8 @@ def fit_steps(observed: Sequence[Observed], assumed: StepPrices, *, bandwidth: f
     predicted = _predicted(columns, values)
     errors = np.abs(predicted / measured - 1.0)
     bias = float(predicted.sum() / measured.sum() - 1.0)
-    return FittedSteps(_prices(values, assumed), parameters, float(np.median(errors)), float(np.percentile(errors, 90)), bias)
+    middle, most = float(np.median(errors)), float(np.percentile(errors, 90))
+    return FittedSteps(_prices(values, assumed), parameters, middle, most, bias, tuple((measured / predicted).tolist()))
 
 
 # --- columns
@@ -135,7 +140,11 @@ class _Columns:
         traffic = [each.work.others + each.work.activations for each in self._observed]
         self._add("norms, embedding and activations, bytes", np.array(traffic) / self._bandwidth, assumed.others)
         self._add("a sampled row, seconds", np.array([each.sampled for each in self._observed]), assumed.sampled)
-        self._add("a step after a pause, seconds", np.array([each.woken for each in self._observed]), assumed.woken)
+        pauses = np.array([each.pause for each in self._observed])
+        self._add("a step after a short pause, seconds", (pauses > 0.0) & (pauses <= RESTED), assumed.woken)
+        self._add(f"a step after a pause of more than {RESTED * 1e3:g} ms, seconds", pauses > RESTED, assumed.rested)
+        since = np.array([each.since for each in self._observed])
+        self._add(f"one within {SETTLING * 1e3:g} ms after that, seconds", (pauses == 0.0) & (since <= SETTLING), assumed.settling)
         return self._columns
 
     def _amounts(self, name: str) -> np.ndarray:
@@ -162,7 +171,7 @@ def _prices(values: np.ndarray, assumed: StepPrices) -> StepPrices:
     return replace(
         assumed, products=tuple(pairs[:classes]), decode=tuple(pairs[classes : 2 * classes]), experts=pairs[-1], prompts=Slowness(0.0, prompts),
         fixed=tuple(rest[:classes]), others=rest[classes], activations=rest[classes], sampled=rest[classes + 1],
-        woken=rest[classes + 2],
+        woken=rest[classes + 2], rested=rest[classes + 3], settling=rest[classes + 4],
     )  # fmt: skip
 
 
@@ -201,9 +210,7 @@ def _deciding(columns: Sequence[_Column], values: np.ndarray) -> np.ndarray:
     return np.stack(decided, axis=1)
 
 
-def _solve(
-    columns: Sequence[_Column], design: np.ndarray, measured: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, tuple[Parameter, ...]]:
+def _solve(columns: Sequence[_Column], design: np.ndarray, measured: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, tuple[Parameter, ...]]:
     weighted = design * weights[:, None]
     fitted, notes = _told_apart(columns, weighted)
     target, joined = measured.copy(), weighted.copy()

@@ -24,6 +24,7 @@ from headrace.cost.cost_model import CostModel
 from headrace.cost.nnls import nnls
 from headrace.cost.prices import HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
+from headrace.cost.steadiness import Steadiness, fit_steadiness
 from headrace.cost.step_fit import LEAST_STEPS, Observed, Parameter, fit_steps
 from headrace.errors import ConfigError
 from headrace.planner.devices import Device, classes_of
@@ -79,12 +80,20 @@ def _fitted(
         steps=len(own),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         version=facts.engine,
+        steadiness=_steadiness(runs, own, found.ratios),
     )
+
+
+def _steadiness(runs: Sequence[RecordedRun], own: Sequence[RecordedStep], ratios: Sequence[float]) -> Steadiness | None:
+    of = dict(zip(map(id, own), ratios, strict=True))
+    fitted = [[step for step in run.steps if id(step) in of] for run in runs]
+    times = [np.array([step.scheduled for step in steps]) for steps in fitted]
+    return fit_steadiness(times, [np.array([of[id(step)] for step in steps]) for steps in fitted])
 
 
 def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
     load = step.load
-    return Observed(cost_model.work(load), load.tokens, load.sampled, step.alone, step.seconds, woken=not step.continuous)
+    return Observed(cost_model.work(load), load.tokens, load.sampled, step.alone, step.seconds, pause=step.pause, since=step.since)
 
 
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:

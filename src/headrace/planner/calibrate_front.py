@@ -31,8 +31,19 @@ MOST_CACHED = 0.05  # of the prompt tokens: what was found in a cache cannot be 
 _ROUNDS, _FLOOR = 30, 1e-4  # s
 
 
-def fit_front(path: Path, found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
-    """``found`` with the front end's prices, the file among its runs. ``run``: the trace of the same run. Raises ConfigError."""
+def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
+    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises ConfigError."""
+    late, files = [], []
+    for path in paths:
+        sha256, seen = _late(path, run)
+        files.append(FittedRun(sha256, path.name, len(seen)))
+        late += seen
+    front = least_absolute([prompt for prompt, _ in late], [seconds for _, seconds in late])
+    return replace(found, front=front, runs=(*found.runs, *files))
+
+
+def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
+    """The file's hash; of each request that came to an idle engine its prompt tokens, and the seconds that its client waited beyond the step."""
     content, requests = _requests(path)
     ordered = sorted(requests, key=lambda each: float(each["sent"]))
     steps = _steps_of(path, run, [each["prompt_tokens"] for each in ordered])
@@ -46,9 +57,7 @@ def fit_front(path: Path, found: CalibratedSteps, run: RecordedRun) -> Calibrate
             f"Of the {len(ordered)} requests of --front-of {path} only {len(late)} came to an idle engine with a prompt that was one step, and at "
             f"least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
         )
-    front = least_absolute([prompt for prompt, _ in late], [seconds for _, seconds in late])
-    fitted = FittedRun(hashlib.sha256(content).hexdigest(), path.name, len(late))
-    return replace(found, front=front, runs=(*found.runs, fitted))
+    return hashlib.sha256(content).hexdigest(), late
 
 
 def _steps_of(path: Path, run: RecordedRun, prompts: Sequence[int]) -> list[RecordedStep | None]:

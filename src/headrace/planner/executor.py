@@ -10,6 +10,7 @@ What lives here: the modelled executor and its counts. What may not: prices (ste
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.clock import Clock
+from headrace.cost.prices import RESTED
 from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult, TokenMasks
@@ -69,7 +71,8 @@ class Foreseen:
 
 
 class ModelledExecutor:
-    """Takes the virtual time that ``price`` says; ``price_alike`` says it for steps of one token a row that follow one another. One device."""
+    """Takes the virtual time that ``price`` says; ``price_alike`` says it for steps of one token a row that follow one another; ``ratio`` how many
+    times as long a step takes, by its number and when it begins. One device."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class ModelledExecutor:
         *,
         host_seconds: float = 0.0,
         price_alike: Callable[[array[int], int], list[StepPrice]] | None = None,
+        ratio: Callable[[int, float], float] | None = None,
     ) -> None:
         self.info = info
         self.counts = DeviceCounts()
@@ -88,17 +92,20 @@ class ModelledExecutor:
         self._last_rows: array[int] = array("i")
         self._last_seconds = 0.0
         self._clock = clock
+        self._ratio = ratio
         self._host_seconds = host_seconds
         self._busy_until = 0.0
+        self._rested_at = -math.inf
         self._sequences: dict[int, int] = {}  # row → where its tokens begin
 
     def submit(self, plan: StepPlan) -> _Timed:
         price = self._price(plan)
         now = self._clock.now()
         began = now + self._host_seconds + price.host_seconds
-        if price.woken_seconds and now > self._busy_until + PAUSE:
-            price = replace(price, seconds=price.seconds + price.woken_seconds)
-        price, self._busy_until = _placed(price, began, self._busy_until)
+        pause = now - self._busy_until if now > self._busy_until + PAUSE else 0.0
+        if pause > RESTED:
+            self._rested_at = now
+        price, self._busy_until = _placed(self._felt(price, self.counts.steps, now, pause), began, self._busy_until)
         self._clock.sleep_until(began + price.launch_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price)
         self._last_rows, self._last_seconds = plan.sample_rows, price.seconds
@@ -108,6 +115,12 @@ class ModelledExecutor:
         ticket = _Timed(plan.step_id, result, self._busy_until)
         self._in_flight.append(ticket)
         return ticket
+
+    def _felt(self, price: StepPrice, step: int, now: float, pause: float = 0.0) -> StepPrice:
+        """What the step takes at this moment."""
+        seconds = price.seconds if price.after is None else price.seconds + price.after(pause, now - self._rested_at)
+        seconds = seconds if self._ratio is None else seconds * self._ratio(step, now)
+        return price if seconds == price.seconds else replace(price, seconds=seconds)
 
     def _tokens(self, plan: StepPlan) -> list[tuple[int, ...]]:
         vocab, sequences = self.info.vocab_size, self._sequences
@@ -152,6 +165,7 @@ class ModelledExecutor:
         for turn, price in enumerate(prices):
             if now >= until:
                 break
+            price = self._felt(price, self.counts.steps + turn, now)
             now = now + self._host_seconds + price.host_seconds  # in this order, as submit adds them
             prices[turn], busy = _placed(price, now, busy)
             ready.append(busy)

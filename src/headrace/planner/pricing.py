@@ -15,6 +15,7 @@ from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import FrontPrices, StepPrices
 from headrace.cost.run_facts import cascades, switches_of
 from headrace.cost.sharing import SharedBlocks
+from headrace.cost.steadiness import Disturbances
 from headrace.errors import ConfigError
 from headrace.planner.devices import Device
 from headrace.planner.step_time import Most, StepTime
@@ -30,6 +31,11 @@ class Pricing:
     calibrated: CalibratedSteps | None
     other: tuple[str, ...]
     assumed: str
+
+    def disturbances(self, seed: int) -> Disturbances | None:
+        """What comes between steps where these prices were fitted."""
+        steadiness = self.calibrated.steadiness if self.calibrated is not None else None
+        return None if steadiness is None else Disturbances(steadiness, seed)
 
     @property
     def origin(self) -> str:

@@ -8,23 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.cost.cost_model import StepLoad
+from headrace.cost.prices import RESTED
 from headrace.cost.run_facts import EVENT, RunFacts, read_facts
 from headrace.errors import ConfigError
 
 REMEDY = "give a trace that the engine wrote: headrace serve|bench|generate … --trace FILE"
+LEAST_PAUSE = 1e-6  # s
 _HOST, _DEVICE = 1, 2  # tracks
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence computed one token.
-    ``continuous``: there was work all the time since the step before. ``waited``: of collecting, what the host did not work."""
+    ``continuous``: there was work all the time since the step before; ``pause``: how long there was none; ``since``: how long ago a rest ended.
+    ``waited``: of collecting, what the host did not work."""
 
     step_id: int
     load: StepLoad
@@ -41,6 +44,8 @@ class RecordedStep:
     queued: float
     waited: float
     collected: float
+    pause: float = 0.0
+    since: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,12 @@ class RecordedRun:
     dropped: int
     begun: tuple[tuple[float, int], ...] = ()
 
+    def cut(self, spans: Sequence[range]) -> RecordedRun:
+        """The steps whose numbers are in these alone, and the prompts that they began."""
+        steps = tuple(step for step in self.steps if any(step.step_id in span for span in spans))
+        began = {round(step.scheduled, 6) for step in steps}
+        return replace(self, steps=steps, begun=tuple(each for each in self.begun if round(each[0], 6) in began))
+
 
 def read_run(path: Path) -> RecordedRun:
     """Raises ConfigError when the file is no trace of steps with their loads."""
@@ -64,7 +75,7 @@ def read_run(path: Path) -> RecordedRun:
         raise ConfigError(f"The run {path} cannot be read ({error.strerror}); {REMEDY}.") from error
     facts, host, device, begun = _sorted(path, _events(path, content))
     steps = [_step(path, event, host.get(event["args"]["step"], {})) for event in device]
-    whole = [each for each in steps if each is not None]
+    whole = _with_pauses([each for each in steps if each is not None])
     return RecordedRun(facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, len(steps) - len(whole), tuple(begun))
 
 
@@ -85,6 +96,17 @@ def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"The run {path} is broken in line {number} ({error}); {REMEDY}.") from error
         if isinstance(event, dict):
             yield event
+
+
+def _with_pauses(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """What went before the first step nobody knows: it is taken to come after a rest."""
+    found, end, rested = [], -math.inf, -math.inf
+    for each in steps:
+        pause = 0.0 if each.continuous else max(LEAST_PAUSE, each.scheduled - end)
+        rested = each.scheduled if pause > RESTED else rested
+        found.append(replace(each, pause=pause, since=each.scheduled - rested))
+        end = each.collected
+    return found
 
 
 Host = dict[int, dict[str, tuple[float, float]]]  # step → slice → begin and end, s

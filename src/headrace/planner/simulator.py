@@ -15,6 +15,7 @@ from headrace.bench.statistics import Reader, Sample, experiences
 from headrace.clock import VirtualClock
 from headrace.config import Decision, EngineConfig
 from headrace.cost.cost_model import CostModel
+from headrace.cost.steadiness import Disturbances
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo
 from headrace.engine.resolve import resolve_config
@@ -34,7 +35,8 @@ from headrace.spec import DecoderSpec
 @dataclass(frozen=True, slots=True)
 class Load:
     """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``stepwise``: no step is leapt. ``popularity``: how
-    often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured."""
+    often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the seed of what comes
+    between steps, where that was measured."""
 
     asked: Sequence[Asked]
     seed: int = 0
@@ -45,6 +47,7 @@ class Load:
     stepwise: bool = False
     popularity: Sequence[float] = ()
     front: bool = True
+    luck: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     step_time = pricing.step_time
     check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
     recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
-    core, executor = create_core(placement.info, config, step_time, recorder)
+    core, executor = create_core(placement.info, config, step_time, recorder, pricing.disturbances(load.luck))
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     leaps, front = None if load.stepwise else executor, pricing.front.seconds if pricing.front is not None and load.front else None
@@ -89,11 +92,14 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)
 
 
-def create_core(info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder) -> tuple[EngineCore, ModelledExecutor]:
+def create_core(
+    info: ExecutorInfo, config: EngineConfig, step_time: StepTime, recorder: StepRecorder, disturbances: Disturbances | None = None
+) -> tuple[EngineCore, ModelledExecutor]:
     """The engine's own core, over a device that only takes time. The recorder is told of steps where the scheduler heeds how fast they go:
     it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
-    executor = ModelledExecutor(info, step_time.of_plan, clock, price_alike=step_time.of_tokens_alike)
+    ratio = disturbances.ratio if disturbances is not None else None
+    executor = ModelledExecutor(info, step_time.of_plan, clock, price_alike=step_time.of_tokens_alike, ratio=ratio)
     core = EngineCore(
         executor,
         scheduler=config.scheduler,

@@ -9,6 +9,7 @@ What lives here: a step's price. What may not: counting bytes, prices (cost/), d
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ _FLOOR = Slowness(1.0, 1.0)
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, ``launch_seconds`` while it
-    does: the device is at it meanwhile, and ends no sooner. ``woken_seconds`` come on top when there was no work before."""
+    does: the device is at it meanwhile, and ends no sooner. ``after`` says what comes on top, so many seconds after the last work and since
+    a rest ended."""
 
     seconds: float
     floor_seconds: float
@@ -33,7 +35,7 @@ class StepPrice:
     flops: float
     host_seconds: float = 0.0
     launch_seconds: float = 0.0
-    woken_seconds: float = 0.0
+    after: Callable[[float, float], float] | None = None
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class StepTime:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, alone)
         launch = 0.0 if alone and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.woken)
+        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.after)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
@@ -89,7 +91,7 @@ class StepTime:
         host = self._prices.host
         before, launch = host.seconds(rows), 0.0 if self._prices.classes.apart else host.launch
         seconds, floor, moved, flops = (np.broadcast_to(column, steps).tolist() for column in sums)
-        return [StepPrice(*each, before, launch) for each in zip(seconds, floor, moved, flops, strict=True)]
+        return [StepPrice(*each, before, launch, self._prices.after) for each in zip(seconds, floor, moved, flops, strict=True)]
 
     def _note(self, tokens: int, rows: int) -> None:
         if tokens > self.most.tokens:

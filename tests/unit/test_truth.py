@@ -1,0 +1,213 @@
+"""``headrace bench truth`` on machines of known prices that drift and are disturbed: they are judged right, and a wrong price is found."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.bench import truth_run
+from headrace.bench.truth import _Bench, _calibrated, _measure, _Measured
+from headrace.bench.truth_judge import Judged, judge
+from headrace.bench.truth_loads import Loads, Part, loads_for, repeated, sized, suited
+from headrace.bench.truth_run import Runner
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost.calibrated import CalibratedSteps, load_calibrated, save_calibrated
+from headrace.cost.cost_model import CostModel
+from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.profile import DeviceIdentity, DeviceProfile
+from headrace.cost.run_facts import facts_of
+from headrace.cost.steadiness import SHARES, Disturbances, Steadiness, fit_steadiness
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import keyed_hash_info
+from headrace.errors import ConfigError
+from headrace.metrics import StepRecorder
+from headrace.planner.devices import Device, classes_of
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.step_time import StepTime
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+from headrace.trace import StepTrace, TraceFile
+
+SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
+PROFILE = DeviceProfile(
+    identity=DeviceIdentity(kind="cpu", name="a machine", threads=0), read_bandwidth=1e9, copy_bandwidth=1e9, gemm_rates={"bfloat16": 2e11}
+)
+ONE, TWO = Slowness(1.4, 1.3), Slowness(2.2, 1.0)
+PRICES = StepPrices((ONE, ONE), ONE, (TWO, TWO), Slowness(0.0, 1.8), 1.0, 1.0, classes_of("cpu"), (1e-3, 1e-3), 1e-5, woken=5e-4, rested=2e-3)
+CONFIG = replace(EngineConfig(), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=512))
+HICCUPS = Steadiness(tuple(math.exp(0.1 * (share - 0.5) + 3.0 * max(0.0, share - 0.8)) for share in SHARES), 0.6, 0.1)
+
+
+def fitted(seed: int) -> tuple[Part, ...]:
+    shapes = (
+        Part("single", 8, 90, 6, 0.9, clients=1),
+        Part("decode", 12, 12, 12, clients=12),
+        Part("resting", 8, 90, 5, 0.9, rate=2.0, even=True),
+        Part("mixed", 24, 150, 12, 0.9, clients=5),
+    )
+    return tuple(replace(part, seed=seed) for part in shapes)
+
+
+LOADS = Loads(
+    tuple(fitted(10 * number) for number in range(1, 4)),
+    (Part("closed", 90, 60, 16, 0.5, clients=4, seed=5), Part("open", 90, 60, 6, 0.5, rate=1.0, seed=6)),
+    fronts=(), timed=False, scale=1.0,
+)  # fmt: skip
+
+
+def machine(folder: Path, ratio: Callable[[int, float], float]) -> Runner:
+    """An engine of PRICES on virtual time whose steps take ``ratio`` times as long."""
+    costs, clock = CostModel(SPEC, kv_groups(SPEC, 16, 2), PROFILE, weight_bytes=2, dtype="bfloat16"), VirtualClock()
+    info = keyed_hash_info(vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
+    executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio)
+    core = EngineCore(executor, scheduler=CONFIG.scheduler, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=0)
+    facts, path, salts = facts_of(costs, DeviceConfig(overlap=0), model="m", engine="test"), folder / "trace.json", itertools.count(7, 7919)
+    trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
+    return Runner(folder, path, lambda part, path: truth_run._drive(core, trace, part, next(salts), SPEC.vocab_size, path))
+
+
+def drifting(step: int, now: float) -> float:
+    """Slower and slower, and two parts in a hundred up and down."""
+    return 1.0 + 0.02 * now + 0.02 * math.sin(step)
+
+
+Seen = tuple[_Bench, Runner, _Measured]
+
+
+def measured(folder: Path, ratio: Callable[[int, float], float]) -> Seen:
+    bench = _Bench(argparse.Namespace(offline=True), CONFIG, [], SPEC, "a simulated one", folder)
+    runner = machine(folder, ratio)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truth_run, "SETTLES", 0.0)
+        return bench, runner, _measure(bench, LOADS, runner)
+
+
+@pytest.fixture(scope="module")
+def drifted(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return measured(tmp_path_factory.mktemp("drifted"), drifting)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return measured(tmp_path_factory.mktemp("disturbed"), Disturbances(HICCUPS, 3).ratio)
+
+
+def verdict(seen: _Measured, device: Device, found: CalibratedSteps, *names: str) -> list[Judged]:
+    on = replace(device, calibrated=(found,))
+    return [judge(SPEC, CONFIG, on, part, seen.runs[part.name], lucks=4) for part in seen.held if part.name in names]
+
+
+def missed(judged: list[Judged]) -> list[str]:
+    return [f"{each.part.name} {one.figure} {one.error:+.1%}" for each in judged for one in each.asked if not one.holds]
+
+
+def error(judged: list[Judged], figure: str) -> float:
+    return max(abs(one.error) for each in judged for one in each.compared if one.figure == figure)
+
+
+def test_a_machine_that_drifts_is_judged_right(drifted: Seen) -> None:
+    bench, runner, seen = drifted
+    found, device = _calibrated(bench, runner, seen)
+    right = verdict(seen, device, found, "closed", "open")
+    assert not missed(right) and error(right, "mean_step_ms") < 0.08
+    assert found.prices.rested > 2.0 * found.prices.woken
+    first, _ = _calibrated(bench, runner, replace(seen, parts=seen.parts[: len(LOADS.servings[0])]))
+    assert error(verdict(seen, device, first, "closed"), "mean_step_ms") > 0.12, "what was fitted before the machine slowed down"
+
+
+def test_tails_of_a_machine_that_is_disturbed_are_simulated_and_a_wrong_price_is_found(disturbed: Seen) -> None:
+    bench, runner, seen = disturbed
+    found, device = _calibrated(bench, runner, seen)
+    assert found.steadiness is not None and found.steadiness.ratios[-1] == pytest.approx(HICCUPS.ratios[-1], rel=0.15)
+    assert found.steadiness.lasting == pytest.approx(HICCUPS.lasting, abs=0.25)
+    both = [verdict(seen, device, replace(found, steadiness=each), "closed") for each in (found.steadiness, None)]
+    assert not [each for each in missed(both[0]) if "p99_ttft" not in each]  # the longest of 90 prompts is luck
+    assert error(both[0], "p99_itl_ms") < 0.7 * error(both[1], "p99_itl_ms")
+    dear = replace(found.prices, products=tuple(Slowness(1.5 * each.bytes, each.flops) for each in found.prices.products))
+    assert any("mean_step_ms" in each for each in missed(verdict(seen, device, replace(found, prices=dear), "closed")))
+
+
+def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
+    _, runner, seen = drifted
+    mine = {step.step_id for step in runner.recorded(seen.parts).steps}
+    others = {step for name, span in runner.spans.items() if name not in seen.parts for step in span}
+    assert len(runner.spans) == 1 + 3 * 4 + 2 * 2 and not mine & others and sorted(mine | others) == list(range(runner.until))
+    assert not any(request["cached_tokens"] for runs in seen.runs.values() for each in runs for request in each["requests"])
+
+
+# --- loads
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_part_that_is_held_against_is_one_that_was_fitted(kind: str) -> None:
+    loads = loads_for(kind, 1.0)
+    sizes = [{(part.count, part.prompt, part.output, part.seed) for part in parts} for parts in (*loads.servings, loads.held)]
+    assert sum(map(len, sizes)) == len(set().union(*sizes))
+    with pytest.raises(ConfigError, match="--scale is 0"):
+        loads_for(kind, 0.0)
+
+
+def test_b_repeated_is_the_same_load_of_other_ids() -> None:
+    for part in loads_for("cpu", 1.0).held:
+        one, other = (replace(part, vocabulary=again.vocabulary).dialogues(0, 32000) for again in (*repeated([part], 0), *repeated([part], 1)))
+        shapes = [[(len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in run] for run in (one, other)]
+        assert shapes[0] == shapes[1] and all(a.turns[0].new_ids[:16] != b.turns[0].new_ids[:16] for a, b in zip(one, other, strict=True))
+
+
+def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
+    counts = {reached: [part.count for part in sized(loads_for("cpu", 1.0), reached)] for reached in (0.1, 1.0, 100.0)}
+    assert counts == {0.1: [24, 24], 1.0: [60, 30], 100.0: [160, 160]}
+    assert [part.rate for part in sized(loads_for("cpu", 1.0), 3.0)] == [None, 1.5]
+    serving = {part.name: part for part in loads_for("cpu", 1.0).servings[0]}
+    assert all(suited(part, 2.0) == part for part in serving.values() if not part.even)
+    quick = {name: suited(part, 0.05) for name, part in serving.items()}
+    assert (quick["resting"].rate, quick["resting"].count, quick["decode-4"].output, quick["mixed"].count) == (8.0, 20, 128, 80)
+
+
+# --- disturbances
+
+
+def test_what_disturbs_steps_is_found_again_and_drawn_as_it_was() -> None:
+    draws, now = Disturbances(HICCUPS, 1), 0.0
+    times, ratios = [], []
+    for step in range(4000):
+        times.append(now)
+        ratios.append(draws.ratio(step, now))
+        now += 0.02 * ratios[-1]
+    found = fit_steadiness([np.array(times)], [np.array(ratios)])
+    assert found is not None and found.ratios == pytest.approx(HICCUPS.ratios, rel=0.2)
+    assert found.lasting == pytest.approx(HICCUPS.lasting, abs=0.1) and found.seconds in (0.05, 0.1, 0.2)
+    again = Disturbances(HICCUPS, 1)
+    assert [again.ratio(step, times[step]) for step in range(50)] == ratios[:50] != [Disturbances(HICCUPS, 2).ratio(step, 0.0) for step in range(50)]
+    assert fit_steadiness([np.arange(90.0)], [np.full(90, 1.0)]) is None and fit_steadiness([np.arange(9.0)], [np.arange(1.0, 10.0)]) is None
+
+
+def test_a_leap_is_disturbed_as_single_steps_are(disturbed: Seen) -> None:
+    bench, runner, seen = disturbed
+    found, device = _calibrated(bench, runner, seen)
+    load = Load(Part("x", 12, 40, 60, clients=12).asked(), max_concurrency=12, luck=4)
+    on = replace(device, calibrated=(found,))
+    leapt, single, other = (simulate(SPEC, CONFIG, on, each).figures for each in (load, replace(load, stepwise=True), replace(load, luck=5)))
+    assert leapt == single and leapt["p99_itl_ms"] != other["p99_itl_ms"]
+
+
+def test_a_calibration_keeps_its_steadiness_and_refuses_one_that_is_none(disturbed: Seen, tmp_path: Path) -> None:
+    bench, runner, seen = disturbed
+    found, _ = _calibrated(bench, runner, seen)
+    path = tmp_path / "x.calibrated.json"
+    save_calibrated(found, path)
+    assert load_calibrated(path) == found and found.steadiness is not None
+    for wrong in ({"ratios": [1.0]}, {"ratios": [0.0] * len(SHARES)}, {"seconds": 0.0}, {"lasting": 1.5}):
+        stored = {"version_of_file": 1, **asdict(found), "steadiness": {**asdict(found.steadiness), **wrong}}
+        path.write_text(json.dumps(stored))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_calibrated(path)
