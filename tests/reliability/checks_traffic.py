@@ -20,7 +20,7 @@ from tests.support.traffic import Reply, all_of, ask, leave, together
 from tests.support.wire_rules import check_stream
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16", "--max-queue", "2048")
-QUICK = ("--executor", "keyed-hash", "--device-time", "0.001", "--max-num-seqs", "16")
+QUICK = ("--executor", "keyed-hash", "--device-time", "0.001", "--max-num-seqs", "16", "--max-queue", "2048")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 400, "ignore_eos": True, "stream": True}
 IDS = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
