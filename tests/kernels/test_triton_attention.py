@@ -9,7 +9,7 @@ import torch
 
 import support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
-from headrace.kernels.triton import attention, prefill
+from headrace.kernels.triton import attention, plan, prefill
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.prefill import bulk_keys
 from support.kernel_cases import PagedCase, assert_close
@@ -85,16 +85,17 @@ def test_every_cut_of_the_line_gives_the_same(processors: int, monkeypatch: pyte
     check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), processors=processors)
 
 
-def test_more_sequences_than_are_looked_at_in_one_go() -> None:
-    lengths = [(1, 1 + row % 40) for row in range(300)]
-    lengths[270] = (40, 60)
+def test_more_sequences_than_are_looked_at_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "AT_ONCE", 16)
+    lengths = [(1, 1 + row) for row in range(40)]
+    lengths[37] = (40, 60)
     check(PagedCase(lengths, heads=2, kv_heads=1, dim=16, dtype=torch.float32, block_size=16), processors=1)
 
 
 def test_parts_of_one_step_do_not_reach_the_next() -> None:
     """Tickets are zero again, and what lies in the parts' memory from before, NaN for instance, is not looked at."""
     attention = PagedAttention(64, 2, 20, False)
-    for lengths in ([(1, 700), (1, 3)], [(1, 900)], [(2, 300), (1, 20), (1, 400)], [(1, 64)]):
+    for lengths in ([(1, 330), (1, 3)], [(1, 400)], [(2, 150), (1, 20), (1, 210)], [(1, 64)]):
         case = PagedCase(lengths, heads=4, kv_heads=2, dim=64, dtype=torch.float32, block_size=16)
         assert_close(case.run(attention), case.run(reference.paged_attention), torch.float32)
         case.q[-1] = float("nan")

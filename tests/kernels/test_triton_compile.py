@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from support import __file__ as support
+from support import offline
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-SCRIPT = Path(support).with_name("triton_offline.py")
 VARIANTS = {  # variants of the decode kernel, the prefill kernel and the plan that any steps of a model need
     "attention, variants": (2, 1, 2),  # few sequences, many
     "attention, variants with windows": (4, 2, 3),  # no cascade through a window
@@ -27,33 +21,30 @@ VARIANTS = {  # variants of the decode kernel, the prefill kernel and the plan t
 CASCADES = ("attention bfloat16 128 cascade", "attention bfloat16 64 cascade")
 UNIFIED = "attention bfloat16 128 unified"
 ATTENTION = ("attention bfloat16 128", "attention bfloat16 128 bulk", *CASCADES, UNIFIED)
-CASES = (*ATTENTION, "elementwise", "sampling", "rows", "linear, few", "linear, many")
+OTHERS = ("elementwise", "sampling", "rows", "linear, few", "linear, many")
 PRODUCTS = ("_expand_kernel", "_contract_kernel")  # of experts
 # 128 rows by four warps: measured 3 % (a prompt of 8,192) to 18 % (of 2,048) faster than by eight, which spill nothing
 SPILLING = tuple(f"attention bfloat16 128 {kind}: _prefill_kernel" for kind in ("bulk", "cascade"))
 EXPERTS = ("moe, one", "moe, few", "moe, more", "moe, many")
 
 
-def offline(*cases: str, script: Path = SCRIPT) -> dict[str, dict[str, int]]:
-    """What the cases found, in a process of their own: here, kernels may already be interpreted."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, str(script), *cases], capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
-    return found
-
-
 @cache
 def kernels() -> dict[str, dict[str, int]]:
     """Figures of every kernel, compiled."""
-    return offline(*CASES, *EXPERTS)
+    attention, others = offline.found(("triton_offline", *ATTENTION), ("triton_offline", *OTHERS, *EXPERTS))
+    return attention | others
+
+
+@cache
+def variants() -> list[dict[str, dict[str, int]]]:
+    """How many of each kernel a model's steps need: of attention, and of experts and picks."""
+    return offline.found(("triton_offline", *VARIANTS), ("triton_variants",))
 
 
 @pytest.mark.timeout(120)
 def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
     """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant out."""
-    found = offline(*VARIANTS)
+    found, _ = variants()
     for case, counts in VARIANTS.items():
         for kernel, count in zip(("_decode_kernel", "_prefill_kernel", "_plan_kernel"), counts, strict=True):
             assert found[f"{case}: {kernel}"] == {"variants": count, "new": 0}, (case, kernel)
@@ -61,7 +52,7 @@ def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
 
 @pytest.mark.timeout(120)
 def test_experts_and_picks_are_compiled_for_the_model_and_never_for_a_batch() -> None:
-    found = offline(script=SCRIPT.with_name("triton_variants.py"))
+    _, found = variants()
     assert {name: row["new"] for name, row in found.items()} == dict.fromkeys(found, 0)
     many = {name: row["variants"] for name, row in found.items() if row["variants"] > 1}
     # by the pairs an expert has; random, filtered

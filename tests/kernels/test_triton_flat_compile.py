@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import importlib.util
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from support import __file__ as support
+from support import offline
 
-pytest.importorskip("triton")
-SCRIPT = Path(support).with_name("triton_flat_offline.py")
+if importlib.util.find_spec("triton") is None:  # not imported here: whether its kernels are interpreted is fixed with that
+    pytest.skip("triton is not installed", allow_module_level=True)
 
 
 @cache
 def kernels() -> dict[str, dict[str, int]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # here, kernels may already be interpreted
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    (found,) = offline.found(("triton_flat_offline",))
     return found
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from functools import cache
 from typing import Any
 
 import pytest
 
-from support import __file__ as support
+from support import offline
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-SCRIPT = os.path.join(os.path.dirname(support), "triton_rehearsed.py")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 LLAMA = SHAPE | {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,17 +30,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 192, "n_layer": 2, "n_head": 3, "n_positions": 512, "vocab_size": 1001}
     | {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
 }
+CASES = (*((name, ()) for name in MODELS), ("qwen3_moe", ("invariant",)))
+
+
+@cache
+def steps() -> dict[tuple[str, tuple[str, ...]], dict[str, Any]]:
+    """What each case rehearsed, and what its steps then used."""
+    configs = {name: json.dumps(fields | {"torch_dtype": "bfloat16"}) for name, fields in MODELS.items()}
+    return dict(zip(CASES, offline.found(*(("triton_rehearsed", configs[name], *mode) for name, mode in CASES)), strict=True))
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("name", "mode"), [*((name, ()) for name in MODELS), ("qwen3_moe", ("invariant",))])
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_a_step_needs_nothing_that_was_not_rehearsed(name: str, mode: tuple[str, ...]) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    config = json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"})
-    done = subprocess.run([sys.executable, SCRIPT, config, *mode], capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = steps()[name, mode]
     assert len(found["used"]) >= 12
     assert not found["chosen later"]
     assert not set(found["used"]) - set(found["rehearsed"])

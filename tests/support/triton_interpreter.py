@@ -153,6 +153,45 @@ def _drop_dependent_launch() -> None:
             module.gdc_launch_dependents = nothing  # type: ignore[attr-defined]
 
 
+# ---- time ----
+
+
+_PATCHED: set[int] = set()  # namespaces whose language is patched for the launch that runs
+
+
+def _patch_once_a_launch() -> None:
+    """The stock interpreter goes over the whole language at every call of a kernel's functions; once for each of their modules does."""
+    stock = interpreter._patch_lang
+
+    def patch(function: Any) -> Any:
+        _PATCHED.clear()
+        return stock(function)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if id(self.fn.__globals__) not in _PATCHED:
+            stock(self.fn)
+            _PATCHED.add(id(self.fn.__globals__))
+        try:
+            return self.rewrite()(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = patch, call
+
+
+def _find_types_once() -> None:
+    """The stock interpreter makes a table of all types for every one that it looks up."""
+    stock, known = interpreter._get_np_dtype, {}
+
+    def find(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = stock(kind.scalar)
+        return known[name]
+
+    interpreter._get_np_dtype = find
+
+
 # ---- bounds ----
 
 _EXTENTS: list[tuple[int, int]] = []  # addresses of the tensor arguments of the launch that runs
@@ -229,6 +268,8 @@ def _mend() -> None:
     _mend_dot()
     _mend_scalars()
     _drop_dependent_launch()
+    _patch_once_a_launch()
+    _find_types_once()
     _note_arguments()
     _check_accesses()
 

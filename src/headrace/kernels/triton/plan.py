@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.kernels.triton.attention import Tiles
 
 MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
+AT_ONCE = 256  # sequences, or programs, looked at in one go
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
 # Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and last program of
 # the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its span of the line of shared keys, its
@@ -222,7 +223,7 @@ def make_plan(
         sequences, programs, few, window or MAX_WINDOW, inputs.block_table.stride(0),
         CASCADE=cascade, WINDOW=window is not None, KV_HEADS=kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_N=tiles.keys,
         COMMON_N=tiles.common, MEMBERS=members(group), MOST_CHUNKS=PAIRS // kv_heads, UNIT=UNIT, LEAST=LEAST_SAVED,
-        FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=256, BLOCK_K=16, BLOCK_I=32, PDL=False, num_warps=4,
+        FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=AT_ONCE, BLOCK_K=16, BLOCK_I=32, PDL=False, num_warps=4,
     )  # fmt: skip
     return Plan(spans, shared)
 
