@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from headrace import cli
 from headrace.bench import kernels as bench
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.cost.profile import Limits
@@ -33,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_every_candidate_of_every_operation_has_a_row(dtype: str) -> None:
-    rows = bench.run(replace(TINY, dtype=dtype), LIMITS)
+    rows = bench.measure(replace(TINY, dtype=dtype), LIMITS)
     assert {row.op for row in rows} == set(TWINS)
     for op, candidates in CANDIDATES.items():
         assert {row.kernel for row in rows if row.op == op} == {candidate.name for candidate in candidates} | {"torch"}
@@ -44,7 +45,7 @@ def test_every_candidate_of_every_operation_has_a_row(dtype: str) -> None:
 
 
 def test_what_batch_invariance_would_choose_is_timed_beside_torch_s_own() -> None:
-    rows = bench.run(replace(TINY, ops=("linear",), rows=(1,), batch_invariant=True), LIMITS)
+    rows = bench.measure(replace(TINY, ops=("linear",), rows=(1,), batch_invariant=True), LIMITS)
     timed = {row.kernel for row in rows if row.seconds is not None}
     assert "torch" in timed and "onednn" not in timed
     assert all("sums depend" in row.note for row in rows if row.kernel == "onednn")
@@ -56,13 +57,13 @@ def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench, "CANDIDATES", patched)
     monkeypatch.setattr("headrace.kernels.CANDIDATES", patched)
     monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
-    assert bench.main(["--ops", "rms_norm", "--rows", "1", "--seconds", "0"]) == 1
+    assert cli.main(["bench", "kernels", "--ops", "rms_norm", "--rows", "1", "--seconds", "0"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if "broken" in line)
     assert "missing" in line and "wrong: differs" in line
 
 
 def test_bytes_and_flops_are_those_of_the_mathematics() -> None:
-    rows = {(row.op, row.case): row for row in bench.run(replace(TINY, ops=("linear", "paged_attention")), LIMITS) if row.kernel == "torch"}
+    rows = {(row.op, row.case): row for row in bench.measure(replace(TINY, ops=("linear", "paged_attention")), LIMITS) if row.kernel == "torch"}
     qkv = rows["linear", "qkv 1x64x128"]
     assert (qkv.bytes, qkv.flops) == (2 * (64 * 128 + 64 + 128), 2 * 64 * 128)
     decode = rows["paged_attention", "decode 1x1, context 40"]
@@ -80,7 +81,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "rows.json"
     arguments = ["--model", str(tmp_path), "--ops", "gated_activation", "--rows", "2", "--seconds", "0", "--output-json", str(file)]
-    assert bench.main(arguments) == 0
+    assert cli.main(["bench", "kernels", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert rows[-1]["case"] == "2x32, silu" and rows[-1]["kernel"] == "torch"
     assert capsys.readouterr().out.count("2x32, silu") == len(rows)
@@ -89,12 +90,12 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(("change", "message"), [({"ops": ("flash",)}, "flash"), ({"dtype": "int4"}, "int4"), ({"rows": (0,)}, "at least 1")])
 def test_what_cannot_be_timed_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bench.run(replace(TINY, **change), LIMITS)
+        bench.measure(replace(TINY, **change), LIMITS)
 
 
 def test_threads_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
-    bench.main(["--ops", "activation", "--rows", "1", "--seconds", "0", "--threads", str(before + 1)])
+    cli.main(["bench", "kernels", "--ops", "activation", "--rows", "1", "--seconds", "0", "--threads", str(before + 1)])
     assert f"threads:   {before + 1}" in capsys.readouterr().out
     assert torch.get_num_threads() == before

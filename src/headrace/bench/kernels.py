@@ -72,20 +72,15 @@ class KernelRow:
         return None if self.seconds is None or self.floor is None else self.floor / self.seconds
 
 
-def run(bench: KernelBench, limits: Limits, show: Callable[[KernelRow], None] = lambda row: None) -> list[KernelRow]:
+def measure(bench: KernelBench, limits: Limits) -> list[KernelRow]:
     """Times every candidate of ``bench.ops``, the twin last. Raises ConfigError for an unknown operation, type or row count."""
     _check(bench)
     dtype = DTYPES[bench.dtype]
     device = torch.device(bench.device)
     maker = CaseMaker(bench.spec, dtype, bench.context, 4 * cache_bytes(device), device)
-    done: list[KernelRow] = []
     with torch.inference_mode(), device:
-        for rows, op in product(bench.rows, bench.ops):
-            for case in maker.cases(op, rows):
-                for row in _case_rows(case, bench, limits, dtype):
-                    show(row)
-                    done.append(row)
-    return done
+        cases = (case for rows, op in product(bench.rows, bench.ops) for case in maker.cases(op, rows))
+        return [row for case in cases for row in _case_rows(case, bench, limits, dtype)]
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -181,8 +176,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """The sub-command. Returns 1 if any candidate was wrong."""
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if any candidate was wrong."""
     if args.tune:
         return _tune(args)
     bench = KernelBench(
@@ -201,7 +196,7 @@ def run_command(args: argparse.Namespace) -> int:
         name = torch.cuda.get_device_name() if bench.device == "cuda" else "cpu"
         facts = machine_facts(str(limits), threads=torch.get_num_threads(), device=name, dtype=args.dtype)
         print_facts(facts)
-        rows = run(bench, limits)
+        rows = measure(bench, limits)
     print(table(COLUMNS, [_cells(row) for row in rows]))
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
@@ -246,12 +241,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="headrace bench kernels", description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    add_arguments(parser)
-    return run_command(parser.parse_args(argv))
 
 
 def _read_spec(folder: Path) -> DecoderSpec:

@@ -49,7 +49,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "table": Benchmark("headrace.bench.table", "every row of the performance table, beside its floor and a peer's figure", behind=True),
     "truth": Benchmark("headrace.bench.truth", "how true a simulation is here: prices fitted to one load, held against another", behind=True),
     "profile": Benchmark("headrace.bench.profile_page", "where a start's time goes and where a step's, on one page", behind=True),
-    "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", run="run_command"),
+    "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin"),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
     "arena": Benchmark("headrace.bench.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True),
     "capacity": Benchmark("headrace.bench.capacity", "requests a second within a bound on the time between tokens, simulated"),
