@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tests.support.simulation import oracle
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.oracle import VOCAB
 from tests.support.simulation.schedule import Setting
 
 from headrace.clock import VirtualClock
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow
+from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow, _mix
 from headrace.request import StepPlan, StepResult
 from headrace.spec import KVGroup, KVKind, KVSpec
 
@@ -76,6 +75,7 @@ class Device(KeyedHashExecutor):
     def __init__(self, setting: Setting, clock: VirtualClock, told_rows: Callable[[StepPlan], None]) -> None:
         super().__init__(info_of(setting), clock=clock)
         self._setting = setting
+        self._sizes = [spec.block_size for spec in self._specs]
         self._told_rows = told_rows
         self.fail_next: str | None = None  # "before" or "after" it has written
         self.spoil_next: int | None = None
@@ -224,14 +224,16 @@ class Device(KeyedHashExecutor):
                 raise Broken("contents", f"request {row.new.sequence_id}: {text}")
 
     def _link(self, account: _Account, token_ids: Sequence[int]) -> None:
-        links = oracle.chain(token_ids, account.head)
-        for spec, blocks in zip(self._specs, account.links, strict=True):
-            for at, link in enumerate(links, start=account.linked):
-                if at % spec.block_size:
-                    blocks[-1].append(link)
+        head, at = account.head, account.linked
+        for token in token_ids:
+            head = _mix(head, token)
+            for size, blocks in zip(self._sizes, account.links, strict=True):
+                if at % size:
+                    blocks[-1].append(head)
                 else:
-                    blocks.append(array("Q", (link,)))
-        account.linked, account.head = account.linked + len(links), links[-1]
+                    blocks.append(array("Q", (head,)))
+            at += 1
+        account.linked, account.head = at, head
 
     def contents(self, group: int, block: int) -> array[int]:
         return self._kv[group][block]

@@ -5,6 +5,7 @@ What lives here: dealing out seeds and adding up. What may not: one life (life.p
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -62,10 +63,16 @@ def _spread(work: Callable[[Sequence[int]], Sweep], portions: Iterator[Sequence[
     if jobs == 1:
         yield from map(work, portions)
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:  # forked, so that a defect that was planted is there too
+    with multiprocessing.get_context("fork").Pool(jobs, _collect_seldom) as pool:  # forked, so that a defect that was planted is there too
         yield from pool.imap_unordered(work, portions)
         pool.close()
         pool.join()  # so that the time they took is known
+
+
+def _collect_seldom() -> None:
+    """A life's garbage is little, and looking for it among all that was imported is not."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 100)
 
 
 def _portions(seeds: Iterable[int]) -> Iterator[Sequence[int]]:
