@@ -32,12 +32,13 @@ class Holder:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(window=st.sampled_from([None, 3, 5]), blocks=st.integers(4, 14))
-    def start(self, window: int | None, blocks: int) -> None:
+    @initialize(window=st.sampled_from([None, 3, 5]), blocks=st.integers(4, 14), more=st.sampled_from([0, 0, 8]))
+    def start(self, window: int | None, blocks: int, more: int) -> None:
+        """``more`` blocks of the full group: those behind a window are evicted long before the prefix is."""
         specs = [KVSpec((0,), KVKind.FULL, BLOCK, 1, 1, 8)]
         if window is not None:
             specs.append(KVSpec((1,), KVKind.SLIDING, BLOCK, 1, 1, 8, window=window))
-        self.cache = CacheManager([KVGroup(spec, blocks) for spec in specs])
+        self.cache = CacheManager([KVGroup(spec, blocks + more * (spec.window is None)) for spec in specs])
         self.windows = [spec.window for spec in specs]
         self.slots: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in specs]
         self.holders: list[Holder] = []
@@ -60,7 +61,9 @@ class CacheMachine(RuleBasedStateMachine):
         holder = data.draw(st.sampled_from(self.holders))
         if holder.written == len(holder.tokens):
             holder.tokens.append(data.draw(st.integers(0, 1)))
-        end = data.draw(st.integers(holder.written + 1, len(holder.tokens)))
+        self.write_to(holder, data.draw(st.integers(holder.written + 1, len(holder.tokens))))
+
+    def write_to(self, holder: Holder, end: int) -> None:
         edits = TableEdits()
         self.cache.trim(holder.kv, holder.written, holder.last_step)
         if not self.cache.try_prepare(holder.kv, holder.written, end, 0, edits, self.step):
@@ -206,3 +209,20 @@ def test_a_path_of_a_hundred_thousand_blocks_needs_no_recursion() -> None:
     assert first is not None
     assert len(tree.detach(node)) == 1
     assert tree.num_roots == 0 and first.detached
+
+
+def test_a_prefix_whose_window_was_evicted_is_found_again_once_it_has_been_computed_again() -> None:
+    machine = CacheMachine()
+    machine.start(window=5, blocks=4, more=16)
+    prompt, found = [0, 1] * 6, []
+    for tokens in (prompt, prompt, [1] * 12, prompt, prompt):
+        machine.admit(tokens, "")
+        (holder,) = machine.holders
+        found.append(holder.written)
+        while holder.written < len(tokens):
+            machine.write_to(holder, holder.written + 1)
+            machine.cache.retire(machine.step - 1)
+        machine.holders.clear()
+        machine.cache.free(holder.kv, holder.last_step)
+    assert found == [0, 10, 0, 0, 10]
+    machine.teardown()

@@ -194,8 +194,10 @@ class CacheManager:
         for depth in range(kv.num_linked_blocks, num_tokens // self.block_tokens):
             start = depth * self.block_tokens
             key = token_ids[start : start + self.block_tokens].tobytes()
-            child = node.children.get(key) or self._name(node, key, kv, depth, step_id)
-            if child is None:
+            child = node.children.get(key)
+            if child is not None:
+                self._complete(child, kv, depth, step_id)
+            elif (child := self._name(node, key, kv, depth, step_id)) is None:
                 self.tree.prune(node)  # a root may have been made for nothing
                 break
             kv.node = node = child
@@ -207,14 +209,25 @@ class CacheManager:
             return None  # all behind the window: there is nothing to name
         if any(block in self._node_of[group] for group, held in enumerate(blocks) for block in held or ()):
             return None  # a sibling's node has begun with the same block, where a node is longer than a block of this group
-        node = self.tree.add_child(parent, key, blocks)
+        node = self.tree.add_child(parent, key, [None] * len(blocks))
         for group, held in enumerate(blocks):
-            for block in held or ():
-                self._node_of[group][block] = node
-                self.pools[group].name(block)
-        if step_id is not None:
-            self._written.setdefault(step_id, []).append(node)
+            self._hold(node, group, held, step_id)
         return node
+
+    def _complete(self, node: PrefixNode, kv: SequenceKV, depth: int, step_id: int | None) -> None:
+        """Blocks behind a window that were evicted are found again in a sequence that has computed them anew."""
+        for group in self._sliding:
+            held = self._node_blocks(kv.tables[group], group, depth) if node.blocks[group] is None else None
+            if held is not None and not any(block in self._node_of[group] for block in held):
+                self._hold(node, group, held, step_id)
+
+    def _hold(self, node: PrefixNode, group: int, held: Blocks | None, step_id: int | None) -> None:
+        node.blocks[group] = held
+        for block in held or ():
+            self._node_of[group][block] = node
+            self.pools[group].name(block)
+        if step_id is not None and held is not None:
+            self._written.setdefault(step_id, []).append(node)
 
     def _node_blocks(self, table: BlockTable, group: int, depth: int) -> Blocks | None:
         per_node = self.block_tokens // self.specs[group].block_size
