@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,17 +43,24 @@ def test_every_file_is_a_group_and_those_that_run_alone_exist() -> None:
     assert {"engine", "families", "modes", *runner.ALONE} <= set(runner.groups())
 
 
-def test_a_group_is_really_run_and_recorded() -> None:
-    """In a process of its own; here every module says why it skips."""
+@cache
+def real_runs() -> tuple[runner.Outcome, subprocess.CompletedProcess[str]]:
+    """One group, and the whole script: in processes of their own, at once."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: this would take minutes")
-    found = runner.run_group("long", deadline=float("inf"), extra=[])
+    with ThreadPoolExecutor(2) as pool:
+        group = pool.submit(runner.run_group, "long", deadline=float("inf"), extra=[])
+        script = pool.submit(subprocess.run, [sys.executable, runner.__file__], capture_output=True, text=True, check=False)
+        return group.result(), script.result()
+
+
+def test_a_group_is_really_run_and_recorded() -> None:
+    """Here every module says why it skips."""
+    found, _ = real_runs()
     assert (found.passed, found.skipped, found.failed, found.unfinished) == (0, 1, (), False)
     assert "there is no GPU" in found.output
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, runner.__file__], capture_output=True, text=True, check=False)
+    _, done = real_runs()
     assert done.returncode == 2 and "no GPU" in done.stdout
