@@ -130,6 +130,7 @@ def test_one_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         ({"text": "x"}, {}, "prompt"),
         ({}, {}, "prompt"),
         ({"prompt": "x", "cache_salt": 5}, {}, "cache_salt"),
+        ({"prompt": "x", "cache_salt": "\ud800"}, {}, "cache_salt"),
         ({"prompt": "x", "priority": "high"}, {}, "priority"),
         (5, {}, "prompt"),
         ([1] * 256, {}, "prompt"),

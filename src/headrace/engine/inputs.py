@@ -23,6 +23,7 @@ Message = Mapping[str, Any]
 
 _MASK64 = 2**64 - 1
 _EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
+_MAX_SALT = 2048  # characters: servers put a tenant's name before their client's own
 _PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "priority"})
 _DEFAULT_FIELDS = {
     "temperature": "temperature",
@@ -296,6 +297,6 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 1024:
-        raise InvalidRequest(f"{name} must be a text of at most 1024 characters; shorten it.", param=name)
+    if not isinstance(value, str) or len(value) > _MAX_SALT or any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidRequest(f"{name} must be a text of at most {_MAX_SALT} characters, without lone surrogates; change it.", param=name)
     return value

@@ -18,7 +18,7 @@ from headrace.server.protocol.structured import format_name, read_structured_out
 from headrace.server.tools import ToolChoice, read_tool_choice
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-MAX_SALT = 1024  # characters; the engine takes no more
+MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenant's name, too
 MAX_USER = 256  # characters that tell users apart
 EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
 
