@@ -147,6 +147,24 @@ def test_a_better_class_pushes_out_a_worse_one() -> None:
     assert answers.tokens[0, 0] == expected(request(0, PROMPT, max_tokens=30))
 
 
+def test_as_many_are_pushed_out_as_want_in() -> None:
+    """Rows of steps in flight come back later: whoever waits for the second is not kept until the first has come. No more than want in."""
+    core = engine(depth=1, max_num_seqs=4, scheduling_policy="priority")
+    answers = Answers()
+    for index in range(4):
+        core.add(request(index, PROMPT[: 4 + index], max_tokens=30, priority=5))
+    for _ in range(3):
+        answers.take(core.step())
+    for index in (4, 5, 6):
+        core.add(request(index, PROMPT[: 4 + index], max_tokens=8, priority=1))
+    answers.take(core.step())
+    assert core.scheduler.counters.preemptions == 3
+    run(core, answers=answers)
+    assert all(answers.tokens[index, 0] == expected(request(index, PROMPT[: 4 + index], max_tokens=30 if index < 4 else 8)) for index in range(7))
+    assert core.scheduler.counters.preemptions == 3
+    assert_at_rest(core)
+
+
 def test_first_come_is_first_served() -> None:
     core = engine(max_num_seqs=2)
     for i in range(6):

@@ -286,11 +286,21 @@ class Planner:
         if head is None or head.last_step > roster.retired:
             return
         while roster.running and self.policy.preempts(head, roster.running[-1]):
-            if self.cache.num_leaving or roster.rows_are_leaving:
+            if (self.cache.num_leaving or roster.num_rows_leaving) and not self._more_want_rows(roster.running[-1]):
                 return  # room is on its way
             if len(roster.free_rows) >= rows_wanted(head) and self._fits(head, self._lookup(head)):
                 return
             roster.preempt_last()
+
+    def _more_want_rows(self, last: Sequence) -> bool:
+        """Whether those who may push out ``last`` want more rows than are free or on their way. (Blocks that are on their way are not counted:
+        nobody knows how many of them each will find.)"""
+        coming = len(self.roster.free_rows) + self.roster.num_rows_leaving
+        for sequence in self.roster.waiting:
+            coming -= rows_wanted(sequence) if self.policy.preempts(sequence, last) else 0
+            if coming < 0:
+                return True
+        return False
 
 
 def rows_wanted(sequence: Sequence) -> int:

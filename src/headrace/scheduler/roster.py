@@ -62,8 +62,8 @@ class Roster:
         return (sequence for siblings in self.requests.values() for sequence in siblings)
 
     @property
-    def rows_are_leaving(self) -> bool:
-        return bool(self._leaving_rows)
+    def num_rows_leaving(self) -> int:
+        return len(self._leaving_rows)
 
     # --- coming
 
