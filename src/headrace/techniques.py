@@ -6,8 +6,7 @@ A technique is removed by deleting its room, its config field and its entry here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -241,15 +240,6 @@ def find_technique(name: str) -> Technique:
             return technique
     known = ", ".join(technique.name for technique in TECHNIQUES)
     raise ConfigError(f"There is no technique {name!r}; choose one of {known}.")
-
-
-def config_switches() -> Iterator[str]:
-    """Paths of every config field that says it switches a technique."""
-    config = EngineConfig()
-    for part in fields(config):
-        value = getattr(config, part.name)
-        if is_dataclass(value):
-            yield from (f"{part.name}.{item.name}" for item in fields(value) if item.metadata.get("technique"))
 
 
 def describe() -> list[dict[str, Any]]:

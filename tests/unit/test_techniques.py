@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import fields
 
 import pytest
 
@@ -11,13 +12,14 @@ from headrace import techniques
 from headrace.commands import techniques as command
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
-from headrace.flags import technique_values
+from headrace.flags import ENGINE_PARTS, technique_values
 
 
 def test_every_switch_has_an_entry_and_every_entry_a_switch() -> None:
     registered = [item.switch for item in techniques.TECHNIQUES]
     assert len(set(registered)) == len(registered)
-    assert set(registered) == set(techniques.config_switches())
+    switches = {f"{name}.{item.name}" for name, part in ENGINE_PARTS.items() for item in fields(part) if item.metadata.get("technique")}
+    assert set(registered) == switches
 
 
 def test_a_switch_has_two_values_and_its_flag_knows_both() -> None:
