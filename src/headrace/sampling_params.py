@@ -59,6 +59,13 @@ def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_length:
             raise InvalidRequest(f"{name} holds {shown(item)}; give non-empty strings of at most {max_length} characters.", param=name)
+        if _has_surrogate(item):
+            raise InvalidRequest(f"{name} holds {shown(item)}, a lone surrogate in it; give valid text.", param=name)
+
+
+def _has_surrogate(text: str) -> bool:
+    """It cannot be written as UTF-8."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _id_list(name: str, value: Any, max_items: int) -> None:
@@ -109,7 +116,7 @@ class StructuredOutputs:
         if size > MAX_GRAMMAR_CHARACTERS:
             shorten = f"give at most {MAX_GRAMMAR_CHARACTERS}"
             raise InvalidRequest(f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs")
-        if any("\ud800" <= character <= "\udfff" for text in texts if text is not None and not text.isascii() for character in text):
+        if any(_has_surrogate(text) for text in texts if text is not None):
             raise InvalidRequest(f"structured_outputs.{name} holds a lone surrogate; send valid text.", param="structured_outputs")
 
 
