@@ -33,7 +33,9 @@ def test_only_true_and_false_are_flags(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("value", (5, 1.0, {"a": 1}, [None], [[]], [True], [-1], [1.0], [""], [10**400], "x" * 5000, ["x" * 5000], ["a\ud800"], list("x" * 10**6)))
+@pytest.mark.parametrize(
+    "value", (5, 1.0, {"a": 1}, [None], [[]], [True], [-1], [1.0], [""], [10**400], "x" * 5000, ["x" * 5000], ["a\ud800"], list("x" * 10**6))
+)
 def test_what_is_no_list_of_the_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**{name: value})
