@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import masks
-from headrace.bench.arguments import count, output, picture
+from headrace.bench.arguments import count, folder, natural, output, picture, positive, share
 from headrace.errors import ConfigError
 
 
@@ -62,3 +62,20 @@ def test_files_to_write_are_looked_at_before_anything_is_measured(tmp_path: Path
     for name, said in ((".", "is a folder"), ("no/run.json", "there is no folder"), ("x.txt", "no picture")):
         with pytest.raises(argparse.ArgumentTypeError, match=said):
             picture(str(tmp_path / name))
+
+
+def test_numbers_and_folders_that_cannot_be_meant_are_said(tmp_path: Path) -> None:
+    assert (natural("0"), natural("3"), share("0"), share("1"), positive("0.5")) == (0, 3, 0.0, 1.0, 0.5)
+    assert folder(str(tmp_path / "a" / "b")).is_dir()
+    (tmp_path / "file").touch()
+    for kind, text in (
+        (natural, "-1"),
+        (share, "7"),
+        (share, "nan"),
+        (share, "much"),
+        (positive, "0"),
+        (positive, "inf"),
+        (folder, f"{tmp_path}/file/x"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(text)

@@ -6,6 +6,7 @@ What lives here: conversions for argparse, which names the argument with what th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -17,6 +18,44 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text[:19]) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 on. Raises ArgumentTypeError."""
+    return 0 if text == "0" else count(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1. Raises ArgumentTypeError."""
+    found = _number(text)
+    if not 0.0 <= found <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return found
+
+
+def positive(text: str) -> float:
+    """A finite number above 0. Raises ArgumentTypeError."""
+    found = _number(text)
+    if not 0.0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
+    return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def folder(text: str) -> Path:
+    """A folder to write into; made where there is none. Raises ArgumentTypeError."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder ({error.strerror}); give another") from error
+    return path
 
 
 def output(text: str) -> Path:

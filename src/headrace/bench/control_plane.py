@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.arguments import output
+from headrace.bench.arguments import count, natural, output
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.clock import RealClock
 from headrace.config import CacheConfig, SchedulerConfig
@@ -35,9 +35,9 @@ MATCH_BUDGET = 100.0  # µs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256], metavar="N", help="running requests (default: 64 256)")
-    parser.add_argument("--steps", type=int, default=400, help="timed steps a figure (default: 400)")
-    parser.add_argument("--requests", type=int, default=100_000, help="requests of the memory test; 0 leaves it out (default: 100000)")
+    parser.add_argument("--rows", type=count, nargs="+", default=[64, 256], metavar="N", help="running requests (default: 64 256)")
+    parser.add_argument("--steps", type=count, default=400, help="timed steps a figure (default: 400)")
+    parser.add_argument("--requests", type=natural, default=100_000, help="requests of the memory test; 0 leaves it out (default: 100000)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 

@@ -55,7 +55,7 @@ EXAMPLES: tuple[tuple[Any, Any], ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FOLDER", help="whose vocabulary (default: the bundled model's)")
-    parser.add_argument("--vocabulary", type=int, default=128_000, metavar="N", help="made-up words fill it up to this size (default: 128000)")
+    parser.add_argument("--vocabulary", type=count, default=128_000, metavar="N", help="made-up words fill it up to this size (default: 128000)")
     parser.add_argument("--schemas", type=Path, metavar="FILE", help='lines of {"schema": …, "tests": [{"data": …, "valid": true}]}, also .gz')
     parser.add_argument("--every", type=count, default=1, metavar="N", help="take each so many-th schema of the file (default: 1)")
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64], metavar="N", help="answers side by side (default: 1 16 64)")

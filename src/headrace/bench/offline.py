@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headrace.bench.arguments import output
+from headrace.bench.arguments import natural, output, share
 from headrace.bench.report import machine_facts, print_facts, print_figures, table, write_json
 from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
 from headrace.bench.statistics import spread_of
@@ -29,8 +29,8 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=32, help="requests, all given at once (default: 32)")
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    parser.add_argument("--prefix-len", type=int, default=0, help="tokens every prompt begins with, besides --input-len (default: 0)")
+    parser.add_argument("--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
+    parser.add_argument("--prefix-len", type=natural, default=0, help="tokens every prompt begins with, besides --input-len (default: 0)")
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
     _add_output(parser)
 
@@ -39,7 +39,7 @@ def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="requests at once (default: 1)")
     parser.add_argument("--input-len", type=int, default=32, help="prompt tokens (default: 32)")
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--num-iters-warmup", type=int, default=2, help="batches before timing (default: 2)")
+    parser.add_argument("--num-iters-warmup", type=natural, default=2, help="batches before timing (default: 2)")
     parser.add_argument("--num-iters", type=int, default=5, help="timed batches (default: 5)")
     parser.add_argument("--skip-profile", action="store_true", help="then look at kernel launches (TKLQT): CPU-bound or GPU-bound (CUDA)")
     _add_output(parser)

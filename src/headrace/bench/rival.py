@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from headrace.bench import rival_llama_cpp
-from headrace.bench.arguments import output
+from headrace.bench.arguments import count, output, positive
 from headrace.bench.offline import facts_here
 from headrace.bench.report import print_facts, table, write_json
 from headrace.bench.rival_gguf import write_random_gguf
@@ -45,13 +45,13 @@ class Rates:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rival-python", default=sys.executable, metavar="PATH", help="interpreter that has llama-cpp-python (default: this one)")
-    parser.add_argument("--input-len", type=int, default=512, help="prompt tokens (default: 512)")
-    parser.add_argument("--output-len", type=int, default=64, help="decoded tokens (default: 64)")
-    parser.add_argument("--batch-size", type=int, default=16, help="Headrace's batch beside its single stream (default: 16)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side (default: 5)")
+    parser.add_argument("--input-len", type=count, default=512, help="prompt tokens (default: 512)")
+    parser.add_argument("--output-len", type=count, default=64, help="decoded tokens (default: 64)")
+    parser.add_argument("--batch-size", type=count, default=16, help="Headrace's batch beside its single stream (default: 16)")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each side (default: 5)")
     parser.add_argument("--rival-threads", default="1:1,2:2", metavar="D:P,…", help="its decode:prefill threads to try (default: 1:1,2:2)")
-    parser.add_argument("--expect-decode", type=float, help="tokens/s the rival is known to reach; more than 10 %% off voids the comparison")
-    parser.add_argument("--expect-prefill", type=float, help="likewise for prefill")
+    parser.add_argument("--expect-decode", type=positive, help="tokens/s the rival is known to reach; more than 10 %% off voids the comparison")
+    parser.add_argument("--expect-prefill", type=positive, help="likewise for prefill")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
 

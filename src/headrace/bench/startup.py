@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.arguments import output
+from headrace.bench.arguments import count, output
 from headrace.bench.http_client import BrokenAnswer, HttpClient
 from headrace.bench.load import BenchFailed, LoadGenerator
 from headrace.bench.report import machine_facts, print_facts, print_figures, write_json
@@ -38,7 +38,7 @@ _IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.wo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=3, help="starts of each kind; the median is shown (default: 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="starts of each kind; the median is shown (default: 3)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="MODEL and flags of headrace serve, behind --")
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from headrace.bench.arguments import folder, output
 from headrace.bench.calibration_report import report
 from headrace.bench.jobs import config_for, flags_of, known_shapes
 from headrace.bench.report import machine_facts, print_facts, say, write_json
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"folder, hub id, or a shape that comes with it ({', '.join(known_shapes())}); without it the demo model")
     parser.add_argument("--offline", action="store_true", help="an engine in this process instead of a server: no HTTP, and no front end to fit")
     parser.add_argument("--scale", type=float, default=1.0, help="times as many requests (default: 1)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all files there: the trace, what clients saw, the calibration")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write every figure, simulated and measured")
+    parser.add_argument("--keep", type=folder, metavar="DIR", help="leave all files there: the trace, what clients saw, the calibration")
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write every figure, simulated and measured")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the engine, behind --")
 
 
@@ -89,14 +90,13 @@ class _Measured:
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     """Exit status 1 when a figure that is asked for misses its bound."""
     with ExitStack() as stack:
-        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-truth-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        bench = _prepared(args, config, folder)
+        kept = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-truth-")))
+        bench = _prepared(args, config, kept)
         loads = loads_for(bench.kind, args.scale)
-        with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
+        with offline(bench.config, kept) if args.offline else served(bench.flags, kept) as runner:
             seen = _measure(bench, loads, runner)
         found, device = _calibrated(bench, runner, seen)
-        save_calibrated(found, folder / "calibration.json")
+        save_calibrated(found, kept / "calibration.json")
         judged = [judge(bench.spec, bench.config, device, part, seen.runs[part.name]) for part in seen.held]
     return _show(args, found, judged, seen.looks)
 
