@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.bench import policies, policies_served
+from headrace.bench import policies, policies_served, simulated
 from headrace.bench.policy_cases import CASES, Case, Run, dialogues_of
 from headrace.bench.statistics import Sample
-from headrace.config import DeviceConfig, EngineConfig
+from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceProfile, cpu_identity, save_profile
 from headrace.errors import ConfigError
 from headrace.planner.workload import arriving
@@ -60,11 +61,21 @@ def test_the_same_seed_is_the_same_load() -> None:
 
 def test_every_comparison_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "found.json"
-    sizes = ("--requests", "24", "--max-len", "120", "--input", "20", "40", "--output", "10", "30", "--output-json", str(written))
-    for only in ("qoe", "fair"):
-        assert policies.run(parsed("--only", only, "--loads", "2", *sizes)) == 0
+    sizes = ("--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8", "--output-json", str(written))
+    for only, device in (("qoe", "l40s"), ("fair", "h200")):
+        assert policies.run(parsed("--only", only, "--device", device, "--loads", "2", *sizes)) == 0
         assert [point["load"] for point in json.loads(written.read_text())[only]["points"]] == [2.0]
-    assert "the bound is" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the bound is" in shown and "prices: assumed" in shown and "prices: calibrated" in shown
+    assert "extrapolated: another model" in shown and json.loads(written.read_text())["prices"]["extrapolated"]
+
+
+def test_what_is_extrapolated_is_told_of_all_runs() -> None:
+    """The largest steps are those of the first run; what is said comes after the second."""
+    bench = simulated.create(parsed("--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8", "--device", "h200"))
+    for rows in (12, 2):
+        bench.run(EngineConfig(scheduler=SchedulerConfig(max_num_seqs=rows)), bench.at_rate(math.inf))
+    assert bench.seen.pricing is not None and bench.seen.pricing.step_time.most.sequences == 12
 
 
 @pytest.mark.parametrize("flags", [("--loads", "0"), ("--loads", "nan"), ("--loads", "1", "inf"), ("--requests", "1"), ("--output", "9", "3")])
@@ -115,7 +126,7 @@ def test_servers_and_simulation_are_put_side_by_side(
 
     monkeypatch.setattr(policies_served, "_served", served)
     written = tmp_path / "found.json"
-    flags = ("--only", "deadline", "--seconds", "0.5", "--repeats", "2", "--output-json", str(written))
+    flags = ("--only", "deadline", "--seconds", "0.1", "--repeats", "2", "--output-json", str(written))
     assert policies_served.run(parsed(*flags, of=policies_served), EngineConfig(device=DeviceConfig(threads=3, device="cpu"))) == 0
     found = json.loads(written.read_text())["found"]["deadline"]
     assert salts == [(0, False), (1, False), (2, True), (3, False), (4, True)] and len(found["measured"]) == 2

@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     facts = machine_facts(str(bench.device), shape=simulated.shape(args), model=args.model)
     print_facts(facts)
     found = [_at_bound(bench, args, gap) for gap in args.gap]
+    prices = bench.say_prices()
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "bounds": found})
+        write_json(args.output_json, {"facts": facts, "prices": prices, "bounds": found})
     return 0
 
 

@@ -43,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nall at once, first come, first served: {most:.3g} requests/s end while it is full; that is a load of 1\n")
     points = [point for load in args.loads for point in _points(bench, load, load * most, limits)]
     print(table(COLUMNS, [[point[column] for column in COLUMNS] for point in points]))
+    prices = bench.say_prices()
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "saturated": most, "points": points})
+        write_json(args.output_json, {"facts": facts, "prices": prices, "saturated": most, "points": points})
     return 0
 
 

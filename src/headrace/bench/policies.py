@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     facts = machine_facts(str(bench.device), shape=simulated.shape(args), model=args.model)
     print_facts(facts)
     found = {name: COMPARISONS[name](bench, sorted(args.loads)) for name in args.only}
+    prices = bench.say_prices()
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, **found})
+        write_json(args.output_json, {"facts": facts, "prices": prices, **found})
     return 0
 
 

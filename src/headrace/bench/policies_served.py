@@ -2,7 +2,8 @@
 
 A server that goes by first come, first served and one with the policy are started in turn, each for one run; both are asked the same lengths
 at the same times (never the same ids, so nothing is answered from a cache that the simulation has not got). A load of 1 is what the first kind
-of server ends a second when everything is asked at once, measured at the beginning of each comparison.
+of server ends a second when everything is asked at once, measured at the beginning of each comparison; the simulation is asked the same load of
+what it ends itself, so that a machine that is slower today than when its prices were fitted does not make another load of it.
 
 What lives here: the order of runs, the flags, the table. What may not: the cases and their figures (policy_cases.py), servers (own_server.py),
 sending (load.py), modelling (planner/).
@@ -45,7 +46,7 @@ from headrace.spec import DecoderSpec
 ROWS = 4  # sequences at once: few requests are an overload
 PROBE = 32  # requests that are asked at once to see what the server can do
 WARM = 4  # requests before each run
-COLUMNS = ("policy", "figure", "load", "fcfs", "policy's", "times", "simulated fcfs", "simulated", "times, simulated")
+COLUMNS = ("policy", "figure", "load", "requests/s", "fcfs", "policy's", "times", "simulated fcfs", "simulated", "times, simulated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ class _Bench:
 class _Found:
     """``measured``: pairs of runs, without and with the policy, as they followed each other."""
 
-    rate: float  # requests a second that were asked
+    rates: tuple[float, float]  # requests a second that were asked, of the server and of the simulation
     measured: Sequence[tuple[Run, Run]]
     simulated: tuple[Run, Run]
     prices: Sequence[str]
@@ -121,18 +122,19 @@ def _shape(args: argparse.Namespace, bench: _Bench) -> str:
 
 def _compare(bench: _Bench, case: Case, folder: Path, args: argparse.Namespace) -> _Found:
     probe = case.asked(PROBE, args.seed)
-    most = len(probe) / _served(bench, case, {}, probe, folder, salt=0).seconds
-    rate = case.load * most
-    asked = arriving(case.asked(max(8, round(rate * args.seconds)), args.seed), rate, burstiness=1.0, seed=args.seed)
-    say(f"{case.name}: {most:.3g} requests/s end; {len(asked)} are asked at {rate:.3g} a second")
-    measured = []
+    ended = len(probe) / _served(bench, case, {}, probe, folder, salt=0).seconds, len(probe) / _simulated(bench, {}, probe, args.seed)[0].seconds
+    rate, simulated_rate = (case.load * each for each in ended)
+    lengths = case.asked(max(8, round(rate * args.seconds)), args.seed)
+    say(f"{case.name}: {ended[0]:.3g} requests/s end ({ended[1]:.3g} simulated); {len(lengths)} are asked at {rate:.3g} a second")
+    asked, measured = arriving(lengths, rate, burstiness=1.0, seed=args.seed), []
     for repeat in range(args.repeats):
         off, on = (_served(bench, case, fields, asked, folder, salt=2 * repeat + side + 1) for side, fields in enumerate(({}, case.fields)))
         say(f"{case.name}: {case.figure} {case.value(off):.4g} without, {case.value(on):.4g} with")
         measured.append((off, on))
+    asked = arriving(lengths, simulated_rate, burstiness=1.0, seed=args.seed)
     (off, pricing, longest), (on, *_) = (_simulated(bench, fields, asked, args.seed) for fields in ({}, case.fields))
     prices = [f"prices of the simulation: {pricing.origin}", *(f"extrapolated: {each}" for each in pricing.extrapolated(longest))]
-    return _Found(rate, measured, (off, on), prices)
+    return _Found((rate, simulated_rate), measured, (off, on), prices)
 
 
 # --- runs
@@ -182,7 +184,7 @@ def _simulated(bench: _Bench, fields: Mapping[str, Any], asked: Sequence[Asked],
 def _row(case: Case, found: _Found) -> list[Any]:
     off, on = (_told([case.value(pair[side]) for pair in found.measured]) for side in (0, 1))
     times = _told([case.times(*pair) for pair in found.measured])
-    return [case.name, case.figure, case.load, off, on, times, *map(case.value, found.simulated), case.times(*found.simulated)]
+    return [case.name, case.figure, case.load, found.rates[0], off, on, times, *map(case.value, found.simulated), case.times(*found.simulated)]
 
 
 def _told(values: Sequence[float | None]) -> str:
@@ -195,7 +197,7 @@ def _told(values: Sequence[float | None]) -> str:
 
 
 def _as_dict(case: Case, found: _Found) -> dict[str, Any]:
-    told = {"figure": case.figure, "load": case.load, "requests_a_second": found.rate, "prices": list(found.prices)}
+    told = {"figure": case.figure, "load": case.load, "requests_a_second": found.rates, "prices": list(found.prices)}
     return told | {"measured": [_pair(case, *pair) for pair in found.measured], "simulated": _pair(case, *found.simulated)}
 
 

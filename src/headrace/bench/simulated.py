@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.models.source import find_model
 from headrace.planner.devices import Device, find_device
-from headrace.planner.simulator import Load, simulate
+from headrace.planner.pricing import Pricing
+from headrace.planner.simulator import Load, Report, simulate
 from headrace.planner.workload import Asked, arriving, traced
 from headrace.sampling_params import Expectations
 from headrace.spec import DecoderSpec
@@ -42,6 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every point")
 
 
+@dataclass(slots=True)
+class Seen:
+    """The prices of all runs so far, and the most that was asked of them."""
+
+    pricing: Pricing | None = None
+    longest: int = 0
+
+    def note(self, report: Report) -> None:
+        if self.pricing is not None:
+            before, most = self.pricing.step_time.most, report.pricing.step_time.most
+            most.tokens, most.sequences = max(before.tokens, most.tokens), max(before.sequences, most.sequences)
+        self.pricing, self.longest = report.pricing, max(self.longest, report.longest)
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One model on one device under one kind of load."""
@@ -51,6 +66,7 @@ class Bench:
     asked: Sequence[Asked]  # drawn; of a trace: at its own rate
     traced: bool
     seed: int
+    seen: Seen = field(default_factory=Seen)
 
     def base_rate(self) -> float:
         """Requests a second as the trace was recorded; 1 where they are drawn."""
@@ -68,7 +84,15 @@ class Bench:
     def run(self, config: EngineConfig, asked: Sequence[Asked], limits: Mapping[str, float] | None = None) -> tuple[dict[str, Any], list[Sample]]:
         """Open loop; nothing is turned away for want of a place in the queue."""
         report = simulate(self.spec, config, self.device, Load(asked, self.seed, None, len(asked) + 1, limits))
+        self.seen.note(report)
         return report.figures, report.samples
+
+    def say_prices(self) -> dict[str, Any]:
+        """Prints what the runs so far were priced by, and what of them lies beyond what was fitted; the same for a file."""
+        assert self.seen.pricing is not None, "something has run"
+        facts = self.seen.pricing.facts(self.seen.longest)
+        print("\n".join([f"\nprices: {facts['prices']}", *(f"extrapolated: {each}" for each in facts["extrapolated"])]))
+        return facts
 
 
 def shape(args: argparse.Namespace) -> str:
