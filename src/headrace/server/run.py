@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace import logs
@@ -57,9 +58,8 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     sock = bind(config)
 
     def live(started: Callable[[], None], since: float) -> Coroutine[Any, Any, int]:
-        if config.api_server_count > 1:
-            return _house(engine_config, config, version, guard, sock, since, started)
-        return _serve(engine_config, config, version, create_engine, guard, sock, since, started)
+        life = _Life(engine_config, config, version, guard, sock, since, started)
+        return life.house() if config.api_server_count > 1 else life.serve(create_engine)
 
     try:
         if config.supervise:
@@ -95,15 +95,61 @@ async def _stamping(main: Coroutine[Any, Any, int], page: Page) -> int:
         stamp.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """A server from its socket to its end. ``began``: on time.time(). ``started`` is called when it can serve."""
+
+    engine_config: EngineConfig
+    config: ServerConfig
+    version: str
+    guard: Guard
+    sock: socket.socket
+    began: float
+    started: Callable[[], None]
+
+    async def house(self) -> int:
+        """Several front ends, each in a process of its own. What none of them could have is found out once."""
+        await _check_template(self.engine_config.model.chat_template)
+        await (await self._moderator()).close()
+        greeting = _Greeting(self)
+
+        def ready(lines: Sequence[str]) -> None:
+            greeting.ready(lines)
+            self.started()
+
+        return await Household(self.engine_config, self.config, self.version, self.guard.secret, self.sock, greeting.say, ready).run()
+
+    async def serve(self, create_engine: CreateEngine) -> int:
+        routes = [route.path for route in ROUTES]
+        service = Service(self.config, self.version, routes, scheduling_policy=self.engine_config.scheduler.scheduling_policy)
+        await _check_template(self.engine_config.model.chat_template)
+        service.moderator = await self._moderator()
+        greeting = _Greeting(self)
+
+        def ready(engine: Engine) -> None:
+            greeting.ready(describe(engine, service.decisions))
+            self.started()
+            faults.append(asyncio.ensure_future(warn_of_template(engine, greeting.say)))
+
+        faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
+        try:
+            return await Lifecycle(service, self.guard, self.sock, create_engine, greeting.say, ready).run()
+        finally:
+            await service.moderator.close()
+
+    async def _moderator(self) -> Moderator:
+        return await Moderator.start(self.config, model_folders(self.engine_config.model.model))
+
+
 class _Greeting:
     """What a start says to the person who started it."""
 
-    def __init__(self, engine: EngineConfig, config: ServerConfig, version: str, sock: socket.socket, began: float) -> None:
-        self.say = tell if config.log_format == "json" else say
-        self._began = began
-        self._address, self._unix = address_of(sock), config.uds is not None
-        self._open = not config.api_key
-        self.say(f"Headrace {version} listens on {self._address} and loads {engine.model.model or 'the bundled demo model'}.")
+    def __init__(self, life: _Life) -> None:
+        self.say = tell if life.config.log_format == "json" else say
+        self._began = life.began
+        self._address, self._unix = address_of(life.sock), life.config.uds is not None
+        self._open = not life.config.api_key
+        self.say(f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}.")
 
     def ready(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -112,55 +158,6 @@ class _Greeting:
         self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
         if not self._unix:
             self.say(f"In a browser: chat at {self._address}/, dashboard at {self._address}/dashboard.")
-
-
-async def _house(
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    version: str,
-    guard: Guard,
-    sock: socket.socket,
-    began: float,
-    started: Callable[[], None],
-) -> int:
-    """Several front ends, each in a process of its own. What none of them could have is found out once."""
-    await _check_template(engine_config.model.chat_template)
-    await (await Moderator.start(config, model_folders(engine_config.model.model))).close()
-    greeting = _Greeting(engine_config, config, version, sock, began)
-
-    def ready(lines: Sequence[str]) -> None:
-        greeting.ready(lines)
-        started()
-
-    return await Household(engine_config, config, version, guard.secret, sock, greeting.say, ready).run()
-
-
-async def _serve(
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    version: str,
-    create_engine: CreateEngine,
-    guard: Guard,
-    sock: socket.socket,
-    began: float,
-    started: Callable[[], None],
-) -> int:
-    routes = [route.path for route in ROUTES]
-    service = Service(config, version, routes, scheduling_policy=engine_config.scheduler.scheduling_policy)
-    await _check_template(engine_config.model.chat_template)
-    service.moderator = await Moderator.start(config, model_folders(engine_config.model.model))
-    greeting = _Greeting(engine_config, config, version, sock, began)
-
-    def ready(engine: Engine) -> None:
-        greeting.ready(describe(engine, service.decisions))
-        started()
-        faults.append(asyncio.ensure_future(warn_of_template(engine, greeting.say)))
-
-    faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
-    try:
-        return await Lifecycle(service, guard, sock, create_engine, greeting.say, ready).run()
-    finally:
-        await service.moderator.close()
 
 
 async def _check_template(value: str | None) -> None:
