@@ -226,3 +226,22 @@ def test_a_prefix_whose_window_was_evicted_is_found_again_once_it_has_been_compu
         machine.cache.free(holder.kv, holder.last_step)
     assert found == [0, 10, 0, 0, 10]
     machine.teardown()
+
+
+def test_what_a_match_takes_from_the_cache_is_not_there_for_others() -> None:
+    machine = CacheMachine()
+    machine.start(window=5, blocks=8, more=16)
+    machine.admit([0] * 16, "")
+    (holder,) = machine.holders
+    while holder.written < 16:
+        machine.write_to(holder, holder.written + 1)
+        machine.cache.retire(machine.step - 1)
+    machine.cache.free(holder.kv, holder.last_step)
+    taken = [machine.cache.pools[1].allocate() for _ in range(5)]  # what lies behind the window is evicted
+    match = machine.cache.lookup(machine.cache.create(), array("i", [0] * 15))
+    assert match.num_tokens == 14 and machine.cache.pools[1].num_available == 3  # two of them are the match's own
+    assert machine.cache.can_admit(match, 15, headroom=0) and not machine.cache.can_admit(match, 15, headroom=1)
+    for block in taken:
+        machine.cache.pools[1].release(block)
+    machine.holders.clear()
+    machine.teardown()

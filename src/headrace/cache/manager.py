@@ -155,9 +155,9 @@ class CacheManager:
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int) -> bool:
         """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left."""
         for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
-            first = self._first_needed(group, match.num_tokens)
-            reused = [block for node in match.nodes for block in node.blocks[group] or ()] if match.nodes else []
-            idle = sum(1 for block in reused[first // spec.block_size :] if pool.is_cached(block))
+            first, inside = divmod(self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size)
+            reused = [block for node in match.nodes[first:] for block in node.blocks[group] or ()]
+            idle = sum(1 for block in reused[inside:] if pool.is_cached(block))
             fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
             window = self._windows[group]
             if window is not None:
