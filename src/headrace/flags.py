@@ -174,7 +174,7 @@ def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read: {error.strerror}. Give --config an existing YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"The config file {path} is not YAML: {error}. Mend that place.") from error
     if content is None:
         return {}

@@ -413,6 +413,14 @@ def test_what_cannot_be_simulated_is_a_sentence(words: str, capsys: pytest.Captu
     assert status == 2 and out == "" and WRONG[words] in err and err.count("\n") == 1
 
 
+def test_a_file_nested_without_end_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 20_000)
+    for words in (("--device", "h200", "--calibration"), ("--device",), ("--device", "h200", "--config"), ("--device", "h200", "--against")):
+        status, _, err = call(capsys, "--num-prompts", "1", *words, str(deep))
+        assert status == 2 and "maximum recursion" in err and err.count("\n") == 1, words
+
+
 def test_reports_are_of_the_demo_model_too_and_of_one_behind_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = call(capsys, "--device", "h200", "--four-costs", "1000")
     assert status == 0 and "model:     demo, " in out and "by this engine" in out, err

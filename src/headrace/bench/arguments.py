@@ -22,7 +22,9 @@ def count(text: str) -> int:
 
 def natural(text: str) -> int:
     """A whole number from 0 on. Raises ArgumentTypeError."""
-    return 0 if text == "0" else count(text)
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
 
 
 def share(text: str) -> float:

@@ -125,7 +125,7 @@ def _read(path: Path, every: int) -> list[tuple[Any, Any]]:
         with opened(path, "rt", encoding="utf-8") as lines:
             entries = [json.loads(line) for line in list(lines)[::every]]
         pairs = [(each["schema"], [test["data"] for test in each["tests"] if test["valid"]]) for each in entries]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--schemas {path} cannot be read ({type(error).__name__}: {error}); "
             'give lines of {"schema": …, "tests": [{"data": …, "valid": true}]}.'

@@ -65,7 +65,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         entry = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(entry, dict):
             raise TypeError("no object")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"--merge {path} cannot be read ({type(error).__name__}: {error}); give a file that --output-json wrote.") from error
     return entry
 

@@ -114,7 +114,7 @@ def load_calibrated(path: Path) -> CalibratedSteps:
         _check_numbers(path, asdict(found))
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"The calibration {path} cannot be read ({type(error).__name__}: {error}); {remedy}.") from error
     return found
 

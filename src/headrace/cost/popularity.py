@@ -65,7 +65,7 @@ def read_popularity(path: Path, num_experts: int, top_k: int) -> tuple[float, ..
     wanted = f"give a JSON list of {num_experts} counts, one an expert"
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--expert-skew {path} cannot be read ({error}); {wanted}.") from error
     if not isinstance(counts, list) or not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in counts):
         raise ConfigError(f"--expert-skew {path} is no list of numbers; {wanted}.")

@@ -177,7 +177,7 @@ def load_profile(path: Path) -> DeviceProfile:
         return DeviceProfile(identity=identity, **stored)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"The device profile {path} cannot be read ({_why(error)}); {remedy}") from error
 
 

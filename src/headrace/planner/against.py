@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def check_unseen(paths: Sequence[Path], calibrated: CalibratedSteps | None) -> N
     """A run that prices were fitted to says nothing about them. Raises ConfigError. (What cannot be read is said by ``compare``.)"""
     fitted = {run.sha256: run.name for run in calibrated.runs} if calibrated is not None else {}
     for path in paths:
-        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest()) if path.is_file() else None
+        name = fitted.get(hashlib.sha256(path.read_bytes()).hexdigest()) if path.is_file() and os.access(path, os.R_OK) else None
         if name is not None:
             raise ConfigError(f"--against {path} is {name}, which the prices were fitted to; hold them against a run of another workload.")
 
@@ -101,7 +102,7 @@ def _read(path: Path) -> dict[str, float]:
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         figures = {name: float(written[name]) for name in (*SAME_LOAD, *COMPARED) if name in written}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"--against {path} cannot be read ({error}); give what headrace bench serve --output-json wrote.") from error
     missing = [name for name in SAME_LOAD if name not in figures]
     if missing:

@@ -100,7 +100,7 @@ def _requests(path: Path) -> tuple[bytes, list[dict[str, Any]]]:
         for each in answered:
             _check(each)
         good = [each for each in answered if each["arrivals"]]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ConfigError(f"--front-of {path} cannot be read ({type(error).__name__}: {error}); {remedy}.") from error
     if len(good) < LEAST_REQUESTS:
         raise ConfigError(f"--front-of {path} has {len(good)} requests with an answer, and at least {LEAST_REQUESTS} are needed; {remedy}.")

@@ -90,7 +90,7 @@ def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
             continue
         try:
             event = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number >= len(lines) - 1:
                 return
             raise ConfigError(f"The run {path} is broken in line {number} ({error}); {REMEDY}.") from error
