@@ -174,7 +174,16 @@ class Bounds:
     optional: bool = False
 
 
-# Numbers among the sampling parameters; the server's schema is written from the same table.
+def _within(name: str, value: Any, bounds: Bounds) -> None:
+    if value is None and bounds.optional:
+        return
+    if bounds.integer:
+        _integer(name, value, int(bounds.low), int(bounds.high))
+    else:
+        _number(name, value, bounds.low, bounds.high, open_low=bounds.open_low)
+
+
+# Numbers among the sampling parameters; the server's schema is written from the same tables.
 BOUNDS: Mapping[str, Bounds] = {
     "n": Bounds(1, MAX_N, integer=True),
     "temperature": Bounds(0.0, 100.0),
@@ -189,6 +198,11 @@ BOUNDS: Mapping[str, Bounds] = {
     "seed": Bounds(-(2**63), 2**64 - 1, integer=True, optional=True),
     "logprobs": Bounds(0, MAX_LOGPROBS, integer=True, optional=True),
     "prompt_logprobs": Bounds(0, MAX_LOGPROBS, integer=True, optional=True),
+}
+EXPECTED: Mapping[str, Bounds] = {
+    "ttft": Bounds(0.0, 86_400.0, open_low=True, optional=True),
+    "tpot": Bounds(0.0, 3_600.0, open_low=True, optional=True),
+    "reading_speed": Bounds(0.0, 1e6, open_low=True, optional=True),
 }
 
 
@@ -232,7 +246,7 @@ class SamplingParams:
         self._accept_lists()
         object.__setattr__(self, "repetition_detection", _repetition_detection(self.repetition_detection))
         for name, bounds in BOUNDS.items():
-            self._check_bounds(name, bounds)
+            _within(name, getattr(self, name), bounds)
         self._check_logit_bias()
         if self.allowed_token_ids is not None:
             _id_list("allowed_token_ids", self.allowed_token_ids, 2**18)
@@ -252,15 +266,6 @@ class SamplingParams:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.structured_outputs is not None:
             self._check_structured_outputs()
-
-    def _check_bounds(self, name: str, bounds: Bounds) -> None:
-        value = getattr(self, name)
-        if value is None and bounds.optional:
-            return
-        if bounds.integer:
-            _integer(name, value, int(bounds.low), int(bounds.high))
-        else:
-            _number(name, value, bounds.low, bounds.high, open_low=bounds.open_low)
 
     def _check_structured_outputs(self) -> None:
         """What only forbids tokens could leave a grammar none."""
@@ -324,9 +329,8 @@ class Expectations:
     reading_speed: float | None = None  # tokens a second
 
     def __post_init__(self) -> None:
-        for name, high in (("ttft", 86_400.0), ("tpot", 3_600.0), ("reading_speed", 1e6)):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, high, open_low=True)
+        for name, bounds in EXPECTED.items():
+            _within(name, getattr(self, name), bounds)
 
 
 NO_EXPECTATIONS = Expectations()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headrace.sampling_params import BOUNDS, MAX_BAD_WORDS, MAX_ID_ENTRIES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Bounds, RepetitionDetection
+from headrace.sampling_params import BOUNDS, EXPECTED, MAX_BAD_WORDS, MAX_ID_ENTRIES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Bounds, RepetitionDetection
 from headrace.server.fields import Field, Use
 from headrace.server.messages import MAX_MESSAGES, MAX_TEMPLATE_KWARGS, MAX_TOOLS, ROLES
 from headrace.server.protocol.body import MAX_LABEL
@@ -85,6 +85,10 @@ def _format(**schema: Schema) -> Schema:
     return either(record({"type": {"enum": ["text", "json_object"]}}), _typed("json_schema", dict(schema)))
 
 
+# What a number may be, by field.
+_NUMBERS: Mapping[str, Bounds] = {
+    **BOUNDS, "expected_ttft": EXPECTED["ttft"], "expected_tpot": EXPECTED["tpot"], "reading_speed": EXPECTED["reading_speed"]
+}  # fmt: skip
 _DETECTION = {name: {"type": "integer", "minimum": 1} for name in RepetitionDetection.__dataclass_fields__}
 
 # Where a field's JSON type is not all there is to say. Every route that has a field of that name takes the same.
@@ -101,9 +105,6 @@ _BY_NAME: Mapping[str, Schema] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
     "priority": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
-    "expected_ttft": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
-    "expected_tpot": {"type": "number", "exclusiveMinimum": 0, "maximum": 3_600},
-    "reading_speed": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000},
     "cache_salt": {"type": "string", "maxLength": MAX_SALT},
     "truncate_prompt_tokens": either({"const": -1}, {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}),
     "chat_template_kwargs": {"type": "object", "maxProperties": MAX_TEMPLATE_KWARGS},
@@ -225,7 +226,7 @@ def body_schema(path: str, fields: Iterable[Field]) -> Schema:
 def _described(field: Field, own: Mapping[str, Schema], required: bool) -> Schema:
     if field.use is Use.REFUSED:
         return {"enum": [None, *field.neutral], "description": f"Not supported: {field.help}.", "deprecated": True}
-    schema = own.get(field.name) or _BY_NAME.get(field.name) or _of_bounds(BOUNDS.get(field.name)) or _of_type(field)
+    schema = own.get(field.name) or _BY_NAME.get(field.name) or _of_bounds(_NUMBERS.get(field.name)) or _of_type(field)
     return {**(schema if required else nullable(schema)), "description": field.help}
 
 
