@@ -113,6 +113,8 @@ def test_figures_are_those_defined() -> None:
     assert summary["median_itl_ms"] == pytest.approx(200)
     assert summary["mean_e2el_ms"] == pytest.approx(400)
     assert failure_reasons(samples) == {"refused": 1, "an answer without a token": 1}
+    late = [Sample(sent=0.0, error=f"late by {seconds} s, of 3") for seconds in (1.5, 20, 0.25)]
+    assert failure_reasons([*late, *samples])["late by 1.5 s, of 3"] == 3, "numbers alone make no other reason"
 
 
 def test_tokens_that_arrive_together_are_one_gap_but_count_for_tpot() -> None:

@@ -14,6 +14,7 @@ What lives here: samples and arithmetic. What may not: clocks, sockets, printing
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 
 from headrace.errors import ConfigError
 
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -163,10 +165,13 @@ def summarise(
 
 
 def failure_reasons(samples: Sequence[Sample]) -> dict[str, int]:
-    """How often each error was seen, most frequent first; an answer without a token is one."""
+    """How often each error was seen, most frequent first; an answer without a token is one. Errors that differ in numbers alone are one: the
+    first of them stands for all."""
+    first: dict[str, str] = {}
     reasons: dict[str, int] = {}
     for sample in samples:
         reason = sample.error if sample.error is not None else None if sample.arrivals else "an answer without a token"
         if reason is not None:
-            reasons[reason] = reasons.get(reason, 0) + 1
+            shown = first.setdefault(NUMBER.sub("", reason), reason)
+            reasons[shown] = reasons.get(shown, 0) + 1
     return dict(sorted(reasons.items(), key=lambda item: -item[1]))
