@@ -55,7 +55,8 @@ def test_a_trace_is_sped_up_to_each_rate(capsys: pytest.CaptureFixture[str], tmp
     trace, curve = tmp_path / "t.jsonl", tmp_path / "c.json"
     rows = [{"timestamp": 100 * index**2, "input_length": 100, "output_length": 5, "hash_ids": [index]} for index in range(12)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--input-len", "128", "--workload", "trace", "--trace", str(trace), "--sweep-rate", "1", "10", "--output-json", str(curve), "--plot", str(tmp_path / "c.png"))
+    files = ("--trace", str(trace), "--output-json", str(curve), "--plot", str(tmp_path / "c.png"))
+    words = ("--input-len", "128", "--workload", "trace", "--sweep-rate", "1", "10", *files)
     status, _, err = call(capsys, *words)
     assert status == 0, err
     slow, quick = written(curve)["points"]
