@@ -33,11 +33,10 @@ from headrace.bench.serve import limits_of
 from headrace.bench.statistics import Sample
 from headrace.bench.workload import Dialogue
 from headrace.config import EngineConfig
-from headrace.cost.calibrated import load_calibrated
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.models.source import find_model
-from headrace.planner.devices import Device, find_device
+from headrace.planner.devices import Device, find_device, with_calibration
 from headrace.planner.pricing import Pricing
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.workload import Asked, arriving
@@ -109,7 +108,7 @@ def _prepared(args: argparse.Namespace, config: EngineConfig) -> _Bench:
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=rows), device=replace(config.device, threads=threads, device="cpu"))
     device = find_device("cpu", threads=threads, memory=None, free_memory=available_memory())
     if args.calibration is not None:
-        device = replace(device, calibrated=(load_calibrated(args.calibration),))
+        device = with_calibration(device, args.calibration)
     spec = families.spec_from_config(find_model(replace(config.model, load_format="dummy") if own else config.model).config)
     return _Bench(config, [*flags, "--max-num-seqs", str(rows), "--threads", str(threads), "--device", "cpu"], spec, device)
 

@@ -54,16 +54,11 @@ def popularity(args: argparse.Namespace, spec: DecoderSpec) -> tuple[float, ...]
 
 def with_prices(args: argparse.Namespace, device: Device) -> Device:
     """The device with the calibration that was asked for."""
-    from headrace.cost.calibrated import load_calibrated, same_device
+    from headrace.planner.devices import with_calibration
 
     if args.assumed_prices:
         return replace(device, calibrated=())
-    if args.calibration is None:
-        return device
-    found = load_calibrated(args.calibration)
-    if not same_device(device.profile.identity, found.device):
-        raise ConfigError(f"--calibration {args.calibration} is of {found.device.name}, --device is {device.name}; give one of this device.")
-    return replace(device, calibrated=(found,))
+    return device if args.calibration is None else with_calibration(device, args.calibration)
 
 
 def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:

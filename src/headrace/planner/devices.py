@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated
+from headrace.cost.calibrated import SHIPPED, CalibratedSteps, find_calibrated, load_calibrated, same_device
 from headrace.cost.prices import Classes, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, find_profile, load_profile, profile_folder
 from headrace.errors import ConfigError
@@ -149,6 +149,18 @@ def find_device(name: str, *, threads: int, memory: int | None, free_memory: int
 def with_calibrations(device: Device, folder: Path | None = None) -> Device:
     """With all that was fitted to runs on it, kept here or shipped."""
     return replace(device, calibrated=tuple(find_calibrated(device.profile.identity, (folder or profile_folder(), SHIPPED))))
+
+
+def with_calibration(device: Device, path: Path) -> Device:
+    """With that one alone. Raises ConfigError where it is of another device."""
+    found, here = load_calibrated(path), device.profile.identity
+    if not same_device(here, found.device):
+        raise ConfigError(f"--calibration {path} is of {_named(found.device)}, and this device is {_named(here)}; give one of this device.")
+    return replace(device, calibrated=(found,))
+
+
+def _named(identity: DeviceIdentity) -> str:
+    return f"{identity.name} with {identity.threads} threads" if identity.threads else identity.name
 
 
 def _find(name: str, threads: int, memory: int | None, free_memory: int, folder: Path | None) -> Device:
