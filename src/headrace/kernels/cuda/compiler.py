@@ -56,7 +56,7 @@ def build_key(text: str, options: Sequence[str], version: str) -> str:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    for path in (*_beside_torch(), *_NAMES):
+    for path in (*beside_torch(_NAMES), *_NAMES):
         try:
             if isinstance(path, Path):
                 for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC asks for it by name alone
@@ -67,11 +67,11 @@ def _nvrtc() -> ctypes.CDLL:
     raise CompileError("NVRTC was not found; it comes with torch for CUDA (the package nvidia-cuda-nvrtc)")
 
 
-def _beside_torch() -> Iterator[Path]:
-    """NVRTC as torch's own packages bring it."""
+def beside_torch(names: Sequence[str]) -> Iterator[Path]:
+    """A library as torch's own packages bring it."""
     found = find_spec("nvidia")
     for root in (found.submodule_search_locations or ()) if found is not None else ():
-        for name in _NAMES:
+        for name in names:
             yield from sorted(Path(root).glob(f"*/lib/{name}"))
 
 

@@ -10,14 +10,13 @@ another card) the caller hears of it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from headrace.kernels.cuda.compiler import beside_torch
 
 Settings = tuple[int, ...]  # id, tile, parts of K, how they are summed, swizzle, custom, stages, inner shape, cluster
 
@@ -49,19 +48,12 @@ class _Offer(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    for path in (*_beside_torch(), *_NAMES):
+    for path in (*beside_torch(_NAMES), *_NAMES):
         try:
             return _typed(ctypes.CDLL(str(path)))
         except OSError:
             continue
     raise LtError("cuBLASLt was not found; it comes with torch for CUDA (the package nvidia-cublas)")
-
-
-def _beside_torch() -> Iterator[Path]:
-    found = find_spec("nvidia")
-    for root in (found.submodule_search_locations or ()) if found is not None else ():
-        for name in _NAMES:
-            yield from sorted(Path(root).glob(f"*/lib/{name}"))
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
