@@ -311,7 +311,8 @@ def row(found: Found) -> str:
     if found.failure is None or found.shrunk is None:
         return f"| {found.name} | not found | | | {_yes(found.small)} |"
     broke = shorten(found.failure.message.removeprefix("Broken: "), 110, placeholder=" …")
-    return f"| {found.name} | {found.seeds} | {broke} | {_words(found.shrunk)} | {_yes(found.small)} |"
+    left = shorten(_words(found.shrunk), 300, placeholder=" …")
+    return f"| {found.name} | {found.seeds} | {broke} | {left} | {_yes(found.small)} |"
 
 
 def _yes(small: bool) -> str:
