@@ -175,7 +175,7 @@ def test_masks_are_measured(tmp_path: Path) -> None:
     tests = [{"data": {"a": 5}, "valid": True}]
     schemas = ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "object"}, {"not": {}}, {"enum": [{"a": 5}]})
     lines.write_text("".join(json.dumps({"schema": schema, "tests": tests}) + "\n" for schema in schemas))
-    args = ("bench", "masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "0", "--output-json", str(out))
+    args = ("bench", "masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "1", "--output-json", str(out))
     assert main(args) == 0
     figures = json.loads(out.read_text())
     assert (figures["schemas"], figures["followed"]) == (4, 3)

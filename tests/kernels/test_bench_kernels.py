@@ -57,7 +57,7 @@ def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench, "CANDIDATES", patched)
     monkeypatch.setattr("headrace.kernels.CANDIDATES", patched)
     monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
-    assert cli.main(["bench", "kernels", "--ops", "rms_norm", "--rows", "1", "--seconds", "0"]) == 1
+    assert cli.main(["bench", "kernels", "--ops", "rms_norm", "--rows", "1", "--seconds", "1e-9"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if "broken" in line)
     assert "missing" in line and "wrong: differs" in line
 
@@ -80,7 +80,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, monkeypatch: pytest.M
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, **heads, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "rows.json"
-    arguments = ["--model", str(tmp_path), "--ops", "gated_activation", "--rows", "2", "--seconds", "0", "--output-json", str(file)]
+    arguments = ["--model", str(tmp_path), "--ops", "gated_activation", "--rows", "2", "--seconds", "1e-9", "--output-json", str(file)]
     assert cli.main(["bench", "kernels", *arguments]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert rows[-1]["case"] == "2x32, silu" and rows[-1]["kernel"] == "torch"
@@ -96,6 +96,6 @@ def test_what_cannot_be_timed_is_refused(change: dict[str, object], message: str
 def test_threads_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
-    cli.main(["bench", "kernels", "--ops", "activation", "--rows", "1", "--seconds", "0", "--threads", str(before + 1)])
+    cli.main(["bench", "kernels", "--ops", "activation", "--rows", "1", "--seconds", "1e-9", "--threads", str(before + 1)])
     assert f"threads:   {before + 1}" in capsys.readouterr().out
     assert torch.get_num_threads() == before

@@ -82,7 +82,7 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     phases = "examples,coverage,fuzzing,stateful" if EXAMPLES else "examples,fuzzing,stateful"
     command: list[Any] = [
         TOOL, "--config-file", tmp_path / "schemathesis.toml", "run", f"{server.url}/openapi.json", "--header", f"Authorization: Bearer {KEY}",
-        "--generation-with-security-parameters", "false", "--generation-database", "none", "--phases", phases, "--max-examples", EXAMPLES or "5",
+        "--generation-with-security-parameters", "false", "--generation-database", "none", "--phases", phases, "--max-examples", EXAMPLES or "10",
         "--continue-on-failure", "--no-color", "--warnings", "off", *(() if EXAMPLES else ("--seed", "1")),
     ]  # fmt: skip
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path)})
