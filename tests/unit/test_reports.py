@@ -184,6 +184,7 @@ def test_both_reports_print_and_are_written(tmp_path: Path, capsys: pytest.Captu
     written = tmp_path / "report.json"
     assert _simulate(tmp_path, "--advise", "128", "--four-costs", "4k", "64k", "--kv-cache-memory", "96MiB", "--output-json", str(written)) == 0
     shown, kept = capsys.readouterr().out, json.loads(written.read_text())
+    assert "prices: calibrated from" in shown and "extrapolated: sequences of 64,000 tokens" in shown and kept["prices"]["extrapolated"]
     assert "by this engine" in shown and "The knee is at" in shown and "second engine" in shown
     assert [row["context"] for row in kept["four_costs"]] == [4000, 64_000] and kept["advice"]["context"] == 128
 

@@ -56,6 +56,7 @@ def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, 
     written: dict[str, Any] = {"facts": facts}
     if args.four_costs is not None:
         written["four_costs"] = _show_costs(found, args.four_costs, args.host_link)
+        written["prices"] = found.pricing.facts(max(row["context"] for row in written["four_costs"]))
     if args.advise is not None:
         written["advice"] = _show_advice(found, args.advise)
     if args.output_json:
@@ -74,8 +75,8 @@ def _show_costs(found: Priced, contexts: list[int], host_link: float | None) -> 
     columns = ("context", "KV GiB", "prompt s", "users", "token ms", "token ms, all", "switch s")
     for title, which in (("at the peak, all memory but the weights for keys and values", "peak"), ("by this engine", "engine")):
         print(f"\n{title}:\n{table(columns, [_cells(row, getattr(row, which)) for row in rows])}")
-    for note in notes:
-        print(f"note: {note}")
+    for note in (*(f"note: {note}" for note in notes), *of_prices(found, max(row.context for row in rows))):
+        print(note)
     return [asdict(row) for row in rows]
 
 
