@@ -62,7 +62,7 @@ def advise(priced: Priced, context: int, info: ExecutorInfo | None = None) -> Ad
     info = info or priced.placed().info
     if not 1 <= context <= info.max_model_len:
         taken = f"this model on this device takes 1 to {info.max_model_len:,}"
-        raise ConfigError(f"The context is {context:,} tokens, and {taken}; give such a one (a smaller --max-num-batched-tokens leaves it more memory).")
+        raise ConfigError(f"The context is {context:,} tokens, and {taken}; give less (a smaller --max-num-batched-tokens leaves it more).")
     groups, need = info.kv_groups, priced.blocks(context)
     most = min(group.num_blocks // each for group, each in zip(groups, need, strict=True))
     if most < 1:
