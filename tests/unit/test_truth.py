@@ -44,7 +44,8 @@ PROFILE = DeviceProfile(
 ONE, TWO = Slowness(1.4, 1.3), Slowness(2.2, 1.0)
 PRICES = StepPrices((ONE, ONE), ONE, (TWO, TWO), Slowness(0.0, 1.8), 1.0, 1.0, classes_of("cpu"), (1e-3, 1e-3), 1e-5, woken=5e-4, rested=2e-3)
 CONFIG = replace(EngineConfig(), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=512))
-HICCUPS = Steadiness(tuple(math.exp(0.1 * (share - 0.5) + 3.0 * max(0.0, share - 0.8)) for share in SHARES), 0.6, 0.1)
+RATIOS = tuple(math.exp(0.1 * (share - 0.5) + 3.0 * max(0.0, share - 0.8)) for share in SHARES)
+HICCUPS = Steadiness(RATIOS, tuple(math.sqrt(each) for each in RATIOS), 0.6, 0.1)
 
 
 def fitted(seed: int) -> tuple[Part, ...]:
@@ -64,7 +65,7 @@ LOADS = Loads(
 )  # fmt: skip
 
 
-def machine(folder: Path, ratio: Callable[[int, float], float]) -> Runner:
+def machine(folder: Path, ratio: Callable[[int, float, bool], float]) -> Runner:
     """An engine of PRICES on virtual time whose steps take ``ratio`` times as long."""
     costs, clock = CostModel(SPEC, kv_groups(SPEC, 16, 2), PROFILE, weight_bytes=2, dtype="bfloat16"), VirtualClock()
     info = keyed_hash_info(vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
@@ -75,7 +76,7 @@ def machine(folder: Path, ratio: Callable[[int, float], float]) -> Runner:
     return Runner(folder, path, lambda part, path: truth_run._drive(core, trace, part, next(salts), SPEC.vocab_size, path))
 
 
-def drifting(step: int, now: float) -> float:
+def drifting(step: int, now: float, alone: bool) -> float:
     """Slower and slower, and two parts in a hundred up and down."""
     return 1.0 + 0.02 * now + 0.02 * math.sin(step)
 
@@ -83,7 +84,7 @@ def drifting(step: int, now: float) -> float:
 Seen = tuple[_Bench, Runner, _Measured]
 
 
-def measured(folder: Path, ratio: Callable[[int, float], float]) -> Seen:
+def measured(folder: Path, ratio: Callable[[int, float, bool], float]) -> Seen:
     bench = _Bench(argparse.Namespace(offline=True), CONFIG, [], SPEC, "a simulated one", folder)
     runner = machine(folder, ratio)
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +128,8 @@ def test_a_machine_that_drifts_is_judged_right(drifted: Seen) -> None:
 def test_tails_of_a_machine_that_is_disturbed_are_simulated_and_a_wrong_price_is_found(disturbed: Seen) -> None:
     bench, runner, seen = disturbed
     found, device = _calibrated(bench, runner, seen)
-    assert found.steadiness is not None and found.steadiness.ratios[-1] == pytest.approx(HICCUPS.ratios[-1], rel=0.15)
+    assert found.steadiness is not None and found.steadiness.alone[-1] == pytest.approx(RATIOS[-1], rel=0.15)
+    assert found.steadiness.prompts[-1] < 0.9 * RATIOS[-1]
     assert found.steadiness.lasting == pytest.approx(HICCUPS.lasting, abs=0.25)
     both = [verdict(seen, device, replace(found, steadiness=each), "closed") for each in (found.steadiness, None)]
     assert not [each for each in missed(both[0]) if "p99_ttft" not in each]  # the longest of 90 prompts is luck
@@ -140,6 +142,7 @@ def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:
     _, runner, seen = drifted
     mine = {step.step_id for step in runner.recorded(seen.parts).steps}
     others = {step for name, span in runner.spans.items() if name not in seen.parts for step in span}
+    assert {name[0] for name in seen.parts} == {"a"} and len(runner.spans["b0.closed"]) == seen.runs["closed"][0]["steps"]
     assert len(runner.spans) == 1 + 3 * 4 + 2 * 2 and not mine & others and sorted(mine | others) == list(range(runner.until))
     assert not any(request["cached_tokens"] for runs in seen.runs.values() for each in runs for request in each["requests"])
 
@@ -165,7 +168,7 @@ def test_b_repeated_is_the_same_load_of_other_ids() -> None:
 
 def test_b_lasts_as_long_on_a_quick_machine_as_on_a_slow_one() -> None:
     counts = {reached: [part.count for part in sized(loads_for("cpu", 1.0), reached)] for reached in (0.1, 1.0, 100.0)}
-    assert counts == {0.1: [24, 24], 1.0: [60, 30], 100.0: [160, 160]}
+    assert counts == {0.1: [24, 24], 1.0: [60, 30], 100.0: [800, 800]}
     assert [part.rate for part in sized(loads_for("cpu", 1.0), 3.0)] == [None, 1.5]
     serving = {part.name: part for part in loads_for("cpu", 1.0).servings[0]}
     assert all(suited(part, 2.0) == part for part in serving.values() if not part.even)
@@ -183,12 +186,13 @@ def test_what_disturbs_steps_is_found_again_and_drawn_as_it_was() -> None:
         times.append(now)
         ratios.append(draws.ratio(step, now))
         now += 0.02 * ratios[-1]
-    found = fit_steadiness([np.array(times)], [np.array(ratios)])
-    assert found is not None and found.ratios == pytest.approx(HICCUPS.ratios, rel=0.2)
+    found = fit_steadiness([np.array(times)], [np.array(ratios)], [np.full(4000, True)])
+    assert found is not None and found.alone == pytest.approx(RATIOS, rel=0.2)
     assert found.lasting == pytest.approx(HICCUPS.lasting, abs=0.1) and found.seconds in (0.05, 0.1, 0.2)
     again = Disturbances(HICCUPS, 1)
     assert [again.ratio(step, times[step]) for step in range(50)] == ratios[:50] != [Disturbances(HICCUPS, 2).ratio(step, 0.0) for step in range(50)]
-    assert fit_steadiness([np.arange(90.0)], [np.full(90, 1.0)]) is None and fit_steadiness([np.arange(9.0)], [np.arange(1.0, 10.0)]) is None
+    for count, each in ((90, np.full(90, 1.0)), (9, np.arange(1.0, 10.0))):
+        assert fit_steadiness([np.arange(float(count))], [each], [np.full(count, True)]) is None
 
 
 def test_a_leap_is_disturbed_as_single_steps_are(disturbed: Seen) -> None:
@@ -206,7 +210,7 @@ def test_a_calibration_keeps_its_steadiness_and_refuses_one_that_is_none(disturb
     path = tmp_path / "x.calibrated.json"
     save_calibrated(found, path)
     assert load_calibrated(path) == found and found.steadiness is not None
-    for wrong in ({"ratios": [1.0]}, {"ratios": [0.0] * len(SHARES)}, {"seconds": 0.0}, {"lasting": 1.5}):
+    for wrong in ({"alone": [1.0]}, {"prompts": [0.0] * len(SHARES)}, {"seconds": 0.0}, {"lasting": 1.5}):
         stored = {"version_of_file": 1, **asdict(found), "steadiness": {**asdict(found.steadiness), **wrong}}
         path.write_text(json.dumps(stored))
         with pytest.raises(ConfigError, match="cannot be read"):

@@ -36,6 +36,8 @@ def report(found: CalibratedSteps) -> Iterator[str]:
     reach = found.covered
     yield f"it covers steps of up to {reach.tokens:,} tokens and {reach.sequences:,} sequences, and sequences of up to {reach.context:,} tokens"
     yield f"half of the fitted steps lie within {found.median_error:.1%} of their price, nine of ten within {found.p90_error:.1%}"
+    if found.steadiness is not None:
+        yield f"they took {found.steadiness}; a simulation draws from that"
     if found.front is not None:
         yield f"a front end: {found.front.request * 1e3:.2f} ms a request and {found.front.token * 1e6:.2f} µs a prompt token (2 fitted parameters)"
 

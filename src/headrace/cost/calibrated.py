@@ -136,9 +136,10 @@ def _calibrated(stored: dict[str, Any]) -> CalibratedSteps:
 
 
 def _steadiness(stored: Mapping[str, Any]) -> Steadiness:
-    found = Steadiness(**{**stored, "ratios": tuple(stored["ratios"])})
-    if len(found.ratios) != len(SHARES) or min(found.ratios) <= 0.0 or found.seconds <= 0.0 or found.lasting > 1.0:
-        raise ValueError(f"a steadiness of {len(found.ratios)} ratios from {min(found.ratios, default=0.0):g} on, lasting {found.lasting:g}")
+    found = Steadiness(**{**stored, "alone": tuple(stored["alone"]), "prompts": tuple(stored["prompts"])})
+    for ratios in (found.alone, found.prompts):
+        if len(ratios) != len(SHARES) or min(ratios) <= 0.0 or found.seconds <= 0.0 or found.lasting > 1.0:
+            raise ValueError(f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {found.lasting:g}")
     return found
 
 

@@ -1,7 +1,8 @@
 """How steadily steps keep to their price: what disturbs a machine makes some of them longer, and lasts a while.
 
     seconds of a step = its price · ratio
-    ratio             = drawn from those that were measured, so that a long step is as likely as it was
+    ratio             = drawn from those that were measured, so that a long step is as likely as it was; of steps with parts of prompts from those
+                        of such steps (they are long, so what comes between is a smaller part of them)
     of its score      the share ``lasting`` moves from one value to the next within ``seconds``; the rest is each step's own
 
 A price is what a step takes in the middle, not in the mean: without its ratio, every tail would be too short. The draws are a function of a
@@ -20,7 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # of the steps, below each ratio
+SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)  # of the steps, below each ratio
 STEADY = 0.005  # a spread (of the middle 90 %) below is none
 LEAST_STEPS = 50
 LONG = 2.0  # times its price: a step that something came between
@@ -33,27 +34,28 @@ _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """``ratios``: measured over price, at SHARES. ``lasting``: of a disturbance, the share that lasts, for about ``seconds``.
-    ``long_share``: of the fitted steps, those that took more than LONG times their price."""
+    """``alone`` and ``prompts``: measured over price, at SHARES, of steps of single tokens alone and of others. ``lasting``: of a disturbance, the
+    share that lasts, for about ``seconds``. ``long_share``: of the fitted steps, those that took more than LONG times their price."""
 
-    ratios: tuple[float, ...]
+    alone: tuple[float, ...]
+    prompts: tuple[float, ...]
     lasting: float
     seconds: float
     long_share: float = 0.0
 
-    def ratio(self, score: float) -> float:
+    def ratio(self, score: float, *, alone: bool) -> float:
         """At a score of a standard normal; beyond the outermost, those."""
-        place = bisect_right(_SCORES, score)
+        ratios, place = self.alone if alone else self.prompts, bisect_right(_SCORES, score)
         if place == 0 or place == len(_SCORES):
-            return self.ratios[place - (place > 0)]
+            return ratios[place - (place > 0)]
         low, high = _SCORES[place - 1], _SCORES[place]
         share = (score - low) / (high - low)
-        return float(self.ratios[place - 1] ** (1.0 - share) * self.ratios[place] ** share)
+        return float(ratios[place - 1] ** (1.0 - share) * ratios[place] ** share)
 
     def __str__(self) -> str:
-        low, middle, high = (self.ratios[SHARES.index(share)] for share in (0.05, 0.5, 0.95))
+        decode, prompts = (f"{ratios[SHARES.index(0.05)]:.2f} to {ratios[SHARES.index(0.95)]:.2f}" for ratios in (self.alone, self.prompts))
         lasting = f"{self.lasting:.0%} of it lasts about {self.seconds:g} s" if self.lasting else "each for itself"
-        return f"{low:.2f} to {high:.2f} times their price, {middle:.2f} in the middle, {lasting}; {self.long_share:.1%} took over {LONG:g} times"
+        return f"{decode} times their price (with prompts {prompts}), {lasting}; {self.long_share:.1%} took over {LONG:g} times"
 
 
 class Disturbances:
@@ -69,11 +71,11 @@ class Disturbances:
         self._place = -1
         self._knots = (0.0, 0.0)
 
-    def ratio(self, step: int, now: float) -> float:
+    def ratio(self, step: int, now: float, alone: bool = True) -> float:
         score = self._own * _normal(self._seed, 2 * step)
         if self._slow:
             score += self._slow * self._lasting(now)
-        return self._steadiness.ratio(score)
+        return self._steadiness.ratio(score, alone=alone)
 
     def _lasting(self, now: float) -> float:
         """Between two independent values, one at each end of the span that the time is in."""
@@ -97,16 +99,15 @@ def _normal(seed: int, index: int) -> float:
 # --- fitting
 
 
-def fit_steadiness(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray]) -> Steadiness | None:
-    """By run: when steps began, in seconds, and measured over price of each. None where steps are steady, or too few."""
-    every = np.concatenate([np.asarray(each, dtype=np.float64) for each in ratios])
-    if len(every) < LEAST_STEPS:
+def fit_steadiness(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray], alone: Sequence[np.ndarray]) -> Steadiness | None:
+    """By run: when steps began, in seconds, measured over price of each, and whether it computed single tokens alone. None where steps are
+    steady, or too few."""
+    every, single = np.concatenate(ratios), np.concatenate(alone).astype(bool)
+    if len(every) < LEAST_STEPS or np.quantile(every, 0.95) / np.quantile(every, 0.05) - 1.0 < STEADY:
         return None
-    found = np.quantile(every, SHARES)
-    if found[SHARES.index(0.95)] / found[SHARES.index(0.05)] - 1.0 < STEADY:
-        return None
-    lasting, seconds = _lasting(times, ratios)
-    return Steadiness(tuple(float(each) for each in found), lasting, seconds, float(np.mean(every > LONG)))
+    kinds = [every[mask] if mask.sum() >= LEAST_STEPS else every for mask in (single, ~single)]
+    decode, prompts = (tuple(np.quantile(each, SHARES).tolist()) for each in kinds)
+    return Steadiness(decode, prompts, *_lasting(times, ratios), float(np.mean(every > LONG)))
 
 
 def _lasting(times: Sequence[np.ndarray], ratios: Sequence[np.ndarray]) -> tuple[float, float]:

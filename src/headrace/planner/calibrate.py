@@ -88,7 +88,8 @@ def _steadiness(runs: Sequence[RecordedRun], own: Sequence[RecordedStep], ratios
     of = dict(zip(map(id, own), ratios, strict=True))
     fitted = [[step for step in run.steps if id(step) in of] for run in runs]
     times = [np.array([step.scheduled for step in steps]) for steps in fitted]
-    return fit_steadiness(times, [np.array([of[id(step)] for step in steps]) for steps in fitted])
+    found = [np.array([of[id(step)] for step in steps]) for steps in fitted]
+    return fit_steadiness(times, found, [np.array([step.alone for step in steps]) for steps in fitted])
 
 
 def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:

@@ -72,7 +72,7 @@ class Foreseen:
 
 class ModelledExecutor:
     """Takes the virtual time that ``price`` says; ``price_alike`` says it for steps of one token a row that follow one another; ``ratio`` how many
-    times as long a step takes, by its number and when it begins. One device."""
+    times as long a step takes, by its number, when it begins and whether it is of single tokens alone. One device."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ModelledExecutor:
         *,
         host_seconds: float = 0.0,
         price_alike: Callable[[array[int], int], list[StepPrice]] | None = None,
-        ratio: Callable[[int, float], float] | None = None,
+        ratio: Callable[[int, float, bool], float] | None = None,
     ) -> None:
         self.info = info
         self.counts = DeviceCounts()
@@ -119,7 +119,7 @@ class ModelledExecutor:
     def _felt(self, price: StepPrice, step: int, now: float, pause: float = 0.0) -> StepPrice:
         """What the step takes at this moment."""
         seconds = price.seconds if price.after is None else price.seconds + price.after(pause, now - self._rested_at)
-        seconds = seconds if self._ratio is None else seconds * self._ratio(step, now)
+        seconds = seconds if self._ratio is None else seconds * self._ratio(step, now, price.alone)
         return price if seconds == price.seconds else replace(price, seconds=seconds)
 
     def _tokens(self, plan: StepPlan) -> list[tuple[int, ...]]:

@@ -53,6 +53,7 @@ class Pricing:
         return {
             "prices": self.origin,
             "fitted_parameters": len(found.fitted) if found is not None else 0,
+            "disturbed": str(found.steadiness) if found is not None and found.steadiness is not None else "",
             "fitted_runs": [run.sha256 for run in found.runs] if found is not None else [],
             "extrapolated": list(self.extrapolated(context)),
         }

@@ -36,6 +36,7 @@ class StepPrice:
     host_seconds: float = 0.0
     launch_seconds: float = 0.0
     after: Callable[[float, float], float] | None = None
+    alone: bool = True  # every sequence computes a single token
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class StepTime:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, alone)
         launch = 0.0 if alone and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.after)
+        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.after, alone)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
