@@ -95,7 +95,7 @@ def mark_of(*facts: object) -> Path:
 
     A mark that tells less than the truth costs a start that nobody helps, or help that nobody needs: what is built is judged by Triton alone.
     """
-    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
     sources = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_KERNELS.iterdir()) if file.is_file()]
     return Path(folder) / f"headrace-{sha256(repr((facts, sources)).encode()).hexdigest()[:24]}"
 

@@ -19,7 +19,7 @@ PACKAGE = Path(headrace.errors.__file__).parent
 # The nouns: everyone may import them.
 NOUNS = {
     "config", "errors", "request", "sampling_params", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
-    "head_start", "process_tree", "garbage", "logs", "scratch", "builders", "kernel_launcher",
+    "head_start", "process_tree", "garbage", "logs", "scratch", "cache_home", "builders", "kernel_launcher",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.

@@ -32,6 +32,7 @@ from headrace.bench.load import BenchFailed, LoadGenerator
 from headrace.bench.report import machine_facts, print_facts, print_figures, write_json
 from headrace.bench.serve import limits_of
 from headrace.bench.workload import Lengths, random_dialogues
+from headrace.cache_home import cache_home
 
 READY_TIMEOUT = 600.0  # s
 _IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.meter", "triton")
@@ -94,8 +95,7 @@ def _named(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
 
 def _caches_in(folder: Path) -> dict[str, str]:
     """Where a child looks for what was compiled; models stay where they are."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    models = os.environ.get("HF_HOME") or str(user / "huggingface")
+    models = os.environ.get("HF_HOME") or str(cache_home() / "huggingface")
     return {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder), "HF_HOME": models}
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.cache_home import cache_home
 from headrace.errors import ConfigError
 
 PROFILE_VERSION = 1
@@ -149,8 +150,7 @@ def _cache_size(path: Path) -> int:
 
 def profile_folder() -> Path:
     """Where measured profiles are kept: the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "headrace" / "profiles"
+    return cache_home() / "headrace" / "profiles"
 
 
 def save_profile(profile: DeviceProfile, folder: Path | None = None) -> Path:

@@ -22,6 +22,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from headrace.cache_home import cache_home
 from headrace.kernels.candidate import Declined
 from headrace.scratch import Scratch
 
@@ -65,8 +66,7 @@ def find_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "headrace" / "kernels"
+    return cache_home() / "headrace" / "kernels"
 
 
 def build(compiler: str, folder: Path) -> Native:
