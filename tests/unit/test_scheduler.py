@@ -391,6 +391,17 @@ def test_sliding_windows_give_blocks_back_and_reuse_the_window() -> None:
     assert_at_rest(core)
 
 
+def test_a_whole_prompt_leaves_those_who_run_a_block_also_behind_a_window() -> None:
+    """Else it is admitted, pushed out for want of that block, and admitted again, for ever (seed 7205 of the simulated lives)."""
+    core = engine(depth=1, window=6, block_size=8, num_blocks=4, max_model_len=64, chunked_prefill=False)
+    asked = [request(0, PROMPT[:3], max_tokens=7), request(1, PROMPT[:19], max_tokens=8)]
+    for each in asked:
+        core.add(each)
+    answers = run(core)
+    assert [answers.tokens[each.request_id, 0] for each in asked] == [expected(each, max_model_len=64) for each in asked]
+    assert_at_rest(core)
+
+
 def test_two_groups_with_different_block_sizes() -> None:
     """Full attention in blocks of 8 beside a window of 6 in blocks of 4: one prefix node covers 8 tokens of both."""
     groups = (

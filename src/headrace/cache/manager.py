@@ -152,15 +152,16 @@ class CacheManager:
         window = self._windows[group]
         return 0 if window is None else max(0, start - window + 1)
 
-    def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int) -> bool:
-        """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left."""
+    def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int, *, whole: bool = False) -> bool:
+        """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left. ``whole``: computed in one step, so that
+        no block slides out of a window before the last one is taken."""
         for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
             first, inside = divmod(self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size)
             reused = [block for node in match.nodes[first:] for block in node.blocks[group] or ()]
             idle = sum(1 for block in reused[inside:] if pool.is_cached(block))
             fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
             window = self._windows[group]
-            if window is not None:
+            if window is not None and not whole:
                 fresh = min(fresh, -(-window // spec.block_size) + 1)
             if fresh + idle + headroom > pool.num_available:
                 return False

@@ -116,8 +116,8 @@ def _blocks_of(scheduler: Scheduler, head: Sequence) -> Wait | None:
     """The pool with the least room to spare, if the head does not fit."""
     cache, limits = scheduler.cache, scheduler.limits
     match = NO_MATCH if not limits.kv_caching or head.wants_scores else cache.lookup(head.kv, head.token_ids)
-    tokens, headroom = (head.num_tokens, len(scheduler.roster.running)) if limits.paged_allocation else (head.max_num_tokens, 0)
-    if cache.can_admit(match, tokens, headroom):
+    tokens, headroom, whole = scheduler.claim_of(head)
+    if cache.can_admit(match, tokens, headroom, whole=whole):
         return None
     needs = [-(-tokens // spec.block_size) - match.num_tokens // spec.block_size + headroom for spec in cache.specs]
     needed, available = max(zip(needs, (pool.num_available for pool in cache.pools), strict=True), key=lambda pair: pair[0] - pair[1])

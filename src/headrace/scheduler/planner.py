@@ -251,10 +251,16 @@ class Planner:
         return self.cache.lookup(sequence.kv, sequence.token_ids)
 
     def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Blocks for all its tokens, and one to grow for everyone running (who has none reserved)."""
-        if self.limits.paged_allocation:
-            return self.cache.can_admit(match, sequence.num_tokens, headroom=len(self.roster.running))
-        return self.cache.can_admit(match, sequence.max_num_tokens, headroom=0)
+        tokens, headroom, whole = self.claim_of(sequence)
+        return self.cache.can_admit(match, tokens, headroom, whole=whole)
+
+    def claim_of(self, sequence: Sequence) -> tuple[int, int, bool]:
+        """Tokens it wants blocks for; blocks to leave, one to grow for everyone running (who has none reserved); whether it wants its own
+        all at once, those behind a window too: where prompts go whole and before those who run. (Alone it may go in parts.)"""
+        if not self.limits.paged_allocation:
+            return sequence.max_num_tokens, 0, False
+        others = len(self.roster.running)
+        return sequence.num_tokens, others, others > 0 and not self.config.chunked_prefill
 
     def _admit(self, match: PrefixMatch, plan: PlanBuilder, now: float) -> None:
         head = self.roster.waiting.peek()

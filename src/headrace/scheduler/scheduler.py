@@ -101,6 +101,10 @@ class Scheduler:
         """Those who wait may start, as far as there is room."""
         return self._planner.admits
 
+    def claim_of(self, sequence: Sequence) -> tuple[int, int, bool]:
+        """What one that waits must find before it is admitted: see Planner."""
+        return self._planner.claim_of(sequence)
+
     @property
     def num_running(self) -> int:
         return sum(map(len, self._roster.requests.values())) - self.num_waiting
