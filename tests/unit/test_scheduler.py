@@ -402,6 +402,22 @@ def test_a_whole_prompt_leaves_those_who_run_a_block_also_behind_a_window() -> N
     assert_at_rest(core)
 
 
+def test_a_prompt_under_way_does_not_wait_until_later_answers_end() -> None:
+    """They are planned before it in every step, so none of them could be pushed out within one (seed 34317 of the simulated lives)."""
+    core = engine(block_size=8, num_blocks=6, max_logits_rows=2)
+    first = request(0, PROMPT[:29], prompt_logprobs=0)
+    for each in (first, request(1, PROMPT[:16], max_tokens=12), request(2, PROMPT[:12], max_tokens=16, n=3)):
+        core.add(each)
+    computed, still = -1, 0
+    while 0 in core.scheduler.requests or computed < 0:
+        core.step()
+        now = sum(sequence.num_computed_tokens for sequence in core.scheduler.requests.get(0, ()))
+        computed, still = now, still + 1 if now == computed else 0
+        assert still < 3, f"{computed} tokens for {still} steps"
+    run(core)
+    assert_at_rest(core)
+
+
 def test_two_groups_with_different_block_sizes() -> None:
     """Full attention in blocks of 8 beside a window of 6 in blocks of 4: one prefix node covers 8 tokens of both."""
     groups = (

@@ -42,11 +42,13 @@ class Planner:
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._in_want: Sequence | None = None
         self._batch_quota = 0  # static batching: how many the current batch may still admit
 
     def fill(self, plan: PlanBuilder, now: float, *, idle: bool) -> None:
         """``idle``: nothing is in flight."""
         self._push_out()
+        self._give_room()
         if self.config.chunked_prefill:
             self._plan_running(plan)
             self._plan_waiting(plan, now, idle)
@@ -121,8 +123,18 @@ class Planner:
             return
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
+            if victim is not sequence and victim.last_step == plan.step_id and self._in_want is None:
+                self._in_want = sequence
             if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
                 return
+            self.roster.preempt_last()
+
+    def _give_room(self) -> None:
+        """Makes room for a prompt under way that found none in the step before, when all who came later had been planned already."""
+        sequence, self._in_want = self._in_want, None
+        if sequence is None or sequence.status is not SequenceStatus.RUNNING or self.roster.running[-1] is sequence:
+            return
+        if not self.cache.num_leaving and self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens:
             self.roster.preempt_last()
 
     def _try_chunk(self, sequence: Sequence, plan: PlanBuilder) -> bool:
