@@ -50,9 +50,9 @@ class Answers:
     def ask(self, number: int, asked: Asked) -> None:
         prompt = oracle.chain(asked.prompt)
         for index in range(asked.n):
-            self.lines[number, index] = Line(asked, index, prompt, self._limit)
+            self.lines[number, index] = line = Line(asked, index, prompt, self._limit)
+            self._library.add(line)
         self.standing[number] = Standing(number, asked, set(range(asked.n)))
-        self._library.add(self.lines[number, 0])
 
     def enter(self, number: int) -> None:
         """It is the scheduler's from now on. Who is refused at once is in nobody's way."""

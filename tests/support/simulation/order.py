@@ -132,7 +132,8 @@ def patience(setting: Setting) -> int:
     fill a step before it, until those have ended."""
     pipeline = 4 * (setting.depth + 2)
     whole = setting.padded or not (setting.chunked_prefill and setting.kv_caching)
-    crowded = whole or setting.budget <= setting.rows or not setting.continuous_batching
+    tight = setting.budget <= setting.rows or setting.max_step_ms is not None  # in tokens, or in time: a prompt under way gets one or two a step
+    crowded = whole or tight or not setting.continuous_batching
     return pipeline + (2 * setting.length if crowded else 0)
 
 
