@@ -16,6 +16,7 @@ from torch import Tensor
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3  # CUtensorMapDataType, …Swizzle, …L2promotion
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class DriverError(RuntimeError):
@@ -47,6 +48,28 @@ def _enter_context(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(context), "using the device's context")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes."""
+
+    _fields_ = (("kind", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    )
+
+
+_EARLY = _Attribute(_PROGRAMMATIC, 0, 1)
+
+
 class Function:
     """A kernel of a loaded module."""
 
@@ -61,10 +84,16 @@ class Function:
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together")
 
-
-    def launch(self, programs: int, threads: int, stream: int, *parameters: ctypes.Structure | ctypes._SimpleCData[Any]) -> None:
-        """``parameters`` are copied."""
+    def launch(
+        self, programs: int, threads: int, stream: int, *parameters: ctypes.Structure | ctypes._SimpleCData[Any], programmatic: bool = False
+    ) -> None:
+        """``parameters`` are copied. ``programmatic``: it may begin while the kernel before still runs, and waits for it itself."""
         arguments = (c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
+        if programmatic:
+            grid, block = (c_uint * 3)(programs, 1, 1), (c_uint * 3)(threads, 1, 1)
+            config = _Config(grid, block, self._shared, stream, ctypes.addressof(_EARLY), 1)
+            _check(_driver().cuLaunchKernelEx(byref(config), self._handle, arguments, None), "launching early")
+            return
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchKernel(self._handle, *sizes, c_void_p(stream), arguments, None), "launching")
 
