@@ -318,7 +318,7 @@ def test_twins_that_graphs_may_hold_do_not_look_at_the_device() -> None:
         "gated_activation": lambda run: run(logits, Activation.SILU),
         "greedy_tokens": lambda run: run(logits),
         "gather_inputs": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few[:, None], few, few, few, few + 1, 4, 1),
-        "store_tokens": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few, few + 1, whole, heat > 0),
+        "store_tokens": lambda run: run(torch.zeros(2, 8, dtype=torch.int32), few, few + 1, whole, heat),
         "pick_tokens": lambda run: run(logits, logits.amax(-1), heat, filters, whole, whole),
     }
     for op, call in calls.items():

@@ -178,7 +178,7 @@ def send(mailbox: Mailbox, queue: Queue, value: int, arrived: list[int]) -> None
         fetch_step(mailbox.inward, mailbox.turn, step, torch.zeros(1, 1, dtype=torch.int32))
         arrived.append(int(step[2, 1]))
         tokens.fill_(-arrived[-1])
-        store_tokens(torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere, tokens, nowhere == 0, mailbox.outward, mailbox.turn)
+        store_tokens(torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere, tokens, nowhere.float(), mailbox.outward, mailbox.turn)
 
     queue.work.append(compute)
     mailbox.queued()

@@ -50,7 +50,7 @@ def test_a_chunk_of_no_sequence_reads_nothing() -> None:
 def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  # type: ignore[no-untyped-def]
     token_ids = torch.zeros(5, 6, dtype=torch.int32)
     row, place = torch.tensor([4, 0, 2, 0], dtype=torch.int32), torch.tensor([5, 0, 6, 3], dtype=torch.int32)
-    picked = store(token_ids, row, place, torch.tensor([11, 12, 13, 14]), torch.tensor([True, True, False, True]))
+    picked = store(token_ids, row, place, torch.tensor([11, 12, 13, 14]), torch.tensor([1.5, 0.0, float("nan"), -3e38]))
     assert picked.tolist() == [[11, 1], [12, 1], [13, 0], [14, 1]]
     wanted = torch.zeros(5, 6, dtype=torch.int32)
     wanted[4, 5], wanted[0, 3] = 11, 14  # place 0 (padding) and place 6 (beyond the row) go nowhere
@@ -89,7 +89,7 @@ def test_block_tables_are_edited_where_the_host_says_and_nowhere_else(fetch, edi
 def test_tokens_are_left_for_the_host_in_the_slot_of_their_step(store, turn: int) -> None:  # type: ignore[no-untyped-def]
     token_ids, ring = torch.zeros(200, 6, dtype=torch.int32), torch.full((3, 304, 2), -7, dtype=torch.int32)
     row, tokens = torch.arange(200, dtype=torch.int32), torch.arange(200) + 3
-    store(token_ids, row, row * 0 + 2, tokens, tokens % 2 == 0, ring, torch.tensor([turn], dtype=torch.int32))
+    store(token_ids, row, row * 0 + 2, tokens, torch.where(tokens % 2 == 0, 0.0, float("inf")), ring, torch.tensor([turn], dtype=torch.int32))
     slot = (turn - 1) % 3
     assert ring[slot, :200].tolist() == [[token, int(token % 2 == 0)] for token in range(3, 203)]
     ring[slot, :200] = -7

@@ -221,10 +221,10 @@ def rows() -> dict[str, dict[str, int]]:
     from headrace.kernels.triton import rows
 
     token_ids, table, ints = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    usable = torch.zeros(8, dtype=torch.bool)
+    peak = torch.zeros(8, dtype=torch.float32)
     return {
         **record(rows, ("_gather_kernel",), lambda: rows.gather_inputs(token_ids, table, ints, ints, ints, ints, 128, 4)),
-        **record(rows, ("_store_kernel",), lambda: rows.store_tokens(token_ids, ints, ints, ints.long(), usable)),
+        **record(rows, ("_store_kernel",), lambda: rows.store_tokens(token_ids, ints, ints, ints.long(), peak)),
     }
 
 

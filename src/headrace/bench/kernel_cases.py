@@ -309,9 +309,9 @@ class CaseMaker:
         ids, every, tokens = torch.zeros(rows, self.context, dtype=torch.int32), torch.arange(rows).int(), torch.arange(rows)
 
         def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
-            return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens >= 0)]
+            return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float())]
 
-        return KernelCase("store_tokens", f"{rows} rows", {"dtype": torch.int32}, rows * (4 + 4 + 8 + 1 + 4 + 8), 0, calls)
+        return KernelCase("store_tokens", f"{rows} rows", {"dtype": torch.int32}, rows * (4 + 4 + 8 + 4 + 4 + 8), 0, calls)
 
     def _fetch(self, rows: int) -> KernelCase:
         """Of each row its place, and no edits of the block table."""

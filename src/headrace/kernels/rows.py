@@ -38,7 +38,7 @@ def store_tokens(
     row: Tensor,  # [n], int32
     place: Tensor,  # [n], int32: where in the row the token goes; beyond the row's length (and below 1): nowhere
     tokens: Tensor,  # [n], int64
-    usable: Tensor,  # [n], bool
+    peak: Tensor,  # [n], float32: where it is not finite, the token is not usable
     ring: Tensor | None = None,  # [slots, n or more, 2], int32, written: where the host looks, else in what is returned
     turn: Tensor | None = None,  # [1], int32, with it: the slot after this step's
 ) -> Tensor:
@@ -48,7 +48,7 @@ def store_tokens(
     inside = (at >= 1) & (at < token_ids.shape[1])
     at, row = torch.where(inside, at, 0), row.long()
     token_ids[row, at] = torch.where(inside, tokens.int(), token_ids[row, at])
-    picked = torch.stack((tokens.int(), usable.int()), dim=1)
+    picked = torch.stack((tokens.int(), peak.isfinite().int()), dim=1)
     if ring is not None and turn is not None:
         ring[:, : len(picked)].index_copy_(0, (turn - 1).remainder(ring.shape[0]).long(), picked[None])
     return picked

@@ -103,13 +103,12 @@ class Sampler:
         shared = not np.array_equal(batch.source, np.arange(len(logits)))
         scores = None
         if traits.any():
-            tokens, usable, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), shared=shared)
+            tokens, peak, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), shared=shared)
         else:
             peak, tokens = self._greedy(logits)
-            usable = peak.isfinite()
             if shared:
-                tokens, usable = tokens[source.long()], usable[source.long()]
-        picked = self._store(self._rows.token_ids, rows, positions, tokens, usable)
+                tokens, peak = tokens[source.long()], peak[source.long()]
+        picked = self._store(self._rows.token_ids, rows, positions, tokens, peak)
         self._count(tokens, batch, traits)
         return Samples(picked, scores)
 
@@ -123,7 +122,7 @@ class Sampler:
             temperature = self._rows.float_params(rows.long())[:, _FLOAT["temperature"]]
             drawn = self._pick_group(logits, peak, rows.long(), positions.long(), how is Draw.FILTERED)
             tokens = torch.where(temperature > 0.0, drawn, tokens)
-        self._store(self._rows.token_ids, rows, positions, tokens, peak.isfinite(), ring, turn)
+        self._store(self._rows.token_ids, rows, positions, tokens, peak, ring, turn)
 
     def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see ``score_tokens``."""
@@ -133,16 +132,17 @@ class Sampler:
     def _sample_as_asked(
         self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, *, shared: bool
     ) -> tuple[Tensor, Tensor, Scores | None]:
-        """(tokens, usable, scores). ``raw`` is kept whole only where somebody wants its logprobs, or several samples read one row of it."""
+        """(tokens, peaks, scores); where a peak is not finite, the token is not usable. ``raw`` is kept whole only where somebody wants its
+        logprobs, or several samples read one row of it.
+        """
         traits = self._rows.traits[batch.rows]
         scored = bool((traits & Trait.SCORED).any())
         logits = raw[source] if shared else raw.clone() if scored else raw
-        usable = raw.amax(-1).isfinite()[source]
+        whole = raw.amax(-1).float()[source]  # before anything is taken out
         self._process(logits, batch, traits)
         peak, tokens = self._greedy(logits)
-        usable &= peak.isfinite()
         self._replace_random(tokens, logits, peak, traits, rows, positions)
-        return tokens, usable, self._scores(raw, source, tokens, batch, traits) if scored else None
+        return tokens, torch.where(whole.isfinite(), peak, whole), self._scores(raw, source, tokens, batch, traits) if scored else None
 
     # --- picking
 

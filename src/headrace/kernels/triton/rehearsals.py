@@ -159,7 +159,7 @@ def gathers(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 def stores(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     def store() -> object:
         at = zeros(site, _TOKENS)
-        return run(zeros(site, _TOKENS, sizes.max_model_len), at, at.clone(), at.long(), at == 0)
+        return run(zeros(site, _TOKENS, sizes.max_model_len), at, at.clone(), at.long(), at.float())
 
     yield "step", store
 

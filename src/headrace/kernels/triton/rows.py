@@ -64,29 +64,29 @@ def gather_inputs(
 
 @launchable(do_not_specialize=["ids_row", "length", "slots", "out_slot", "count"])
 def _store_kernel(
-    ids_ptr, row_ptr, place_ptr, tokens_ptr, usable_ptr, out_ptr, turn_ptr, ids_row, length, slots, out_slot, count, BLOCK: tl.constexpr
+    ids_ptr, row_ptr, place_ptr, tokens_ptr, peak_ptr, out_ptr, turn_ptr, ids_row, length, slots, out_slot, count, BLOCK: tl.constexpr
 ):  # fmt: skip
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = each < count
     place = tl.load(place_ptr + each, mask=live, other=-1)
     row = tl.load(row_ptr + each, mask=live, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + each, mask=live, other=0).to(tl.int32)
-    usable = tl.load(usable_ptr + each, mask=live, other=0).to(tl.int32)
+    peak = tl.load(peak_ptr + each, mask=live, other=0.0)
     tl.store(ids_ptr + row * ids_row + place, token, mask=live & (place >= 1) & (place < length))
     out = out_ptr + (tl.load(turn_ptr) + slots - 1) % slots * out_slot
     tl.store(out + 2 * each, token, mask=live)
-    tl.store(out + 2 * each + 1, usable, mask=live)
+    tl.store(out + 2 * each + 1, (peak - peak == 0.0).to(tl.int32), mask=live)  # NaN of what is not finite
 
 
 def store_tokens(
-    token_ids: Tensor, row: Tensor, place: Tensor, tokens: Tensor, usable: Tensor, ring: Tensor | None = None, turn: Tensor | None = None
+    token_ids: Tensor, row: Tensor, place: Tensor, tokens: Tensor, peak: Tensor, ring: Tensor | None = None, turn: Tensor | None = None
 ) -> Tensor:
     """As kernels/rows.py says."""
     count = row.shape[0]
     picked = torch.empty((count, 2), dtype=torch.int32, device=row.device) if ring is None else ring
     slots, slot = (1, 0) if ring is None else (ring.shape[0], ring.stride(0))
     _store_kernel[(triton.cdiv(count, 128),)](
-        token_ids, row, place, tokens, usable, picked, row if turn is None else turn, token_ids.stride(0), token_ids.shape[1],
+        token_ids, row, place, tokens, peak, picked, row if turn is None else turn, token_ids.stride(0), token_ids.shape[1],
         slots, slot, count, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return picked

@@ -21,7 +21,8 @@ from headrace.kernels.triton.thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
 _PROGRAMS = 528  # four for each processor of an H200
-_WIDE_BLOCK, _WIDE_PROGRAMS = 2048, 792  # where no noise tells tokens apart by their place: loads of 16 bytes, six for each processor
+# Where no noise tells tokens apart by their place: loads of 16 bytes, some blocks of them under way at once, eight programs for each processor.
+_WIDE_BLOCK, _WIDE_TURNS, _WIDE_PROGRAMS = 2048, 4, 1056
 _NO_TOKEN = tl.constexpr(2147483647)
 
 
@@ -122,19 +123,24 @@ def _pick_kernel(
         gdc_launch_dependents()
 
 
-@launchable(do_not_specialize=["span"])
-def _largest_kernel(logits_ptr, best_ptr, token_ptr, row_stride, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """As ``_pick_kernel`` where nothing but the logits counts."""
+@launchable(do_not_specialize=["blocks"])
+def _largest_kernel(
+    logits_ptr, best_ptr, token_ptr, row_stride, vocab, blocks, BLOCK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """As ``_pick_kernel`` where nothing but the logits counts. A part is ``blocks`` blocks: where each begins is known to be aligned."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
+    end = tl.minimum((part + 1) * blocks * BLOCK, vocab)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_token = tl.full((BLOCK,), _NO_TOKEN, tl.int32)
-    for begin in range(part * span, tl.minimum(part * span + span, vocab), BLOCK):
-        token = begin + lane
-        x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        best, best_token = _better(x, tl.where(token < vocab, token, _NO_TOKEN), best, best_token)
+    for first in range(part * blocks, tl.cdiv(end, BLOCK), TURNS):
+        for turn in tl.static_range(TURNS):
+            token = (first + turn) * BLOCK + lane
+            x = tl.load(logits_ptr + row * row_stride + token, mask=token < end, other=float("-inf")).to(tl.float32)
+            wins = (x > best) | (x != x)  # tokens of a lane rise, so the lower of equals is kept; NaN stays once it is there
+            best, best_token = tl.where(wins, x, best), tl.where(wins, token, best_token)
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
     tl.store(token_ptr + row * parts + part, token)
@@ -191,7 +197,9 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     span, parts = _division(rows, vocab, _WIDE_BLOCK, _WIDE_PROGRAMS)
     best, tokens = _empty_parts(rows, parts, logits.device)
     if rows:
-        _largest_kernel[(rows, parts)](logits, best, tokens, logits.stride(0), vocab, span, BLOCK=_WIDE_BLOCK, PDL=False, num_warps=4)
+        _largest_kernel[(rows, parts)](
+            logits, best, tokens, logits.stride(0), vocab, span // _WIDE_BLOCK, BLOCK=_WIDE_BLOCK, TURNS=_WIDE_TURNS, PDL=False, num_warps=4
+        )  # fmt: skip
     return _best(best, tokens, vocab)
 
 
