@@ -165,6 +165,58 @@ def test_as_many_are_pushed_out_as_want_in() -> None:
     assert_at_rest(core)
 
 
+def test_as_many_give_way_as_have_the_blocks_that_are_wanted() -> None:
+    """At once, and no more: what is on its way is counted, so the next turn pushes nobody out."""
+    core = engine(depth=1, num_blocks=48, max_num_seqs=8, scheduling_policy="priority")
+    answers = Answers()
+    asked = [request(index, range(50 * index, 50 * index + 30), max_tokens=20, priority=5) for index in range(4)]
+    for each in asked:
+        core.add(each)
+    for _ in range(8):
+        answers.take(core.step())
+    assert core.stats().num_running == 4 and len(core.scheduler.roster.free_rows) == 4
+    for number in (4, 5):
+        asked.append(request(number, range(300 + 50 * number, 330 + 50 * number), max_tokens=4, priority=1))
+        core.add(asked[-1])
+    for _ in range(2):
+        answers.take(core.step())
+        assert core.scheduler.counters.preemptions == 2
+    run(core, answers=answers)
+    assert all(answers.tokens[each.request_id, 0] == expected(each) for each in asked)
+    assert_at_rest(core)
+
+
+def test_who_cannot_begin_yet_pushes_nobody_out() -> None:
+    """Sixteen tokens a step: of six long prompts one begins in four steps, so those who run go on meanwhile."""
+    core = engine(depth=1, num_blocks=100, max_num_seqs=4, budget=16, scheduling_policy="priority")
+    for index in range(4):
+        core.add(request(index, PROMPT[: 2 + index], max_tokens=60, priority=5))
+    core.step()
+    for index in range(4, 10):
+        core.add(request(index, range(index, index + 60), max_tokens=2, priority=1))
+    core.step()
+    assert core.scheduler.counters.preemptions == 1
+    run(core)
+    assert_at_rest(core)
+
+
+def test_a_better_class_does_not_wait_for_what_slides_out_of_windows() -> None:
+    """Blocks are always on their way there, and whoever gave one takes it again (seed 99626 of the simulated lives)."""
+    core = engine(depth=2, window=9, block_size=2, num_blocks=12, max_model_len=64, scheduling_policy="priority")
+    core.add(request(0, PROMPT[:9], max_tokens=19, n=3, priority=1))
+    core.step()
+    urgent = request(1, PROMPT[:31], max_tokens=8, prompt_logprobs=0)
+    core.add(urgent)
+    steps, answers = 0, Answers()
+    while urgent.request_id not in {sequence.request_id for sequence in core.scheduler.roster.running}:
+        answers.take(core.step())
+        steps += 1
+        assert steps <= 6, "it waits until answers of a worse class end"
+    run(core, answers=answers)
+    assert answers.tokens[1, 0] == expected(urgent, max_model_len=64)
+    assert_at_rest(core)
+
+
 def test_first_come_is_first_served() -> None:
     core = engine(max_num_seqs=2)
     for i in range(6):
@@ -414,6 +466,22 @@ def test_a_prompt_under_way_does_not_wait_until_later_answers_end() -> None:
         now = sum(sequence.num_computed_tokens for sequence in core.scheduler.requests.get(0, ()))
         computed, still = now, still + 1 if now == computed else 0
         assert still < 3, f"{computed} tokens for {still} steps"
+    run(core)
+    assert_at_rest(core)
+
+
+def test_a_prompt_under_way_does_not_wait_for_what_later_answers_take_again() -> None:
+    """Behind a window, with two steps in flight, blocks are always on their way, and single tokens go before prompts."""
+    core = engine(depth=2, window=9, num_blocks=12, max_logits_rows=4)
+    first = request(0, range(100, 129), prompt_logprobs=0)
+    for each in (first, *(request(1 + i, PROMPT[i : 5 + 2 * i], max_tokens=60) for i in range(3))):
+        core.add(each)
+    computed, still = -1, 0
+    while 0 in core.scheduler.requests or computed < 0:
+        core.step()
+        now = sum(sequence.num_computed_tokens for sequence in core.scheduler.requests.get(0, ()))
+        computed, still = now, still + 1 if now == computed < 29 else 0
+        assert still <= 4, f"{computed} tokens for {still} steps"
     run(core)
     assert_at_rest(core)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class CacheManager:
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
         self._written: dict[int, list[PrefixNode]] = {}  # step in flight → nodes whose blocks it writes
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
+        self._slid: set[tuple[int, int, int]] = set()  # those of them that slid out of a window
         self._retired = -1  # the last step collected
         self._windows = tuple(spec.window if sliding else None for spec in self.specs)
         self._sliding = tuple(index for index, window in enumerate(self._windows) if window is not None)
@@ -117,6 +119,16 @@ class CacheManager:
     def num_leaving(self) -> int:
         """Blocks that come back once the steps in flight that name them are collected."""
         return len(self._leaving)
+
+    def num_coming(self) -> list[int]:
+        """How many of those others may have, by group. Not what slid out of a window, for whoever gave that takes another block in its place;
+        nor what somebody still holds."""
+        coming = [0] * len(self.pools)
+        freed = {entry[1:] for entry in self._leaving if entry not in self._slid}
+        entries = Counter(entry[1:] for entry in self._leaving) if freed else {}
+        for group, block in freed:
+            coming[group] += self.pools[group].references(block) == entries[group, block]
+        return coming
 
     def create(self, salt: str = "", adapter: str | None = None) -> SequenceKV:
         return SequenceKV(salt, adapter, [[] for _ in self.specs])
@@ -155,17 +167,25 @@ class CacheManager:
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int, *, whole: bool = False) -> bool:
         """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left. ``whole``: computed in one step, so that
         no block slides out of a window before the last one is taken."""
+        fresh, idle = self.blocks_wanted(match, num_tokens, whole=whole), self.idle_blocks(match)
+        return all(new + old + headroom <= pool.num_available for new, old, pool in zip(fresh, idle, self.pools, strict=True))
+
+    def blocks_wanted(self, match: PrefixMatch, num_tokens: int, *, whole: bool = False) -> list[int]:
+        """New ones for ``num_tokens`` in all, by group."""
+        wanted = []
+        for spec, window in zip(self.specs, self._windows, strict=True):
+            fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
+            wanted.append(fresh if window is None or whole else min(fresh, -(-window // spec.block_size) + 1))
+        return wanted
+
+    def idle_blocks(self, match: PrefixMatch) -> list[int]:
+        """How many blocks of a match nobody holds, by group: they count as available, and will not be."""
+        idle = []
         for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
             first, inside = divmod(self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size)
             reused = [block for node in match.nodes[first:] for block in node.blocks[group] or ()]
-            idle = sum(1 for block in reused[inside:] if pool.is_cached(block))
-            fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
-            window = self._windows[group]
-            if window is not None and not whole:
-                fresh = min(fresh, -(-window // spec.block_size) + 1)
-            if fresh + idle + headroom > pool.num_available:
-                return False
-        return True
+            idle.append(sum(1 for block in reused[inside:] if pool.is_cached(block)))
+        return idle
 
     def attach(self, kv: SequenceKV, match: PrefixMatch) -> None:
         """Gives an empty sequence the blocks of a match."""
@@ -360,6 +380,8 @@ class CacheManager:
                     break
                 table[index] = None
                 self._leave(last_step, group, block)
+                if last_step > self._retired:
+                    self._slid.add((last_step, group, block))
 
     def free(self, kv: SequenceKV, last_step: int) -> None:
         """Gives all blocks back, deepest first, at once or when ``last_step`` has been collected."""
@@ -387,6 +409,8 @@ class CacheManager:
             entries, self._leaving = self._leaving, []
             for last_step, group, block in entries:
                 self._leave(last_step, group, block)
+            if self._slid:
+                self._slid.intersection_update(self._leaving)
 
     def fail(self, step_id: int) -> None:
         """A step failed: nothing that it or a later one was to write can be matched any more."""

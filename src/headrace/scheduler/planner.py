@@ -9,6 +9,9 @@ What lives here: order, budgets, admission, preemption. What may not: what resul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import chain
+
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.request import SequenceStatus
@@ -19,6 +22,14 @@ from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What one that waits wants: new blocks by group, tokens to compute."""
+
+    blocks: list[int]
+    tokens: int
 
 
 class Planner:
@@ -42,13 +53,14 @@ class Planner:
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._in_want: Sequence | None = None
+        self._in_want: Sequence | None = None  # a prompt under way that found no room
+        self._in_want_since = 0  # the step that it found none in first
         self._batch_quota = 0  # static batching: how many the current batch may still admit
 
     def fill(self, plan: PlanBuilder, now: float, *, idle: bool) -> None:
         """``idle``: nothing is in flight."""
-        self._push_out()
-        self._give_room()
+        self._push_out(plan)
+        self._give_room(plan)
         if self.config.chunked_prefill:
             self._plan_running(plan)
             self._plan_waiting(plan, now, idle)
@@ -123,19 +135,29 @@ class Planner:
             return
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
-            if victim is not sequence and victim.last_step == plan.step_id and self._in_want is None:
-                self._in_want = sequence
             if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
-                return
+                return self._note_want(sequence, plan)
             self.roster.preempt_last()
+        if self._in_want is sequence and sequence.last_step == plan.step_id:
+            self._in_want = None
 
-    def _give_room(self) -> None:
-        """Makes room for a prompt under way that found none in the step before, when all who came later had been planned already."""
-        sequence, self._in_want = self._in_want, None
+    def _note_want(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """Of several, the first in order."""
+        if self._in_want is None or sequence.order < self._in_want.order:
+            self._in_want, self._in_want_since = sequence, plan.step_id
+
+    def _give_room(self, plan: PlanBuilder) -> None:
+        """Makes room for a prompt under way that has found none, because all who came later were planned before it, or because blocks were on
+        their way; but those may be others' by the time they come (behind windows some always are), so they are waited for once."""
+        sequence = self._in_want
         if sequence is None or sequence.status is not SequenceStatus.RUNNING or self.roster.running[-1] is sequence:
+            self._in_want = None
             return
-        if not self.cache.num_leaving and self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens:
+        if self.cache.num_leaving and self.roster.retired < self._in_want_since - 1:
+            return
+        if self.cache.tokens_available(sequence.kv) <= sequence.num_computed_tokens or not self.cache.has_room(len(self.roster.running)):
             self.roster.preempt_last()
+            self._in_want_since = plan.step_id
 
     def _try_chunk(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Plans as many tokens as budgets and blocks allow. False only for want of blocks."""
@@ -297,28 +319,45 @@ class Planner:
             self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)
         self.roster.refresh(sequence)
 
-    def _push_out(self) -> None:
-        """Lets a waiting sequence of a better class take the place of the last ones running, where the policy says so."""
-        roster = self.roster
-        head = roster.waiting.peek()
-        if head is None or head.last_step > roster.retired:
+    def _push_out(self, plan: PlanBuilder) -> None:
+        """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so: as many of these go as
+        are needed for those who may begin when their room has come."""
+        roster, head = self.roster, self.roster.waiting.peek()
+        if head is None or head.last_step > roster.retired or not self.admits:
             return
-        while roster.running and self.policy.preempts(head, roster.running[-1]):
-            if (self.cache.num_leaving or roster.num_rows_leaving) and not self._more_want_rows(roster.running[-1]):
-                return  # room is on its way
-            if len(roster.free_rows) >= rows_wanted(head) and self._fits(head, self._lookup(head)):
-                return
+        budget = self.limits.max_num_batched_tokens * (plan.step_id - roster.retired)
+        claims: dict[Sequence, _Claim] = {}
+        while roster.running and self.policy.preempts(head, roster.running[-1]) and self._lacks_room(head, budget, claims):
             roster.preempt_last()
 
-    def _more_want_rows(self, last: Sequence) -> bool:
-        """Whether those who may push out ``last`` want more rows than are free or on their way. (Blocks that are on their way are not counted:
-        nobody knows how many of them each will find.)"""
-        coming = len(self.roster.free_rows) + self.roster.num_rows_leaving
-        for sequence in self.roster.waiting:
-            coming -= rows_wanted(sequence) if self.policy.preempts(sequence, last) else 0
-            if coming < 0:
+    def _lacks_room(self, head: Sequence, budget: int, claims: dict[Sequence, _Claim]) -> bool:
+        """Whether those who may push out the last one running want more rows or blocks than are free or on their way. Those whose prompts
+        ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those that were looked at."""
+        roster, last = self.roster, self.roster.running[-1]
+        rows = len(roster.free_rows) + roster.num_rows_leaving
+        blocks = [pool.num_available + more for pool, more in zip(self.cache.pools, self.cache.num_coming(), strict=True)]
+        headroom = len(roster.running) if self.limits.paged_allocation else 0
+        for sequence in chain((head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))):
+            rows -= rows_wanted(sequence)
+            if rows < 0:
                 return True
+            claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, exact=sequence is head)
+            blocks = [have - wanted for have, wanted in zip(blocks, claim.blocks, strict=True)]
+            if min(blocks) < headroom:
+                return True
+            headroom, budget = headroom + (headroom > 0), budget - claim.tokens
+            if budget <= 0:
+                return False
         return False
+
+    def _claim(self, sequence: Sequence, *, exact: bool) -> _Claim:
+        """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only one counts them.)"""
+        match = self._lookup(sequence)
+        tokens, _, whole = self.claim_of(sequence)
+        blocks = self.cache.blocks_wanted(match, tokens, whole=whole)
+        if exact:
+            blocks = [new + old for new, old in zip(blocks, self.cache.idle_blocks(match), strict=True)]
+        return _Claim(blocks, sequence.num_tokens - match.num_tokens)
 
 
 def rows_wanted(sequence: Sequence) -> int:
