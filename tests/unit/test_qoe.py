@@ -166,6 +166,19 @@ def test_preemptions_keep_to_their_number(cap: float) -> None:
     assert 0 < core.stats().counters.preemptions <= cap * 60
 
 
+def test_who_gives_way_for_want_of_blocks_leaves_no_debt() -> None:
+    """Else a cache that was too small for a while keeps readers waiting long after: nobody may make room for them."""
+    core = reading(max_num_seqs=4, num_blocks=20, qoe_preemptions=0.1)
+    for number in range(4):
+        core.add(request(number, range(9 * number, 9 * number + 8), max_tokens=60, arrival_time=core.clock.now()))
+    least = 0.0
+    while core.has_work:
+        run(core, 0.1)
+        least = min(least, policy_of(core)._credit)
+    assert core.stats().counters.preemptions > 1
+    assert least == 0.0
+
+
 def test_nobody_starves() -> None:
     """The turns: with ever new requests that gain more, an old one is admitted within TURN admissions for each that came before it."""
     core = reading(max_num_seqs=1, qoe_preemptions=0.0)

@@ -72,6 +72,24 @@ def test_nobody_is_pushed_out_for_little() -> None:
     assert core.stats().counters.preemptions == 0
 
 
+def test_whoever_turns_out_to_be_long_makes_room_while_steps_are_alike() -> None:
+    """It was taken for short, and is looked at again though nobody comes or goes."""
+    core = shortest("history", max_num_seqs=1, ageing=0.1)
+    kind = [3] * (BEGINNING + 1)
+    for number in range(2 * ENOUGH):  # short ones, and a few that tell that who is not short is long
+        core.add(request(number, kind, max_tokens=160 if number % 5 == 4 else 10))
+        ends(core)
+    core.add(request(100, kind, max_tokens=150))
+    tick(core)
+    core.add(request(101, kind, max_tokens=10))
+    assert ends(core) == [101, 100]
+    assert policy_wake(core) == math.inf, "nobody waits"
+
+
+def policy_wake(core: EngineCore) -> float:
+    return core.scheduler.wake
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), ageing=st.sampled_from([0.5, 5.0, 100.0]), rows=st.sampled_from([1, 3]), depth=st.sampled_from([0, 1]))
 def test_nobody_is_passed_by_those_who_came_too_late(seed: int, ageing: float, rows: int, depth: int) -> None:

@@ -13,8 +13,9 @@ when it has come and all before it are read. With L tokens, the experience is th
     weight = the share of rows or of the cache that it takes, whichever is larger
 
 Sequences are served by gain / weight, the paper's greedy way to fill its knapsack; one with text in stock is pushed out for one that gains
-more, at most ``preemptions`` times a request on average. The paper's search for a batch size is left out: a step of a full batch is many times
-quicker than a reader, so a smaller one would gain nobody anything.
+more, at most ``preemptions`` times a request on average (who gives way for want of blocks, or falls with a step, counts, but nothing is owed
+for it). The paper's search for a batch size is left out: a step of a full batch is many times quicker than a reader, so a smaller one would
+gain nobody anything.
 
 Nobody starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before it has a new token.
 
@@ -134,7 +135,7 @@ class QualityOfExperience(DynamicPolicy):
             if sequence.num_output_tokens:
                 self._length = _KEEP * self._length + (1.0 - _KEEP) * sequence.num_output_tokens
         else:
-            self._credit -= 1.0
+            self._credit = max(0.0, self._credit - 1.0)  # not below: it may have been for want of blocks, or its step failed
             reader.take(sequence.num_output_tokens, now)
             reader.turn = 0
             sequence.order = self._order_of(sequence, reader, now)

@@ -18,6 +18,7 @@ What lives here: keys. What may not: predictions (lengths.py), room (planner.py)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from headrace.request import Request, SequenceStatus
@@ -26,7 +27,8 @@ from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal, 
 from headrace.sequence import Sequence
 
 PROMPT_SHARE = 1 / 16  # of a token of an answer: what a token of a prompt costs, many of which are computed at once
-STRIDE = 16  # tokens after which a running one's key is looked at again
+STRIDE = 16  # tokens after which a running one's key is looked at again,
+LOOK = 0.1  # ... and seconds after which steps that are alike are interrupted for that
 LEAST_GAIN = 32.0  # tokens: for less nobody is pushed out
 
 
@@ -56,6 +58,7 @@ class ShortestRemaining(DynamicPolicy):
 
     def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
         """Those who run have less left; with a prediction, sometimes more. Those who wait are ordered anew when a kind of answers is new."""
+        self.wake = standing.now + LOOK if len(standing.waiting) else math.inf
         if len(standing.waiting):
             for sequence, looked in self._looked.items():
                 if sequence.num_output_tokens >= looked + STRIDE:
