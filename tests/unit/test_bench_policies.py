@@ -33,19 +33,6 @@ def sample(sent: float, *arrivals: float, prompt: int = 10) -> Sample:
     return Sample(sent=sent, arrivals=list(arrivals), prompt_tokens=prompt, output_tokens=len(arrivals))
 
 
-def test_drift_counts_while_both_wait() -> None:
-    """One tenant is served three times in a row while the other waits: three prompts of 10 and three tokens of 2; not what came after."""
-    light = [sample(0.0, 5.0), sample(0.0, 50.0)]
-    heavy = [sample(0.0, float(at)) for at in (1, 2, 3, 60, 61)]
-    assert policies.drift([*light, *heavy], [True] * 2 + [False] * 5) == 3 * (10 + 2)
-
-
-def test_drift_forgets_what_was_when_nobody_waited() -> None:
-    light = [sample(10.0, 10.1), sample(20.0, 21.0)]
-    heavy = [sample(0.0, 0.1, 0.2, 0.3, prompt=1000), sample(19.0, 20.5)]
-    assert policies.drift([*light, *heavy], [True] * 2 + [False] * 2) == 0.0
-
-
 def test_the_load_up_to_which_readers_are_content_lies_between_points() -> None:
     points = [{"load": load, "QoE": value} for load, value in ((1.0, 1.0), (2.0, 0.95), (3.0, 0.85))]
     assert policies._reach(points, "QoE") == pytest.approx(2.5)

@@ -23,7 +23,6 @@ import numpy as np
 
 from headrace.bench import simulated
 from headrace.bench.report import machine_facts, print_facts, table, write_json
-from headrace.bench.statistics import Sample
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.planner.workload import Asked
@@ -33,7 +32,6 @@ LIGHT = 0.1  # of the requests are the modest tenant's
 QUARTER = 0.25  # where both ask more than their share
 GOOD = 0.9  # QoE at which readers are content
 ROWS = 64  # that run at once where services are compared: the bound is in proportion
-INPUT, OUTPUT = 1.0, 2.0  # prices of tokens, as the engine has them by default
 BEGINNING = 64  # tokens that prompts of a kind share
 
 Point = dict[str, Any]
@@ -155,31 +153,11 @@ def _drift(bench: simulated.Bench, capacity: float) -> Mapping[str, float]:
     asked = replace(bench, asked=of_tenants(bench.asked, QUARTER, bench.seed)).at_rate(3.0 * capacity)
     found: dict[str, float] = {}
     for policy in ("fcfs", "fair"):
-        _, samples = bench.run(_config(policy, max_num_seqs=ROWS), asked)
-        found[policy] = drift(samples, [each.tenant == "light" for each in asked])
-    longest = (max(each.prompt for each in asked), max(each.output for each in asked))
-    found["bound"] = 2.0 * (INPUT * longest[0] + OUTPUT * ROWS * longest[1])
+        figures, _ = bench.run(_config(policy, max_num_seqs=ROWS), asked)
+        found |= {policy: figures["service_drift"], "bound": figures["service_drift_bound"]}
     shown = f"{found['fcfs']:,.0f} with fcfs, {found['fair']:,.0f} with fair; the bound is {found['bound']:,.0f}"
     print(f"\nboth ask more than their share, one three times as much as the other: their services differ by up to {shown}")
     return found
-
-
-def drift(samples: Sequence[Sample], light: Sequence[bool]) -> float:
-    """The most by which two tenants' services differ between any two moments of a time in which both have requests without a token."""
-    events: list[tuple[float, int, int, float]] = []  # when; whose; how many more wait; service
-    for sample, is_light in zip(samples, light, strict=True):
-        events.append((sample.sent, is_light, 1, 0.0))
-        events.append((sample.arrivals[0], is_light, -1, INPUT * (sample.prompt_tokens - sample.cached_tokens)))
-        events += [(arrival, is_light, 0, OUTPUT) for arrival in sample.arrivals]
-    waiting, ahead, least, most, widest = [0, 0], 0.0, 0.0, 0.0, 0.0
-    for _, whose, more, service in sorted(events):
-        waiting[whose] += more
-        ahead += service if whose else -service
-        if min(waiting) == 0:
-            ahead = least = most = 0.0
-        least, most = min(least, ahead), max(most, ahead)
-        widest = max(widest, most - least)
-    return widest
 
 
 # --- lengths

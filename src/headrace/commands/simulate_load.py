@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.planner.workload import Asked
 
 CLOSED_LOOP = 8  # clients, as bench serve has them
+MOST_TENANTS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_workload_flags(parser, trace="trace_file", max_input=None, max_output=None)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
+    who = parser.add_argument_group("tenants")
+    who.add_argument("--tenants", type=int, metavar="N", help="share the requests out among key1 … keyN, named as a server's keys are (default: one)")
+    who.add_argument("--hog", type=float, metavar="SHARE", help="of the requests are key1's (default: as many as anybody's)")
     how = parser.add_argument_group("simulation")
     how.add_argument("--stepwise", action="store_true", help="never take steps that are alike many at once: the same figures, slower")
 
@@ -36,16 +40,31 @@ def check_numbers(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     check_load_flags(args, args.trace_file)
+    _check_tenants(args)
+
+
+def _check_tenants(args: argparse.Namespace) -> None:
+    if args.tenants is None:
+        if args.hog is not None:
+            raise ConfigError(f"--hog is {args.hog:g}, but the load has one tenant; say of how many with --tenants.")
+        return
+    if not 2 <= args.tenants <= MOST_TENANTS:
+        raise ConfigError(f"--tenants is {args.tenants}; give 2 to {MOST_TENANTS}.")
+    if args.hog is not None and not 0.0 < args.hog < 1.0:
+        raise ConfigError(f"--hog is {args.hog:g}; give a share of the requests above 0 and below 1.")
 
 
 def load_of(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, rate: float | None) -> Load:
     """``rate`` stands for --request-rate. Raises ConfigError."""
     from headrace.bench.statistics import parse_goodput
     from headrace.planner.simulator import Load
+    from headrace.planner.tenants import among
 
     open_loop = rate is not None or args.workload == "trace"
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
     asked = _trace(args, rate) if args.workload == "trace" else _made(args, config.model.seed, rate)
+    if args.tenants is not None:
+        asked = among(asked, args.tenants, args.hog, config.model.seed)
     return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles, args.stepwise)
 
 
@@ -82,7 +101,12 @@ def what_is_asked(args: argparse.Namespace, count: int) -> str:
     from headrace.bench.load_flags import lengths_in_words
 
     what = f"trace {args.trace_file.name}" if args.workload == "trace" else f"{args.workload}, {lengths_in_words(args)}"
-    return f"{what}, {count} requests"
+    return f"{what}, {count} requests{_of_tenants(args)}"
+
+
+def _of_tenants(args: argparse.Namespace) -> str:
+    hog = f", {args.hog:.0%} of them key1's" if args.hog is not None else ""
+    return f" of {args.tenants} tenants{hog}" if args.tenants is not None else ""
 
 
 def shape(args: argparse.Namespace, count: int) -> str:

@@ -25,9 +25,10 @@ from headrace.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Outcome:
-    """One sample a request, in order of sending; ``seconds`` from the first request's zero to the last token."""
+    """One sample a request, in order of sending, and whose it is; ``seconds`` from the first request's zero to the last token."""
 
     samples: list[Sample] = field(default_factory=list)
+    tenants: list[str] = field(default_factory=list)
     seconds: float = 0.0
     most_used_blocks: int = 0
     most_running: int = 0  # requests under way at once
@@ -130,6 +131,7 @@ class Drive:
         sent = now if due is None else max(due, self._full_until if self._open else 0.0)
         sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
         self._outcome.samples.append(sample)
+        self._outcome.tenants.append(asked.tenant)
         if len(self._live) >= self._max_queue:
             sample.error = f"429: {len(self._live)} requests wait or run"
             self._clients -= 1
