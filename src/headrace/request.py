@@ -78,6 +78,7 @@ class StepPlan:
     ``sample_work[j]`` indexes ``rows``: the logits of that chunk's last token give one new token to row ``sample_rows[j]``
     (n > 1: one chunk, several rows).
     ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
+    ``shared_tokens``: tokens of KV that block tables name, once for each table but the first: what reading them once can spare. None: not counted.
     ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the step before is collected. Where it is not
     empty a step is two submissions: it is computed at once, and samples when it is given its TokenMasks.
     """
@@ -99,6 +100,7 @@ class StepPlan:
     sample_rows: array[int] = field(default_factory=_nothing)
     prompt_logprobs: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
+    shared_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

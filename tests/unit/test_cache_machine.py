@@ -127,6 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
                     held[block] = held.get(block, 0) + 1
             assert all(pool.references(block) == held.get(block, 0) for block in range(pool.num_blocks))
             assert pool.num_used == len(held)
+            assert pool.num_repeated == sum(held.values()) - len(held)
             assert pool.num_used + pool.num_available == pool.num_blocks
 
     def teardown(self) -> None:

@@ -63,6 +63,19 @@ def test_equal_prompts_are_computed_once() -> None:
     assert answers.cached[0, 0] == 0 and answers.cached[255, 0] == 36
 
 
+def test_a_plan_says_how_many_tokens_are_shared() -> None:
+    """One by one and while steps are alike; those that only a prefix remembers are nobody's."""
+    core = engine()
+    for i in range(3):
+        core.add(request(i, PROMPT, max_tokens=30, ignore_eos=True))
+    plans = plans_of(core)
+    run(core)
+    assert len(plans) > 20 and {plan.shared_tokens for plan in plans[:-1]} == {2 * 36}, "two of three name the first nine blocks again"
+    core.add(request(3, PROMPT, max_tokens=9))
+    run(core)
+    assert plans[-1].shared_tokens == 0
+
+
 def test_generated_blocks_are_reused_by_the_next_turn_of_a_conversation() -> None:
     core = engine()
     first = run_one(core, PROMPT, max_tokens=12)

@@ -25,6 +25,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._named = [False] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._repeated = 0
 
     @property
     def num_available(self) -> int:
@@ -38,6 +39,11 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
+
+    @property
+    def num_repeated(self) -> int:
+        """References beyond the first of each block: reads that a kernel spares who looks at a shared block once."""
+        return self._repeated
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -57,6 +63,8 @@ class BlockPool:
         """One more holder. Pins are references too: a block with any is never handed out."""
         if self._references[block] == 0:
             del self._cached[block]
+        else:
+            self._repeated += 1
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -64,7 +72,9 @@ class BlockPool:
         left = self._references[block] - 1
         assert left >= 0, f"block {block} released more often than held"
         self._references[block] = left
-        if left == 0:
+        if left:
+            self._repeated -= 1
+        else:
             if self._named[block]:
                 self._cached[block] = None
             else:

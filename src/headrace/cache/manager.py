@@ -116,6 +116,11 @@ class CacheManager:
         return sum(pool.num_used for pool in self.pools)
 
     @property
+    def shared_tokens(self) -> int:
+        """Tokens of KV that tables name, once for each table but the first; of the group with most of them."""
+        return max(pool.num_repeated * spec.block_size for spec, pool in zip(self.specs, self.pools, strict=True))
+
+    @property
     def num_leaving(self) -> int:
         """Blocks that come back once the steps in flight that name them are collected."""
         return len(self._leaving)

@@ -17,6 +17,7 @@ class PlanBuilder:
     """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``logits_budget`` is what is left, in rows.
 
     ``padded``: every piece of work takes as much of the token budget as the longest one. ``meter``: where the step is bounded in time.
+    ``shared_tokens``: as the plan says it.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class PlanBuilder:
         "rows_added",
         "sample_work",
         "sampled",
+        "shared_tokens",
         "starts",
         "step_id",
         "work",
@@ -55,6 +57,7 @@ class PlanBuilder:
         self.prompt_logprobs: list[int] = []
         self.masked: list[int] = []
         self.meter: StepMeter | None = None
+        self.shared_tokens: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -152,6 +155,7 @@ class PlanBuilder:
             sample_rows=sample_rows,
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
+            shared_tokens=self.shared_tokens,
         )
 
 

@@ -155,6 +155,7 @@ class Scheduler:
         return PlanBuilder(self._next_step, limits.max_num_batched_tokens, limits.max_logits_rows, padded=limits.padded)
 
     def _submit(self, plan: PlanBuilder) -> StepPlan:
+        plan.shared_tokens = self.cache.shared_tokens
         built = plan.build(self._roster.dropped_rows)
         self._follow(InFlight(built, plan.work, plan.sampled))
         self._gather(plan)
@@ -178,6 +179,7 @@ class Scheduler:
         due = self._planner.repeat(cohort, plan, now)
         if due is None:
             return None
+        plan.shared_tokens = self.cache.shared_tokens
         built = cohort.plan(due, plan, self._roster.dropped_rows)
         if self._roster.stale:  # some are fully planned
             self._dissolve()
