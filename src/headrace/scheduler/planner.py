@@ -335,7 +335,7 @@ class Planner:
         ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those that were looked at."""
         roster, last = self.roster, self.roster.running[-1]
         rows = len(roster.free_rows) + roster.num_rows_leaving
-        blocks = [pool.num_available + more for pool, more in zip(self.cache.pools, self.cache.num_coming(), strict=True)]
+        blocks, known_to_come = [pool.num_available for pool in self.cache.pools], False
         headroom = len(roster.running) if self.limits.paged_allocation else 0
         for sequence in chain((head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))):
             rows -= rows_wanted(sequence)
@@ -343,6 +343,8 @@ class Planner:
                 return True
             claim = claims[sequence] = claims.get(sequence) or self._claim(sequence, exact=sequence is head)
             blocks = [have - wanted for have, wanted in zip(blocks, claim.blocks, strict=True)]
+            if min(blocks) < headroom and not known_to_come:
+                blocks, known_to_come = [have + more for have, more in zip(blocks, self.cache.num_coming(), strict=True)], True
             if min(blocks) < headroom:
                 return True
             headroom, budget = headroom + (headroom > 0), budget - claim.tokens
