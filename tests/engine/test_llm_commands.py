@@ -89,6 +89,16 @@ def test_errors_are_one_line(words: list[str], said: str, capsys: pytest.Capture
     assert captured.out == "" and said in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flags", [["--temperature", "-1"], ["--top-p", "3"], ["--max-tokens", "0"], ["--stop", ""]])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["chat", "x"]])
+def test_a_wrong_sampling_flag_is_wrong_usage_before_a_model_is_looked_for(
+    command: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *flags, "--model", "/no/such/model"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and flags[0].strip("-").replace("-", "_") in captured.err and captured.err.count("\n") == 1
+
+
 def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "x"}\n')

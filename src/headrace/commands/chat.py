@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from headrace.commands.sampling_flags import add_sampling_flags, sampling_values, with_values
+from headrace.commands.sampling_flags import add_sampling_flags, over_defaults, sampling_values
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, engine_config
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     message = _message(args.message)
-    config = engine_config(args)
+    config, flags = engine_config(args), sampling_values(args)
     from headrace.engine.llm import LLM  # torch
 
     with LLM.from_config(config) as llm:
-        params = with_values(llm.get_default_sampling_params(), sampling_values(args))
+        params = over_defaults(llm.get_default_sampling_params(), flags)
         conversation = Conversation(llm, params, args.system, clamp="max_tokens" not in vars(args))
         if message is not None:
             _show(conversation.answer(message))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, sampling_values, with_values
+from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, over_defaults, sampling_values, with_values
 from headrace.config import EngineConfig
 from headrace.engine.progress import ProgressLine
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 1 when at least one line could not be served."""
     if (args.input is None) == (args.prompt is None):
         raise ConfigError("give either --input FILE or --prompt TEXT.")
-    config = engine_config(args)
+    config, flags = engine_config(args), sampling_values(args)
     with contextlib.ExitStack() as stack:
         if args.prompt is not None:
             lines: Iterator[str] = (json.dumps({"prompt": prompt}) for prompt in args.prompt)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         from headrace.engine.llm import LLM  # torch
 
         llm = stack.enter_context(LLM.from_config(config))
-        params = with_values(llm.get_default_sampling_params(), sampling_values(args))
+        params = over_defaults(llm.get_default_sampling_params(), flags)
         plain = args.prompt is not None and args.output == "-"
         batch = _Batch(llm, params, total, clamp="max_tokens" not in vars(args))
         failed = batch.run(lines, lambda done: out.write((_plain(done) if plain else json.dumps(done, ensure_ascii=False)) + "\n"))

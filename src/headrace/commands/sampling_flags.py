@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from headrace.errors import InvalidRequest
+from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import SamplingParams
 
 _FLAGS: dict[str, tuple[type, str]] = {
@@ -32,8 +32,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given on the command line, by SamplingParams field."""
-    return {name: value for name, value in vars(args).items() if name in (*_FLAGS, "stop")}
+    """What was given on the command line, by SamplingParams field. Raises ConfigError for a value out of range: no model is needed to see it."""
+    values = {name: value for name, value in vars(args).items() if name in (*_FLAGS, "stop")}
+    over_defaults(SamplingParams(), values)
+    return values
+
+
+def over_defaults(defaults: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
+    """What the flags make of the model's own defaults. Raises ConfigError: a wrong flag is wrong usage, not a request that failed."""
+    try:
+        return with_values(defaults, values)
+    except InvalidRequest as error:
+        raise ConfigError(error.message, param=error.param) from error
 
 
 def with_values(base: SamplingParams, values: Mapping[str, Any]) -> SamplingParams:
