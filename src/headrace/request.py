@@ -211,7 +211,7 @@ class Finished:
     times: RequestTimes | None = None
     account: StepAccount | None = None  # where the request asked for it
     retry_after: float | None = None  # seconds; with ERROR, where a policy turned it away before its first token
-    param: str | None = None  # likewise, where it can never be met: the field that asks too much
+    param: str | None = None  # with ERROR, where it can never be met: the field that asks too much
 
 
 class SequenceOutput(NamedTuple):

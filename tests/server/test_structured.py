@@ -8,13 +8,15 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 from tests.support.outside import shared
-from tests.support.serving import Answer, Server
+from tests.support.serving import SERVE, Answer, Server, post_bytes, read_until_closed, serving
 
 SCHEMA = {
     "type": "object",
@@ -97,6 +99,39 @@ def _metric(text: str, name: str) -> float:
     found = re.search(rf"headrace_structured_output_{name}{{[^}}]*}} (\S+)", text)
     assert found is not None
     return float(found[1])
+
+
+# --- tokens that do not write everything
+
+
+def _ascii_tokenizer(folder: Path) -> str:
+    """The demo model's tokenizer without the tokens of any byte above 127."""
+    source = files("headrace").joinpath("data/demo")
+    found = json.loads(source.joinpath("tokenizer.json").read_text(encoding="utf-8"))
+    plain = {token: number for token, number in found["model"]["vocab"].items() if all(ord(c) < 128 or 256 <= ord(c) <= 289 for c in token)}
+    found["model"]["merges"] = [pair for pair in found["model"]["merges"] if {*pair, "".join(pair)} <= plain.keys()]
+    found["model"]["vocab"] = plain
+    folder.joinpath("tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+    folder.joinpath("tokenizer_config.json").write_text(source.joinpath("tokenizer_config.json").read_text())
+    return str(folder)
+
+
+def test_what_the_models_tokens_cannot_write_is_a_400_and_hurts_nobody(tmp_path: Path) -> None:
+    flags = ("--threads", "1", "--max-model-len", "600", "--tokenizer", _ascii_tokenizer(tmp_path))
+    with serving(*flags, command=SERVE) as server, ThreadPoolExecutor(2) as threads:
+        longer = threads.submit(server.ask, "POST", "/v1/completions", {"prompt": "Once", "max_tokens": 300, "ignore_eos": True})
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["abc\u2603"]}}}
+        regexes = [{"structured_outputs": {"regex": pattern}} for pattern in ("[\u2603\u00e9]", "ab\u2603")]
+        for wanted in (*regexes, {"response_format": schema}):
+            answer = server.ask("POST", "/v1/chat/completions", {"messages": ASK, **wanted})
+            assert (answer.status, [answer.error["param"]], answer.error["type"]) == (400, [*wanted], "invalid_request_error"), answer
+            assert "cannot be followed with this model's tokens" in answer.error["message"]
+        with server.raw(post_bytes("/v1/completions", {"prompt": "Once", "stream": True, "structured_outputs": {"regex": "ab\u2603"}})) as sock:
+            streamed = read_until_closed(sock)
+        assert b'"type":"invalid_request_error"' in streamed and b"[DONE]" not in streamed
+        assert server.ask("POST", "/v1/completions", {"prompt": "Say", "structured_outputs": {"regex": "a|b"}}).status == 200
+        assert longer.result().status == 200
+        assert b'finished_reason="refused"' in server.ask("GET", "/metrics").body
 
 
 # --- a benchmark's schemas

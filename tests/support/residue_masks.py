@@ -13,6 +13,7 @@ import numpy as np
 from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 PLAIN = 8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says
@@ -45,9 +46,9 @@ class ResidueMasks:
     def begin(self, request: Request) -> None:
         self._begun.append(request)
 
-    def take_compiled(self, wait: float) -> list[tuple[Request, str | None]]:
+    def take_compiled(self, wait: float) -> list[AddRequest | RefuseRequest]:
         taken, self._begun = self._begun, []
-        return [(request, None) for request in taken]
+        return [AddRequest(request) for request in taken]
 
     def drop(self, request_id: int) -> None:
         self._begun = [request for request in self._begun if request.request_id != request_id]
@@ -57,6 +58,9 @@ class ResidueMasks:
 
     def close(self) -> None:
         pass
+
+    def dead_end(self, request_id: int, index: int) -> str | None:
+        return None
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         self.given += len(wanted)

@@ -7,6 +7,7 @@ import json
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from headrace.engine import grammar_check, grammar_masks
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
+from headrace.engine.output import refusal_of
 from headrace.errors import InvalidRequest, ModelError
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
@@ -330,8 +332,33 @@ def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_do
     core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(grammar="start: <|unheard|>")))
     core.add(request(1, [1, 2], structured_outputs=StructuredOutputs(regex="[ab]+")))
     answers = run(core)
-    assert "unknown special token" in (answers.finished[0, 0].message or "")
+    assert "unknown special token" in (answers.finished[0, 0].message or "") and answers.finished[0, 0].param == "structured_outputs"
+    assert isinstance(refusal_of(answers.finished[0, 0]), InvalidRequest)
     assert len(answers.tokens[1, 0]) == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [({"regex": "ab☃b"}, 2), ({"grammar": 'start: "ab" X\nX: "☃"'}, 2), ({"json": {"enum": ["☃"]}}, 1), ({"regex": "[☃é]"}, 0)],
+)
+def test_where_no_token_leads_on_an_answer_neither_ends_nor_leaves_its_grammar(fields: dict[str, object], written: int, depth: int) -> None:
+    """A vocabulary of ASCII alone, as of a model whose tokens do not hold every byte."""
+    ascii_alone = replace(vocabulary(), tokens=[token if token.isascii() else b"" for token in vocabulary().tokens])
+    masks = GrammarMasks(lambda: ascii_alone)
+    core = engine(masks=masks, depth=depth)
+    core.add(request(0, [1, 2], n=2, structured_outputs=StructuredOutputs(**fields)))  # type: ignore[arg-type]
+    core.add(request(1, [1, 2], structured_outputs=StructuredOutputs(regex="[ab]+")))
+    core.add(request(2, [1, 2]))
+    answers = run(core)
+    for index in range(2):
+        ended = answers.finished[0, index]
+        assert sum(len(ascii_alone.tokens[token]) for token in answers.tokens[0, index]) == written
+        assert ended.param == "structured_outputs" and "cannot be followed" in (ended.message or ""), ended
+        told = refusal_of(ended)
+        assert isinstance(told, InvalidRequest) and told.status == 400
+    assert len(answers.tokens[1, 0]) == len(answers.tokens[2, 0]) == 8
+    masks.close()
 
 
 def test_a_vocabulary_that_is_gone_ends_the_request_that_asked_for_it_and_nobody_else() -> None:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.truth_judge": {"planner"},
     "bench.truth_loads": {"planner"},
     "bench.truth_run": {"planner", "engine"},
-    "bench.masks": {"engine", "cache", "models", "sequence"},  # it asks for masks as the core does
+    "bench.masks": {"engine", "cache", "models", "scheduler", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
     "engine": {"models.source", "scheduler", "cache", "sequence"},
     "engine.core": {"scheduler", "cache", "sequence"},

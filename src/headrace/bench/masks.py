@@ -30,6 +30,7 @@ from headrace.errors import ConfigError
 from headrace.models.source import find_model, find_tokenizer_files
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.scheduler.events import AddRequest
 from headrace.sequence import Sequence as LiveSequence
 
 MASK_BUDGET, FIRST_BUDGET = 50.0, 20.0  # µs a token, ms at the median schema
@@ -183,7 +184,7 @@ def _first(masks: GrammarMasks, case: Case) -> bool:
     taken = masks.take_compiled(60.0)
     case.first = time.perf_counter() - begin
     masks.keep(())
-    return bool(taken) and taken[0][1] is None
+    return bool(taken) and isinstance(taken[0], AddRequest)
 
 
 def _request(number: int, case: Case) -> Request:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.cache.manager import CacheManager
@@ -26,8 +26,8 @@ from headrace.engine.journal import Journal
 from headrace.engine.masks import GrammarStats, Masks
 from headrace.errors import InvalidRequest, StepFailed
 from headrace.metrics import StepRecord, StepTimes
-from headrace.request import Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
-from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, RefuseRequest
+from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
 from headrace.scheduler.explain import RequestState, explain, explain_arriving
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.policies import Forecast
@@ -154,8 +154,7 @@ class EngineCore:
         """Requests whose grammars are ready begin; only where there is nothing else to do that is waited for, a little."""
         if masks.compiling:
             idle = not (self._events or self._fifo or self.scheduler.has_work)
-            for request, refusal in masks.take_compiled(_COMPILE_WAIT if idle else 0.0):
-                self._events.append(AddRequest(request) if refusal is None else RefuseRequest(request, refusal))
+            self._events += masks.take_compiled(_COMPILE_WAIT if idle else 0.0)
 
     def _complete_oldest(self) -> None:
         """Gives the oldest step its masks, if it waits for them: every token before it is known."""
@@ -202,6 +201,8 @@ class EngineCore:
             self._journal.collected(collected, result, error)
         work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
+        if result is not None and result.errors and self._masks is not None:
+            outputs = [_at_dead_end(output, self._masks) for output in outputs]
         self._settle(result is None)
         if self._masks is not None and not self._events:  # else some that have been taken are not in the roster yet
             self._masks.keep(self.scheduler.requests)
@@ -262,6 +263,14 @@ class EngineCore:
             num_prefilling=sum(1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens),
             num_preempted=sum(1 for sequence in roster.waiting if sequence.num_preemptions),
         )
+
+
+def _at_dead_end(output: SequenceOutput, masks: Masks) -> SequenceOutput:
+    """An answer that ended because its grammar allows nothing further says so: what was asked for is to blame, no step."""
+    if output.finished is None or output.finished.reason is not FinishReason.ERROR:
+        return output
+    reason = masks.dead_end(output.request_id, output.index)
+    return output if reason is None else output._replace(finished=replace(output.finished, message=reason, param="structured_outputs"))
 
 
 def create_scheduler(

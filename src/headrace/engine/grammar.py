@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.sampling_params import StructuredOutputs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # Between the parts of a JSON text: a space, or a new line and its indentation. What has no end a model may never end.
 _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
+_NOTHING = "nothing satisfies it, or nothing that this model's tokens can write"
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -84,7 +86,7 @@ def vocabulary_of(tokenizer: Writes | None, width: int, eos: Sequence[int]) -> V
 
 @dataclass(slots=True)
 class _Wrapped:
-    """A vocabulary as llguidance asks for it. Texts are never encoded with it: grammars are followed byte by byte."""
+    """A vocabulary as llguidance asks for it. It encodes what a grammar forces, as far as it can be written, a token for each byte."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
@@ -93,7 +95,7 @@ class _Wrapped:
     first: dict[int, int] = field(default_factory=dict)  # byte → the id of that byte alone
 
     def __call__(self, text: bytes) -> list[int]:
-        return [self.first[byte] for byte in text if byte in self.first]
+        return [self.first[byte] for byte in takewhile(self.first.__contains__, text)]
 
 
 def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
@@ -160,11 +162,17 @@ def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LL
 def check_start(matcher: LLMatcher) -> bytes:
     """The first token's mask. Raises GrammarError when no token may begin an answer, or finding out which takes too much."""
     mask = matcher.compute_bitmask()
-    if matcher.is_error() and "NoExtension" not in matcher.get_error():
-        raise GrammarError(_short(matcher.get_error()))
-    if matcher.is_error() or not any(mask):
-        raise GrammarError("nothing satisfies it, or nothing that this model's tokens can write")
+    reason = why_stuck(matcher)
+    if reason is not None or not any(mask):
+        raise GrammarError(reason or _NOTHING)
     return mask
+
+
+def why_stuck(matcher: LLMatcher) -> str | None:
+    """Why nothing may follow, as a clause, of a matcher that has left its grammar or found no way on; None: it goes on."""
+    if not matcher.is_error():
+        return None
+    return _NOTHING if "NoExtension" in matcher.get_error() else _short(matcher.get_error())
 
 
 def _short(reason: str) -> str:

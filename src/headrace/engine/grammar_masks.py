@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, why_stuck
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.sampling_params import StructuredOutputs
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+_REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
@@ -106,7 +108,7 @@ class GrammarMasks:
             future = self._thread.submit(self._compile, wanted)
         self._compiling[request.request_id] = request, future
 
-    def take_compiled(self, wait_seconds: float) -> list[tuple[Request, str | None]]:
+    def take_compiled(self, wait_seconds: float) -> list[AddRequest | RefuseRequest]:
         if wait_seconds:
             wait([future for _, future in self._compiling.values()], wait_seconds, FIRST_COMPLETED)
         ready = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
@@ -121,18 +123,25 @@ class GrammarMasks:
         for request_id in [each for each in self._live if each not in request_ids]:
             del self._live[request_id]
 
-    def _take(self, request: Request, future: Future[_Compiled]) -> tuple[Request, str | None]:
+    def dead_end(self, request_id: int, index: int) -> str | None:
+        live = self._live.get(request_id)
+        follower = live.followers.get(index) if live is not None else None
+        reason = why_stuck(follower.matcher) if follower is not None else None
+        return None if reason is None else f"{_REFUSAL} beyond what was written: {reason}. Change it."
+
+    def _take(self, request: Request, future: Future[_Compiled]) -> AddRequest | RefuseRequest:
         try:
             compiled = future.result()
         except GrammarError as error:
-            return request, f"the grammar cannot be followed with this model's tokens: {error}"
+            return RefuseRequest(request, f"{_REFUSAL}: {error}. Change it.", param="structured_outputs")
         except Exception as error:  # a tokenizer that is gone, no memory …: whatever it is, this request's alone
             _log.exception("the grammar of a request could not be compiled")
-            return request, f"the grammar could not be compiled ({type(error).__name__}). The engine's log has the details; other requests go on."
+            name = type(error).__name__
+            return RefuseRequest(request, f"the grammar could not be compiled ({name}). The engine's log has the details; other requests go on.")
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
         self._live[request.request_id] = _Live(compiled)
-        return request, None
+        return AddRequest(request)
 
     def _remember(self, wanted: StructuredOutputs, compiled: _Compiled) -> None:
         """The least recently used give way; one that is larger than the whole cache is not kept."""
@@ -196,7 +205,7 @@ class GrammarMasks:
         return live, follower
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
-        """An error of one matcher leaves its row empty: nothing is allowed."""
+        """A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""
         start, size = words.ctypes.data, 4 * self._words
         if len(jobs) <= _ROWS_ALONE or self._threads == 1:
             for matcher, row in jobs:
@@ -206,6 +215,9 @@ class GrammarMasks:
 
             self._executor = self._executor or LLExecutor(self._threads)
             self._executor.unsafe_compute_mask_ptr(jobs, start, size, len(words))
+        for matcher, row in jobs:
+            if matcher.is_error():
+                words[row] = 0
 
     def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence) -> None:
         """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.request import Request, TokenMasks
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 
@@ -37,7 +38,7 @@ class Masks(Protocol):
 
     def begin(self, request: Request) -> None: ...
 
-    def take_compiled(self, wait: float) -> list[tuple[Request, str | None]]:
+    def take_compiled(self, wait: float) -> list[AddRequest | RefuseRequest]:
         """Requests that can run, or why not; waits up to so many seconds for the first."""
 
     def drop(self, request_id: int) -> None:
@@ -48,3 +49,6 @@ class Masks(Protocol):
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         """What each sample may be, after all that is known of its sequence."""
+
+    def dead_end(self, request_id: int, index: int) -> str | None:
+        """Why nothing at all may follow in this answer of a request that is kept; None: something may."""

@@ -295,7 +295,7 @@ class OutputProcessor:
 
 
 def refusal_of(finished: Finished) -> HeadraceError | None:
-    """What a policy turned away, as the error that its client is told."""
+    """What was turned away, by a policy or because its grammar leads nowhere, as the error that its client is told."""
     message = finished.message or ""
     if finished.param is not None:
         return InvalidRequest(message, param=finished.param, code="cannot_be_met")

@@ -17,10 +17,14 @@ class AddRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """It cannot be served after all: it ends with an error that says why."""
+    """It cannot be served after all: it ends with an error that says why.
+
+    ``param``: its field that asks for what cannot be; None: it is not to blame.
+    """
 
     request: Request
     message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

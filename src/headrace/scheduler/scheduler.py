@@ -269,7 +269,7 @@ class Scheduler:
             self._add(event.request, now)
             return
         if isinstance(event, RefuseRequest):
-            self._add(event.request, now, event.message)
+            self._add(event.request, now, Refusal(event.message, param=event.param))
             return
         if isinstance(event, AbortRequest) and event.request_id in self._roster.requests:
             self._roster.log.add("aborted", event.request_id)
@@ -280,46 +280,45 @@ class Scheduler:
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
                 self._roster.end(sequence)
 
-    def _add(self, request: Request, now: float, refused: str | None = None) -> None:
+    def _add(self, request: Request, now: float, refusal: Refusal | None = None) -> None:
         self._num_requests += 1
         sequence = self._roster.create(request, 0, self.policy.order(request, self._num_requests))
-        message = refused or self._refusal(request)
-        refusal = Refusal(message) if message is not None else None
+        kind: Kind = "refused"
+        refusal = refusal or self._refusal(request)
         if refusal is None and self._dynamic is not None:
             self._roster.drop_ended()  # it looks at those who run
-            refusal = self._dynamic.arrived(sequence, self._roster)
+            kind, refusal = "turned_away", self._dynamic.arrived(sequence, self._roster)
         if refusal is None:
             self._roster.enter(sequence)
         else:
-            self._reject(sequence, refusal, now)
+            self._reject(kind, sequence, refusal, now)
 
     def _consult(self, policy: DynamicPolicy, now: float) -> None:
         """Its say before a step: it may order anew those who run or wait, and turn away those who wait."""
         for sequence, refusal in policy.consider(self._roster):
             assert sequence.status is SequenceStatus.WAITING, "only who waits is turned away"
-            self._reject(sequence, refusal, now)
+            self._reject("turned_away", sequence, refusal, now)
             self._roster.end(sequence)
         self._roster.sort()
 
-    def _reject(self, sequence: Sequence, refusal: Refusal, now: float) -> None:
+    def _reject(self, kind: Kind, sequence: Sequence, refusal: Refusal, now: float) -> None:
         """Its client is told; so are the clients of siblings that would have begun with its prompt."""
         request = sequence.request
-        kind: Kind = "refused" if refusal.retry_after is None and refusal.param is None else "turned_away"
         self._roster.log.add(kind, request.request_id, len(request.prompt_token_ids))
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
         finished = replace(finished, retry_after=refusal.retry_after, param=refusal.param)
         indices = (sequence.index, *siblings_to_come(sequence))
         self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in indices)
 
-    def _refusal(self, request: Request) -> str | None:
+    def _refusal(self, request: Request) -> Refusal | None:
         """Why a request can never run here; front ends check the same before they submit."""
         prompt = len(request.prompt_token_ids)
         if request.request_id in self._roster.requests:
-            return f"request id {request.request_id} is in use"
+            return Refusal(f"request id {request.request_id} is in use")
         if not 1 <= prompt < self.max_sequence_tokens:
-            return f"the prompt has {prompt} tokens; this engine takes 1 to {self.max_sequence_tokens - 1}"
+            return Refusal(f"the prompt has {prompt} tokens; this engine takes 1 to {self.max_sequence_tokens - 1}")
         if request.params.n > self.limits.max_num_seqs:
-            return f"n is {request.params.n}, but only {self.limits.max_num_seqs} sequences can run at once"
+            return Refusal(f"n is {request.params.n}, but only {self.limits.max_num_seqs} sequences can run at once")
         return None
 
     def take_rejected(self) -> list[SequenceOutput]:

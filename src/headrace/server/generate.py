@@ -215,6 +215,10 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
                 else:
                     await _collect(answer, merged, run)
                     answer.explained = await explained(service, job)
+        except InvalidRequest as error:  # what only the engine could find out
+            if error.param == "structured_outputs":
+                error.param = options.grammar_name
+            raise
         finally:
             run.end()
     if not options.stream:

@@ -12,6 +12,7 @@ from tests.support.simulation.oracle import WORDS, chain, mask_words
 
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 REFUSAL = "the grammar cannot be followed"
@@ -42,15 +43,15 @@ class HashMasks:
     def begin(self, request: Request) -> None:
         self._compiling[request.request_id] = request, self._turn + self._turns_of(request.request_id)[0]
 
-    def take_compiled(self, wait: float) -> list[tuple[Request, str | None]]:
+    def take_compiled(self, wait: float) -> list[AddRequest | RefuseRequest]:
         self._turn += 1
         ready = [request for request, due in self._compiling.values() if due <= self._turn]
         for request in ready:
             del self._compiling[request.request_id]
             self._arrived(request)
-        taken = [(request, REFUSAL if self._turns_of(request.request_id)[1] else None) for request in ready]
-        self._followed.update(request.request_id for request, refusal in taken if refusal is None)
-        return taken
+        refused = {request.request_id for request in ready if self._turns_of(request.request_id)[1]}
+        self._followed.update(request.request_id for request in ready if request.request_id not in refused)
+        return [RefuseRequest(request, REFUSAL) if request.request_id in refused else AddRequest(request) for request in ready]
 
     def drop(self, request_id: int) -> None:
         self._compiling.pop(request_id, None)
@@ -58,6 +59,9 @@ class HashMasks:
     def keep(self, request_ids: Container[int]) -> None:
         if self._followed:
             self._followed = {each for each in self._followed if each in request_ids}
+
+    def dead_end(self, request_id: int, index: int) -> str | None:
+        return None
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         for _, sequence in wanted:
