@@ -192,6 +192,7 @@ class DeviceConfig:
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
     gated_products: bool = switch(True, "off: the activation behind gate and up of 65 to 512 rows is a kernel of its own")
+    cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")

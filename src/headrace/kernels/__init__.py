@@ -150,7 +150,7 @@ class Kernels:
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
-    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``: see Site.
+    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError.
@@ -165,11 +165,13 @@ class Kernels:
         batch_invariant: bool = False,
         programmatic: bool = False,
         unified_maximum: bool = False,
+        cuda_prefill: bool = False,
     ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
         self._programmatic = programmatic
         self._unified_maximum = unified_maximum
+        self._cuda_prefill = cuda_prefill
         self._strict = strict
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
@@ -230,7 +232,8 @@ class Kernels:
 
     def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
         op, facts = key
-        site = Site(op, self.device, dict(facts), self.batch_invariant, self._programmatic, self._unified_maximum)
+        flags = (self.batch_invariant, self._programmatic, self._unified_maximum, self._cuda_prefill)
+        site = Site(op, self.device, dict(facts), *flags)
         declined: list[tuple[str, Declined]] = []
         for candidate in CANDIDATES[op]:
             if self.device.type not in candidate.devices:

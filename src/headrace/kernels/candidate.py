@@ -30,7 +30,8 @@ class Site:
     """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there.
 
     ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
-    need not look for its maximum where a guard finds out whether that was needed.
+    need not look for its maximum where a guard finds out whether that was needed. ``cuda_prefill``: prompts are attended to in CUDA C++
+    where there is a kernel for it.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Site:
     batch_invariant: bool
     programmatic: bool = False
     unified_maximum: bool = False
+    cuda_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

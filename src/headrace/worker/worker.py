@@ -136,6 +136,7 @@ class _Start:
             batch_invariant=config.device.batch_invariant,
             programmatic=config.device.programmatic_launch,
             unified_maximum=config.device.unified_maximum,
+            cuda_prefill=config.device.cuda_prefill,
         )
         self._demand = create_demand(
             config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size

@@ -104,16 +104,19 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("words", c_uint64 * 16),)
 
 
-def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
-    """Boxes of ``rows`` x ``columns`` (128 bytes a row, swizzled) of a bfloat16 matrix whose rows lie at multiples of 16 bytes."""
+def tensor_map(tensor: Tensor, *box: int) -> TensorMap:
+    """Boxes (rows, columns, or one number more) of a bfloat16 tensor of as many dimensions. What comes last lies side by side, 128
+    bytes of it in a box, swizzled; the other strides are multiples of 16 bytes.
+    """
     held = (c_uint64 * 24)()  # the driver wants 64 bytes of alignment
     at = (ctypes.addressof(held) + 63) // 64 * 64
-    sizes, strides = (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.stride(0) * 2)
-    box, steps = (c_uint * 2)(columns, rows), (c_uint * 2)(1, 1)
+    rank = len(box)
+    sizes, strides = (c_uint64 * rank)(*tensor.shape[::-1]), (c_uint64 * (rank - 1))(*(stride * 2 for stride in tensor.stride()[-2::-1]))
+    boxes, steps = (c_uint * rank)(*box[::-1]), (c_uint * rank)(*(1 for _ in box))
     result = _driver().cuTensorMapEncodeTiled(
-        c_void_p(at), _BFLOAT16, 2, c_void_p(matrix.data_ptr()), sizes, strides, box, steps, 0, _SWIZZLE_128, _PROMOTE_256, 0
+        c_void_p(at), _BFLOAT16, rank, c_void_p(tensor.data_ptr()), sizes, strides, boxes, steps, 0, _SWIZZLE_128, _PROMOTE_256, 0
     )
-    _check(result, f"describing a matrix of {tuple(matrix.shape)}")
+    _check(result, f"describing a tensor of {tuple(tensor.shape)}")
     return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
 
 

@@ -6,6 +6,8 @@ What may not: the kernels (prefill.py, decode.py).
     query length    1 … FEW              more                      FEW: as many as fit, with a KV head's group, into one 16-row
     kernel          decode, split KV     prefill, whole rows            matrix instruction
 
+On Hopper a kernel in CUDA C++ may stand in for prefill (kernels/cuda/prefill.py).
+
 Both read lengths on the device alone; sequences of the other kind are passed over. With ``batch_invariant`` every sequence goes through
 the prefill kernel in one configuration: its tiles lie at absolute multiples, so a row's bits depend on nothing but its own keys.
 
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Site
+from headrace.kernels.cuda.prefill import Prompts, why_not
 from headrace.kernels.triton import decode, plan, prefill
 from headrace.kernels.triton.cascade import Common, make_common
 from headrace.kernels.triton.sharing import FEWEST
@@ -88,7 +91,8 @@ class PagedAttention:
     ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values to the prefill
     kernel wherever blocks are as large as tiles: from 64 tokens, better 128. ``cascade``: what decoding sequences begin with in common is
     read once for many (cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (decode.py); not for
-    float16. Calls of one object must follow each other on the device.
+    float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and values lie as it wants.
+    Calls of one object must follow each other on the device.
     """
 
     head_dim: int
@@ -100,6 +104,7 @@ class PagedAttention:
     device: torch.device | str = "cpu"
     cascade: bool = False
     unified: bool = False
+    prompts: Prompts | None = None
     _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
     _ticket: Tensor | None = field(init=False, repr=False, compare=False)
@@ -132,16 +137,32 @@ class PagedAttention:
         if longest > few or q.shape[0] != sequences * longest:
             if sequences == 1 and longest > few:
                 few = 0  # one prompt: no second kernel
-            room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
-            large = (invariant_tiles if self.batch_invariant else prefill_tiles)(q.dtype, self.head_dim, self.group, room)
-            bulk, tickets = room >= large.keys, self._scratch.tickets
-            prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, bulk, self.processors, tickets)
+            self._attend_many(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few)
         if few:
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
             decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common, unified)
         return out
+
+    def _attend_many(
+        self,
+        q: Tensor,
+        out: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        few: int,
+    ) -> None:
+        if self.prompts is not None and window is None and soft_cap is None and self.prompts.attend(q, out, k_cache, v_cache, inputs, scale, few):
+            return
+        room = prefill.bulk_keys(k_cache, v_cache) if self.bulk else 0
+        large = (invariant_tiles if self.batch_invariant else prefill_tiles)(q.dtype, self.head_dim, self.group, room)
+        bulk, tickets = room >= large.keys, self._scratch.tickets
+        prefill.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, large, bulk, self.processors, tickets)
 
     def _plan(self, inputs: AttentionInputs, window: int | None, few: int, kv_heads: int, tiles: Tiles) -> plan.Plan:
         """Made by the first layer of a step; the others bring the same inputs."""
@@ -194,9 +215,12 @@ class PagedAttention:
 def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     head_dim, heads, kv_heads = (int(site.facts[name]) for name in ("head_dim", "num_heads", "num_kv_heads"))
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
-    bulk = torch.cuda.get_device_capability(site.device)[0] == 9
+    capability = torch.cuda.get_device_capability(site.device)
+    bulk, group = capability[0] == 9, heads // kv_heads
     dtype, unified = site.facts["dtype"], site.unified_maximum
-    return PagedAttention(head_dim, heads // kv_heads, processors, site.batch_invariant, bulk, dtype, site.device, unified=unified)
+    wanted = site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
+    prompts = Prompts(head_dim, group, site.device) if wanted else None
+    return PagedAttention(head_dim, group, processors, site.batch_invariant, bulk, dtype, site.device, unified=unified, prompts=prompts)
 
 
 def create_cascade_attention(site: Site) -> Callable[..., Tensor]:
