@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import cli
-from headrace.bench import startup
+from headrace.bench import offline, startup
 from headrace.commands.bench import BENCHMARKS
 from support import tiny
 
@@ -133,3 +133,23 @@ def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(["bench", name, "--help"])
         assert ended.value.code == 0
         assert f"bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "kept"), [(("throughput", "--num-prompts", "3", "--repeats", "4"), 2), (("latency", "--num-iters", "4"), 2)])
+def test_ctrl_c_leaves_the_figures_of_what_was_timed(
+    words: tuple[str, ...], kept: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed, calls = offline._timed, iter(range(100))
+    before = 0 if words[0] == "throughput" else 1
+
+    def press(*args: Any) -> Any:
+        if next(calls) == before + kept:
+            raise KeyboardInterrupt
+        return timed(*args)
+
+    monkeypatch.setattr(offline, "_timed", press)
+    path = tmp_path / "out.json"
+    flags = ("--input-len", "20", "--output-len", "4", *(("--num-iters-warmup", "1") if before else ()))
+    assert cli.main(["bench", words[0], model, *ENGINE, *words[1:], *flags, "--output-json", str(path)]) == 130
+    found, told = json.loads(path.read_text()), capsys.readouterr()
+    assert len(found.get("latencies", range(kept))) == kept and f"interrupted when {kept} measurements" in told.err

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.bench.arguments import output, picture
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
+from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.techniques import TECHNIQUES, find_technique
@@ -39,16 +40,20 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         load_pyplot()  # its absence is said before minutes are spent
     facts = _facts(config, quick=args.quick)
     print_facts(facts)
-    results = []
-    for name in names:
-        for number, result in enumerate(measure(name, config, quick=args.quick, say=say)):
-            print(f"\n{render(result)}")
-            results.append(result)
-            if args.plot:
-                _plot(result, _plot_path(args.plot, name, number, many=len(names) > 1), facts)
+
+    def measured() -> Iterator[Any]:
+        for name in names:
+            for number, result in enumerate(measure(name, config, quick=args.quick, say=say)):
+                print(f"\n{render(result)}")
+                if args.plot:
+                    _plot(result, _plot_path(args.plot, name, number, many=len(names) > 1), facts)
+                yield result
+
+    sweep = Sweep()
+    results = sweep.take(measured())
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "ablations": [asdict(result) for result in results]})
-    return 0
+    return sweep.status()
 
 
 def _device(config: EngineConfig) -> str:

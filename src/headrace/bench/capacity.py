@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.bench import simulated
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 
@@ -53,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     bench = simulated.create(args)
     facts = machine_facts(str(bench.device), shape=simulated.shape(args), model=args.model)
     print_facts(facts)
-    found = [_at_bound(bench, args, gap) for gap in args.gap]
+    sweep = Sweep()
+    found = sweep.take(_at_bound(bench, args, gap, sweep) for gap in args.gap)
     prices = bench.say_prices()
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "prices": prices, "bounds": found})
-    return 0
+    return sweep.status()
 
 
 def ways(chunks: Sequence[int], gap: float) -> list[Way]:
@@ -73,7 +75,7 @@ def _way(name: str, scheduler: SchedulerConfig, *, plain: bool = False) -> Way:
     return Way(name, EngineConfig(scheduler=scheduler), plain)
 
 
-def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float) -> dict[str, Any]:
+def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float, sweep: Sweep) -> dict[str, Any]:
     """Capacities and the load curve at one bound, printed."""
     compared = ways(args.chunks, gap)
 
@@ -86,7 +88,7 @@ def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float) -> d
     print(f"\ncapacity with the 99th percentile of the time between tokens within {gap:g} ms, and the median first token within {args.queued:g}:")
     print(table(("steps bounded by", "requests/s", "times whole prompts"), [[n, c, c / plain if plain else None] for n, c in capacities.items()]))
     rates = args.rates or ([round(best * share, 3) for share in (0.3, 0.6, 0.8, 1.0, 1.2)] if best else [bench.base_rate()])
-    curve = [point(bench, way, rate) for rate in rates for way in compared]
+    curve = sweep.take(point(bench, way, rate) for rate in rates for way in compared)
     print(f"\n{table(COLUMNS, [[each[column] for column in COLUMNS] for each in curve])}", flush=True)
     return {"gap": gap, "capacities": capacities, "curve": curve}
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from headrace.bench.arguments import count, output, positive
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.sweep import Sweep
 from headrace.cost.profile import Limits, last_level_cache_bytes
 from headrace.errors import ConfigError
 from headrace.kernels import CANDIDATES, TWIN, TWINS, Kernels
@@ -72,15 +73,16 @@ class KernelRow:
         return None if self.seconds is None or self.floor is None else self.floor / self.seconds
 
 
-def measure(bench: KernelBench, limits: Limits) -> list[KernelRow]:
-    """Times every candidate of ``bench.ops``, the twin last. Raises ConfigError for an unknown operation, type or row count."""
+def measure(bench: KernelBench, limits: Limits, sweep: Sweep | None = None) -> list[KernelRow]:
+    """Times every candidate of ``bench.ops``, the twin last, until ``sweep`` is stopped. Raises ConfigError for an unknown operation, type or
+    row count."""
     _check(bench)
     dtype = DTYPES[bench.dtype]
     device = torch.device(bench.device)
     maker = CaseMaker(bench.spec, dtype, bench.context, 4 * cache_bytes(device), device)
     with torch.inference_mode(), device:
         cases = (case for rows, op in product(bench.rows, bench.ops) for case in maker.cases(op, rows))
-        return [row for case in cases for row in _case_rows(case, bench, limits, dtype)]
+        return (sweep or Sweep()).take(row for case in cases for row in _case_rows(case, bench, limits, dtype))
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -191,20 +193,22 @@ def run(args: argparse.Namespace) -> int:
         batch_invariant=args.batch_invariant,
     )
     _check(bench)
+    sweep = Sweep()
     with _threads(args.threads):
         limits = limits_now(bench.device)
         name = torch.cuda.get_device_name() if bench.device == "cuda" else "cpu"
         facts = machine_facts(str(limits), threads=torch.get_num_threads(), device=name, dtype=args.dtype)
         print_facts(facts)
-        rows = measure(bench, limits)
+        rows = measure(bench, limits, sweep)
     print(table(COLUMNS, [_cells(row) for row in rows]))
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
-    return int(any(row.wrong for row in rows))
+    return sweep.status(int(any(row.wrong for row in rows)))
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from headrace.bench import tune, tune_gated, tune_vendor
+    from headrace.bench import tune, tune_gated, tune_ring, tune_vendor
+    from headrace.kernels.cuda import ring_forms
     from headrace.kernels.cuda.gated_measured import keep_tiles, kept_tiles
     from headrace.kernels.triton.flat_measured import keep_forms, kept_forms
     from headrace.kernels.vendor.measured import keep_choices, kept_choices
@@ -217,16 +221,19 @@ def _tune(args: argparse.Namespace) -> int:
     tuned = tune.tune(shapes, working_set, print)
     print(tune.render(tuned, limits_now("cuda").read_bandwidth))
     keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
+    rings = tune_ring.tune_rings(tune_ring.rings_of(shapes), spec.activation, working_set, print)
+    print(tune_ring.render(rings))
+    ring_forms.keep_forms(ring_forms.kept_forms(), torch.cuda.get_device_name(), tune_ring.forms_of(rings))
     products = tune_vendor.tune_products(tune_vendor.weights_of(shapes), working_set, print)
     print(tune_vendor.render(products))
     keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(products))
     gates = tune_gated.tune_gates(tune_gated.gates_of(shapes), spec.activation, working_set, print)
     print(tune_gated.render(gates))
     keep_tiles(kept_tiles(), torch.cuda.get_device_name(), tune_gated.tiles_of(gates))
-    beside = f"{kept_tiles().name} and {kept_choices().name} beside it"
+    beside = f"{ring_forms.kept_forms().name}, {kept_tiles().name} and {kept_choices().name} beside it"
     print(f"kept in {kept_forms()}, {beside}, after {time.monotonic() - begun:.0f} s; the next start uses them")
     if args.output_json:
-        found: dict[str, Sequence[Any]] = {"tuned": tuned, "products": products, "gates": gates}
+        found: dict[str, Sequence[Any]] = {"tuned": tuned, "rings": rings, "products": products, "gates": gates}
         write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
     return 0
 

@@ -17,6 +17,7 @@ from headrace.bench.report import machine_facts, print_facts, print_figures, tab
 from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
 from headrace.bench.statistics import spread_of
 from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
+from headrace.bench.sweep import Sweep
 from headrace.bench.workload import Dialogue, Lengths, random_dialogues, shared_prefix_dialogues
 from headrace.config import EngineConfig
 from headrace.cost.profile import Limits
@@ -53,10 +54,10 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM  # the engine, and torch with it
 
     _check_positive(args, "num_prompts", "input_len", "output_len", "repeats")
-    facts = facts_here(config.device.device, shape=_throughput_shape(args))
+    facts, sweep = facts_here(config.device.device, shape=_throughput_shape(args)), Sweep()
     with LLM.from_config(config) as llm:
         _warm_up(llm, _fresh(args, llm.info.vocab_size, -1)[:4])
-        runs = [_timed(llm, _fresh(args, llm.info.vocab_size, repeat)) for repeat in range(args.repeats)]
+        runs = sweep.take(_timed(llm, _fresh(args, llm.info.vocab_size, repeat)) for repeat in range(args.repeats))
         records = llm.engine.recorder.records
         facts |= _engine_facts(llm)
     middle = sorted(runs, key=lambda run: run["elapsed_time"])[len(runs) // 2]
@@ -67,7 +68,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s"
     )
-    return 0
+    return sweep.status()
 
 
 def _throughput_shape(args: argparse.Namespace) -> str:
@@ -122,24 +123,24 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.skip_profile:
         check_skip_profile(config)
     shape = f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations"
-    facts = facts_here(config.device.device, shape=shape)
+    facts, sweep = facts_here(config.device.device, shape=shape), Sweep()
     with LLM.from_config(config) as llm:
         vocab, lengths = llm.info.vocab_size, Lengths(args.input_len, args.output_len)
         batches = [random_dialogues(args.batch_size, lengths, vocab_size=vocab, seed=seed) for seed in range(args.num_iters_warmup + args.num_iters)]
         for batch in batches[: args.num_iters_warmup]:
             _timed(llm, batch)
         taken = len(llm.engine.recorder.records)
-        latencies = [_timed(llm, batch)["elapsed_time"] for batch in batches[args.num_iters_warmup :]]
+        latencies = sweep.take(_timed(llm, batch)["elapsed_time"] for batch in batches[args.num_iters_warmup :])
         records = llm.engine.recorder.records
         records = records[taken:] if len(records) > taken else records  # the ring may have turned over
         facts |= _engine_facts(llm)
     figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
-    launches = run_skip_profile(config, args.batch_size, args.input_len) if args.skip_profile else []
+    launches = run_skip_profile(config, args.batch_size, args.input_len) if args.skip_profile and not sweep.stopped else []
     _show(args, facts, figures, records, latencies=latencies, launches=skip_as_dicts(launches))
     if launches:
         print("\n" + show_skip(launches))
-    return 0
+    return sweep.status()
 
 
 def facts_here(device: str = "cpu", **more: Any) -> dict[str, Any]:

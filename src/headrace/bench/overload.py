@@ -11,12 +11,13 @@ What lives here: the ways, the curve, the table. What may not: runs (simulated.p
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.bench import simulated
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.bench.statistics import meets
+from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 
@@ -41,12 +42,13 @@ def run(args: argparse.Namespace) -> int:
     print_facts(facts)
     most = saturated(bench, limits)
     print(f"\nall at once, first come, first served: {most:.3g} requests/s end while it is full; that is a load of 1\n")
-    points = [point for load in args.loads for point in _points(bench, load, load * most, limits)]
+    sweep = Sweep()
+    points = sweep.take(point for load in args.loads for point in _points(bench, load, load * most, limits))
     print(table(COLUMNS, [[point[column] for column in COLUMNS] for point in points]))
     prices = bench.say_prices()
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "prices": prices, "saturated": most, "points": points})
-    return 0
+    return sweep.status()
 
 
 def ways(limits: Mapping[str, float]) -> dict[str, EngineConfig]:
@@ -69,26 +71,22 @@ def saturated(bench: simulated.Bench, limits: Mapping[str, float]) -> float:
     return (len(ends) - 2 * tenth - 1) / (ends[-1 - tenth] - ends[tenth])
 
 
-def _points(bench: simulated.Bench, load: float, rate: float, limits: Mapping[str, float]) -> list[dict[str, Any]]:
+def _points(bench: simulated.Bench, load: float, rate: float, limits: Mapping[str, float]) -> Iterator[dict[str, Any]]:
     asked = bench.at_rate(rate)
-    points = []
     for name, config in ways(limits).items():
         figures, samples = bench.run(config, asked)
         served = [sample for sample in samples if sample.error is None]
         good = [sample for sample in served if meets(sample, limits)]
         seconds = figures["duration"]
-        points.append(
-            {
-                "load": load,
-                "requests/s": rate,
-                "way": name,
-                "good/s": len(good) / seconds,
-                "good tokens/s": sum(each.prompt_tokens + each.output_tokens for each in good) / seconds,
-                "good": f"{len(good) / len(samples):.0%}",
-                "refused": f"{1 - len(served) / len(samples):.0%}",
-                "late": f"{(len(served) - len(good)) / len(samples):.0%}",
-                "median first token ms": figures["median_ttft_ms"],
-                "p99 first token ms": figures["p99_ttft_ms"],
-            }
-        )
-    return points
+        yield {
+            "load": load,
+            "requests/s": rate,
+            "way": name,
+            "good/s": len(good) / seconds,
+            "good tokens/s": sum(each.prompt_tokens + each.output_tokens for each in good) / seconds,
+            "good": f"{len(good) / len(samples):.0%}",
+            "refused": f"{1 - len(served) / len(samples):.0%}",
+            "late": f"{(len(served) - len(good)) / len(samples):.0%}",
+            "median first token ms": figures["median_ttft_ms"],
+            "p99 first token ms": figures["p99_ttft_ms"],
+        }

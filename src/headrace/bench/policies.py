@@ -23,6 +23,7 @@ import numpy as np
 
 from headrace.bench import simulated
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.planner.workload import Asked
@@ -67,11 +68,12 @@ def run(args: argparse.Namespace) -> int:
     bench = simulated.create(args)
     facts = machine_facts(str(bench.device), shape=simulated.shape(args), model=args.model)
     print_facts(facts)
-    found = {name: COMPARISONS[name](bench, sorted(args.loads)) for name in args.only}
+    sweep = Sweep()
+    found = dict(sweep.take((name, COMPARISONS[name](bench, sorted(args.loads))) for name in args.only))
     prices = bench.say_prices()
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "prices": prices, **found})
-    return 0
+    return sweep.status()
 
 
 def _config(policy: str, **fields: Any) -> EngineConfig:

@@ -31,6 +31,7 @@ from headrace.bench.policy_cases import CASES, Case, Run, dialogues_of
 from headrace.bench.report import machine_facts, print_facts, say, table, write_json
 from headrace.bench.serve import limits_of
 from headrace.bench.statistics import Sample
+from headrace.bench.sweep import Sweep
 from headrace.bench.workload import Dialogue
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -65,14 +66,15 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     bench = _prepared(args, config)
     facts = machine_facts(limits_of("localhost"), model=str(args.model or "demo"), shape=_shape(args, bench))
     print_facts(facts)
+    sweep = Sweep()
     with tempfile.TemporaryDirectory(prefix="headrace-policies-") as folder:
-        found = {name: _compare(bench, CASES[name], Path(folder), args) for name in args.only}
+        found = dict(sweep.take((name, _compare(bench, CASES[name], Path(folder), args)) for name in args.only))
     print(f"\n{table(COLUMNS, [_row(CASES[name], each) for name, each in found.items()])}")
     for line in dict.fromkeys(line for each in found.values() for line in each.prices):
         print(line)
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "found": {name: _as_dict(CASES[name], each) for name, each in found.items()}})
-    return 0
+    return sweep.status()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
 from headrace.bench.report import machine_facts, say, table, write_json, write_text
+from headrace.bench.sweep import Sweep
 from headrace.bench.table_start import READY, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
@@ -43,14 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.repeats < 1 or not 0.0 < args.scale <= 1.0:
         raise ConfigError(f"--repeats is {args.repeats} and --scale {args.scale:g}; give at least 1 repeat and a scale above 0 and up to 1.")
-    found = [profile_model(name, config_for(name, config), args) for name in args.model]
+    sweep = Sweep()
+    found = sweep.take(profile_model(name, config_for(name, config), args) for name in args.model)
     pages = [list(sections(model)) for model in found]
     print("\n\n".join(_terminal(model, page) for model, page in zip(found, pages, strict=True)))
     if args.output_json:
         write_json(args.output_json, {"facts": machine_facts("measured for each model"), "models": found})
     if args.markdown:
         write_text(args.markdown, "\n".join(_markdown(model, page) for model, page in zip(found, pages, strict=True)))
-    return 0
+    return sweep.status()
 
 
 def profile_model(name: str, config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:

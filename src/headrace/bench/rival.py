@@ -24,6 +24,7 @@ from headrace.bench.arguments import count, output, positive
 from headrace.bench.offline import facts_here
 from headrace.bench.report import print_facts, table, write_json
 from headrace.bench.rival_gguf import write_random_gguf
+from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.families import spec_from_config
@@ -68,14 +69,16 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         threads = _best_threads(args, gguf)
         with LLM.from_config(replace(config, model=model)) as llm:
             _ours(llm, args, 1, args.input_len, seed=1)  # warm
-            ours, theirs, batches = [], [], []
-            for round_ in range(args.rounds):  # what the machine loses to its neighbours, both sides lose
-                theirs.append(_theirs(args, gguf, threads))
-                ours.append(_ours(llm, args, 1, args.input_len, seed=10 + round_))
-                batches.append(_ours(llm, args, args.batch_size, _BATCH_PROMPT, seed=100 + round_))
+
+            def measured(number: int) -> tuple[Rates, Rates, Rates]:
+                theirs, ours = _theirs(args, gguf, threads), _ours(llm, args, 1, args.input_len, seed=10 + number)
+                return ours, theirs, _ours(llm, args, args.batch_size, _BATCH_PROMPT, seed=100 + number)
+
+            sweep = Sweep()
+            rounds = sweep.take(map(measured, range(args.rounds)))  # what the machine loses to its neighbours, both sides lose
     facts["rival"] = f"llama.cpp with {threads[0]} decode and {threads[1]} prefill threads"
-    _show(args, facts, _merge(ours), _merge(theirs), _merge(batches))
-    return 0
+    _show(args, facts, *(_merge(side) for side in zip(*rounds, strict=True)))
+    return sweep.status()
 
 
 def _merge(rounds: Sequence[Rates]) -> Rates:

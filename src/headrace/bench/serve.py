@@ -31,6 +31,7 @@ from headrace.bench.load_flags import (
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
 from headrace.bench.server_steps import read_steps, step_figures
 from headrace.bench.statistics import Sample, experiences, failure_reasons, parse_goodput, read_reader, spread_of, summarise
+from headrace.bench.sweep import Sweep
 from headrace.bench.workload import (
     Dialogue,
     DrawsLengths,
@@ -85,12 +86,15 @@ def run(args: argparse.Namespace) -> int:
     dialogues = create_workload(args)
     client = HttpClient(args.base_url, api_key=args.api_key, timeout=args.timeout)
     limits_here = limits_of(client.host)
-    outcome = asyncio.run(_measure(args, client, dialogues))
+    outcome, sweep = asyncio.run(_measure(args, client, dialogues)), Sweep()
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
     figures |= experiences(outcome.samples, reader)
     figures |= outcome.step_figures
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
     facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")
+    if outcome.stopped:
+        facts["stopped"] = f"by Ctrl-C, when {len(outcome.samples)} of {sum(len(each.turns) for each in dialogues)} requests had ended"
+        sweep.stop(facts["stopped"].partition("when ")[2])
     print_facts(facts)
     print()
     print_figures(figures)
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.output_json, {"facts": facts, **figures, "requests": [asdict(sample) for sample in outcome.samples]})
     if args.plot:
         plot_distributions(args.plot, facts, {"measured": outcome.samples})
-    return 0 if figures["completed"] else 1
+    return sweep.status(0 if figures["completed"] else 1)
 
 
 def limits_of(host: str) -> str:
@@ -159,6 +163,7 @@ class Outcome:
     loop_lags: list[float]
     cpu_seconds: float
     step_figures: dict[str, float]  # of the server's steps; empty where it does not tell
+    stopped: bool  # by Ctrl-C; requests under way have no sample
 
 
 async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequence[Dialogue]) -> Outcome:
@@ -169,13 +174,18 @@ async def _measure(args: argparse.Namespace, client: HttpClient, dialogues: Sequ
     before = await read_steps(client)
     lags: list[float] = []
     meter = asyncio.create_task(_watch_loop(lags))
-    cpu, begin = time.process_time(), time.perf_counter()
-    await generator.run(dialogues)
+    cpu, begin, stopped = time.process_time(), time.perf_counter(), False
+    try:
+        await generator.run(dialogues)
+    except asyncio.CancelledError:  # Ctrl-C, as asyncio.run passes it on: what was answered is told
+        if not generator.samples:
+            raise
+        stopped = True
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     meter.cancel()
     steps = step_figures(before, await read_steps(client))
     await client.close()
-    return Outcome(model, generator.samples, seconds, lags, cpu, steps)
+    return Outcome(model, generator.samples, seconds, lags, cpu, steps, stopped)
 
 
 async def _watch_loop(lags: list[float]) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.bench.arguments import count
+from headrace.bench.sweep import Sweep
 from headrace.errors import HeadraceError
 
 ROUTES = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -282,16 +283,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    sweep = Sweep()
     with _server(args) as (url, pid):
         measure(url, clients=args.clients, tokens=16, route=args.endpoint, api_key=args.api_key)  # warms up
         shape = {"clients": args.clients, "tokens": args.tokens, "route": args.endpoint, "api_key": args.api_key}
-        rates = [measure(url, **shape) if pid is None else _with_cpu_times(url, pid, **shape) for _ in range(args.repeats)]
-        first = first_token(url, route=args.endpoint, api_key=args.api_key)
+        rates = sweep.take(measure(url, **shape) if pid is None else _with_cpu_times(url, pid, **shape) for _ in range(args.repeats))
+        first = sweep.take(first_token(url, route=args.endpoint, api_key=args.api_key) for _ in range(1))
     if args.json:
-        print(json.dumps({"rates": [asdict(rate) for rate in rates], "first_token": asdict(first)}, indent=1))
+        print(json.dumps({"rates": [asdict(rate) for rate in rates], "first_token": asdict(first[0]) if first else None}, indent=1))
     else:
-        print("\n".join([*map(show, rates), show_first(first)]))
-    return 0
+        print("\n".join([*map(show, rates), *map(show_first, first)]))
+    return sweep.status()
 
 
 @contextmanager

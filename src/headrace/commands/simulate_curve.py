@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.bench.sweep import Sweep
 from headrace.commands.simulate_load import what_is_asked
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
@@ -106,14 +107,15 @@ def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespac
     facts = machine_facts("; ".join(dict.fromkeys(str(trial.device) for trial in ordered)), shape=_shape(args, ordered), server="simulated")
     print_facts(facts)
     begin = time.perf_counter()
-    points, columns = _run(ordered, processes, args)
+    sweep = Sweep()
+    points, columns = _run(ordered, processes, args, sweep)
     _print(points, columns)
     print(f"{len(points)} points in {time.perf_counter() - begin:.1f} s")
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "points": [point.row() for point in points]})
     if args.plot:
         _plot(args.plot, facts, points, columns)
-    return 0 if any(point.figures["completed"] for point in points) else 1
+    return sweep.status(0 if any(point.figures["completed"] for point in points) else 1)
 
 
 def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
@@ -122,16 +124,18 @@ def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
     return f"{what_is_asked(args, len(trials[0].load.asked))}{each}{limits}"
 
 
-def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace) -> tuple[list[Point], list[str]]:
+def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, sweep: Sweep) -> tuple[list[Point], list[str]]:
     """All points, and the columns to show. A column that there is not is told with the first point."""
     from headrace.planner.curve import curve_columns, run_trials
 
-    points: list[Point] = []
     columns: list[str] = []
-    for point in run_trials(trials, processes):
-        columns = columns or curve_columns(point.figures, max(args.metric_percentiles), args.columns)
-        points.append(point)
-    return points, columns
+
+    def run() -> Iterator[Point]:
+        for point in run_trials(trials, processes):
+            columns[:] = columns or curve_columns(point.figures, max(args.metric_percentiles), args.columns)
+            yield point
+
+    return sweep.take(run()), columns
 
 
 def _print(points: Sequence[Point], columns: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def run_trials(trials: Sequence[Trial], processes: int) -> Iterator[Point]:
         yield from map(run_trial, trials)
         return
     fresh = multiprocessing.get_context("spawn")  # a fork would inherit the threads of whatever was loaded here
-    with ProcessPoolExecutor(min(processes, len(trials)), mp_context=fresh) as pool:
+    quiet = signal.SIGINT, signal.SIG_DFL  # Ctrl-C ends them without a word; their parent tells what there is
+    with ProcessPoolExecutor(min(processes, len(trials)), mp_context=fresh, initializer=signal.signal, initargs=quiet) as pool:
         yield from pool.map(run_trial, trials)
 
 

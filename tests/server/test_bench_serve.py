@@ -1,0 +1,47 @@
+"""``headrace bench serve`` in a process of its own, against a server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.serving import Server, environment, serving, wait_for
+
+KEY = "sk-of-the-bench"
+LENGTHS = ("--input-len", "8", "--output-len", "2", "--num-warmups", "0")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--token-seconds", "0.01", "--api-key", KEY) as running:
+        yield running
+
+
+def bench(server: Server, *words: str, key: str | None) -> subprocess.Popen[str]:
+    env = {name: value for name, value in environment().items() if name != "HEADRACE_API_KEY"} | ({"HEADRACE_API_KEY": key} if key else {})
+    command = [sys.executable, "-m", "headrace", "bench", "serve", "--base-url", server.url, *LENGTHS, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def answered(server: Server) -> float:
+    text = server.ask("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"}).body.decode()
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("headrace_request_success_total"))
+
+
+def test_ctrl_c_tells_what_was_answered(server: Server, tmp_path: Path) -> None:
+    written, before = tmp_path / "found.json", answered(server)
+    process = bench(server, "--num-prompts", "100000", "--api-key", KEY, "--output-json", str(written), key=None)
+    wait_for(lambda: process.poll() is not None or answered(server) > before + 20, 30, "some are answered")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    found = json.loads(written.read_text())
+    assert 20 <= found["completed"] == len(found["requests"]) and found["failed"] == 0
+    assert "of 100000 requests had ended" in found["facts"]["stopped"] and "of 100000 requests had ended" in err and "Traceback" not in err
+    assert f"completed {found['completed']}" in " ".join(out.split())
+    wait_for(lambda: server.running({"Authorization": f"Bearer {KEY}"}) == 0, 10, "those under way are let go")
