@@ -98,7 +98,8 @@ def only_headrace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_headrace")
-def test_a_start_is_taken_apart(tmp_path: Path) -> None:
+def test_a_start_is_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", "a servers own")
     found = figures(tmp_path, "startup", "--repeats", "1", "--", "--executor", "keyed-hash")["seconds"]
     assert found["serve: ready"] > 0 and found["headrace --help"] > 0
     for kind in ("empty caches", "in one process"):

@@ -45,3 +45,14 @@ def test_ctrl_c_tells_what_was_answered(server: Server, tmp_path: Path) -> None:
     assert "of 100000 requests had ended" in found["facts"]["stopped"] and "of 100000 requests had ended" in err and "Traceback" not in err
     assert f"completed {found['completed']}" in " ".join(out.split())
     wait_for(lambda: server.running({"Authorization": f"Bearer {KEY}"}) == 0, 10, "those under way are let go")
+
+
+FLAG = ("--api-key", KEY)
+
+
+@pytest.mark.parametrize(("key", "words", "status"), [(KEY, (), 0), (None, FLAG, 0), ("sk-other", FLAG, 0), (None, (), 1)])
+def test_the_key_is_the_flag_or_the_servers_environment_variable(server: Server, key: str | None, words: tuple[str, ...], status: int) -> None:
+    process = bench(server, "--num-prompts", "3", *words, key=key)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == status, err
+    assert status == 0 or "HEADRACE_API_KEY" in err

@@ -1,6 +1,6 @@
 """Kinds of arguments that benchmarks take.
 
-What lives here: conversions for argparse, which names the argument with what they raise. What may not: arguments, measuring.
+What lives here: conversions for argparse, which names the argument with what they raise, and the key. What may not: other arguments, measuring.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import os
 from pathlib import Path
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+
+
+def add_key_argument(parser: argparse._ActionsContainer) -> None:
+    """``--api-key``, else what a server that is started here takes its key from."""
+    key = os.environ.get("HEADRACE_API_KEY") or None
+    parser.add_argument("--api-key", metavar="KEY", default=key, help="sent as bearer token (also HEADRACE_API_KEY)")
 
 
 def count(text: str) -> int:

@@ -36,7 +36,7 @@ async def first_model(client: HttpClient) -> str:
         raise BenchFailed(f"No server answers at {client.host}:{client.port} ({why}); start one or give --base-url.") from error
     except (KeyError, IndexError, TypeError) as error:
         where = f"{client.host}:{client.port}/v1/models"
-        raise BenchFailed(f"{where} answers with status {answer.status} and no model; give --model or --api-key.") from error
+        raise BenchFailed(f"{where} answers with status {answer.status} and no model; give --model, or --api-key or HEADRACE_API_KEY.") from error
 
 
 class LoadGenerator:
@@ -59,7 +59,7 @@ class LoadGenerator:
         failed = [sample for sample in self.samples if sample.error is not None]
         if failed and len(failed) == len(self.samples):
             why = str(failed[0].error).rstrip(".")
-            raise BenchFailed(f"Every warm-up request failed: {why}. Check --model, --endpoint, --api-key and the lengths.")
+            raise BenchFailed(f"Every warm-up request failed: {why}. Check --model, --endpoint, --api-key (or HEADRACE_API_KEY) and the lengths.")
         self.samples.clear()
 
     async def run(self, dialogues: Sequence[Dialogue]) -> None:

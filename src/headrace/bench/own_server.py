@@ -16,20 +16,21 @@ from pathlib import Path
 
 from headrace.bench.http_client import HttpClient
 from headrace.bench.load import BenchFailed
-from headrace.bench.startup import READY_TIMEOUT, await_ready
+from headrace.bench.startup import READY_TIMEOUT, await_ready, keyless
 
 STOP_SECONDS = 60.0
 
 
 @contextmanager
 def own_server(flags: Sequence[str], log: Path, *, api_key: str | None = None) -> Iterator[str]:
-    """``headrace serve`` with ``flags``; its URL once it is ready. Raises BenchFailed."""
+    """``headrace serve`` with ``flags``; its URL once it is ready. ``log``: what it says. ``api_key``: one of those in ``flags``. Raises BenchFailed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as said:
-        server = subprocess.Popen([sys.executable, "-m", "headrace", "serve", *flags, "--port", str(port)], stdout=said, stderr=said)
+        command = [sys.executable, "-m", "headrace", "serve", *flags, "--port", str(port)]
+        server = subprocess.Popen(command, stdout=said, stderr=said, env=keyless())
         try:
             asyncio.run(_wait(url, server, log, api_key))
             yield url

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import output, picture
+from headrace.bench.arguments import add_key_argument, output, picture
 from headrace.bench.http_client import HttpClient
 from headrace.bench.load import ROUTES, LoadGenerator, first_model
 from headrace.bench.load_flags import (
@@ -58,7 +58,7 @@ TICK = 0.01  # s between looks at how late the client's own loop is
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("server")
     where.add_argument("--base-url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-    where.add_argument("--api-key", help="sent as bearer token")
+    add_key_argument(where)
     where.add_argument("--model", help="model name to ask for; without it the first one the server lists")
     where.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="completions sends ids, chat text (default: completions)")
     where.add_argument("--timeout", type=float, default=600.0, help="seconds before a request counts as failed (default: 600)")

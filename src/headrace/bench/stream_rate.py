@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.bench.arguments import count
+from headrace.bench.arguments import add_key_argument, count
 from headrace.bench.sweep import Sweep
 from headrace.errors import HeadraceError
 
@@ -273,7 +273,7 @@ def _offline(requests: int) -> list[float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", help="a server that is running; without it one is started with the keyed-hash executor")
-    parser.add_argument("--api-key", help="sent as bearer token")
+    add_key_argument(parser)
     parser.add_argument("--api-server-count", type=count, default=1, help="front ends of the server that is started (default: 1)")
     parser.add_argument("--clients", type=count, default=64, help="streams at once (default: 64)")
     parser.add_argument("--tokens", type=count, default=1000, help="tokens a client (default: 1000)")
