@@ -23,7 +23,10 @@ STOP_SECONDS = 60.0
 
 @contextmanager
 def own_server(flags: Sequence[str], log: Path, *, api_key: str | None = None) -> Iterator[str]:
-    """``headrace serve`` with ``flags``; its URL once it is ready. ``log``: what it says. ``api_key``: one of those in ``flags``. Raises BenchFailed."""
+    """``headrace serve`` with ``flags``; its URL once it is ready. Raises BenchFailed.
+
+    ``log``: what it says. ``api_key``: one of those in ``flags``.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -6,12 +6,9 @@ What lives here: starting, loading and stopping. What may not: loads (truth_load
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.driver import drive
-from headrace.bench.http_client import HttpClient
 from headrace.bench.load import BenchFailed
+from headrace.bench.own_server import own_server
 from headrace.bench.report import write_json
-from headrace.bench.startup import READY_TIMEOUT, await_ready
 from headrace.bench.statistics import summarise
 from headrace.bench.truth_loads import Part
 from headrace.config import EngineConfig
 from headrace.planner.runs import RecordedRun, read_run
 
 _PRIMES = 7919
-STOP_SECONDS = 60.0
 TAIL = 1 << 16  # bytes of a trace that hold its last step
 _STEP = re.compile(rb'"step":(\d+)\b')
 SETTLES = 0.3  # s after a part until its last steps are in the trace
@@ -81,44 +76,8 @@ def _steps_so_far(trace: Path) -> int:
 def served(flags: Sequence[str], folder: Path) -> Iterator[Runner]:
     """A server with ``flags`` (MODEL and the engine's). Raises BenchFailed."""
     trace = folder / "trace.json"
-    with _server([*flags, "--trace", str(trace)], folder / "server.log") as url:
+    with own_server([*flags, "--trace", str(trace)], folder / "server.log") as url:
         yield Runner(folder, trace, lambda part, path: _bench(url, part, path))
-
-
-@contextmanager
-def _server(flags: Sequence[str], log: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as said:
-        server = subprocess.Popen([sys.executable, "-m", "headrace", "serve", *flags, "--port", str(port)], stdout=said, stderr=said)
-        try:
-            asyncio.run(_wait(url, server, log))
-            yield url
-        finally:
-            _stop(server)
-
-
-async def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    client = HttpClient(url, timeout=READY_TIMEOUT)
-    try:
-        await await_ready(client, server)
-    except BenchFailed as error:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"]
-        raise BenchFailed(f"{error.message} It said: {lines[-1]}") from error
-    finally:
-        await client.close()
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    """Asked to, so that its trace is whole."""
-    server.send_signal(signal.SIGTERM)
-    try:
-        server.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
 
 
 def _bench(url: str, part: Part, path: Path) -> None:
