@@ -150,6 +150,16 @@ def test_what_a_candidate_makes_from_weights_is_guarded(monkeypatch: pytest.Monk
     assert broken.calls == 2  # one a layer; their weights differ
 
 
+def test_who_is_called_now_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Planted("broken", DoesNotBuild("no"))
+    broken.least_shared = 7  # type: ignore[attr-defined]
+    plant(monkeypatch, "rms_norm", broken.candidate())
+    norm = Kernels(CPU).choose("rms_norm", dtype=torch.float32)
+    assert getattr(norm, "least_shared", None) == 7
+    norm(X, WEIGHT, 1e-5, None)  # it gives way
+    assert getattr(norm, "least_shared", None) is None
+
+
 def test_graphs_are_given_up_where_a_twin_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "moe", Planted("broken", DoesNotBuild("no")).candidate())
     kernels = Kernels(CPU)

@@ -31,6 +31,10 @@ class Guarded:
             self._run = self._give_way(error)
         return self._run(*arguments, **named)
 
+    def __getattr__(self, name: str) -> Any:
+        """Whoever is called now answers for itself."""
+        return getattr(self._run, name)
+
 
 def guarded(run: Callable[..., Any], give_way: GiveWay, *, makes: bool) -> Callable[..., Any]:
     """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded."""
