@@ -32,6 +32,7 @@ from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
 from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
+from headrace.kernels.cuda import ring_candidates as ring
 from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
     {
         "linear": cpu.LINEAR + triton.FLAT_LINEAR + vendor.LINEAR + triton.INVARIANT_LINEAR,
-        "fused_linear": triton.FUSED_LINEAR,
+        "fused_linear": ring.RING_LINEAR + triton.FUSED_LINEAR,
         "added_linear": vendor.ADDED_LINEAR,
         "gated_linear": gated.GATED_LINEAR,
         "embedding": triton.EMBEDDING,

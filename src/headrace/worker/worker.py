@@ -25,6 +25,7 @@ from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
+from headrace.kernels.cuda import ring_candidates as ring
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
 from headrace.models import families, loader
@@ -94,6 +95,7 @@ def _disabled(config: DeviceConfig) -> frozenset[str]:
         gated.GATED: config.gated_products,
         triton.FLAT: config.flat_gemm,
         triton.FUSED: config.flat_gemm and config.deep_fusion,
+        ring.RING: config.flat_gemm and config.deep_fusion,
         triton.CASCADE: config.cascade_attention,
         cuda.PERSISTENT: config.persistent_decode,
     }

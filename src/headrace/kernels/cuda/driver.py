@@ -16,6 +16,7 @@ from torch import Tensor
 
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3  # CUtensorMapDataType, …Swizzle, …L2promotion
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -85,14 +86,24 @@ class Function:
         _check(_driver().cuLaunchCooperativeKernel(self._handle, *sizes, c_void_p(stream), arguments), "launching together")
 
     def launch(
-        self, programs: int, threads: int, stream: int, *parameters: ctypes.Structure | ctypes._SimpleCData[Any], programmatic: bool = False
+        self,
+        programs: int,
+        threads: int,
+        stream: int,
+        *parameters: ctypes.Structure | ctypes._SimpleCData[Any],
+        programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
-        """``parameters`` are copied. ``programmatic``: it may begin while the kernel before still runs, and waits for it itself."""
+        """``parameters`` are copied. ``programmatic``: it may begin while the kernel before still runs, and waits for it itself.
+        ``cluster``: so many programs that follow each other are on the device together, and reach each other's shared memory.
+        """
         arguments = (c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-        if programmatic:
+        if programmatic or cluster > 1:
+            asked = [_EARLY] * programmatic + [_Attribute(_CLUSTER, 0, cluster, (c_int * 15)(1, 1))] * (cluster > 1)
+            attributes = (_Attribute * len(asked))(*asked)
             grid, block = (c_uint * 3)(programs, 1, 1), (c_uint * 3)(threads, 1, 1)
-            config = _Config(grid, block, self._shared, stream, ctypes.addressof(_EARLY), 1)
-            _check(_driver().cuLaunchKernelEx(byref(config), self._handle, arguments, None), "launching early")
+            config = _Config(grid, block, self._shared, stream, ctypes.addressof(attributes), len(asked))
+            _check(_driver().cuLaunchKernelEx(byref(config), self._handle, arguments, None), "launching with attributes")
             return
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchKernel(self._handle, *sizes, c_void_p(stream), arguments, None), "launching")

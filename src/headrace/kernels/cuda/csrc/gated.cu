@@ -5,34 +5,13 @@
 // order: the sums of a row do not depend on the others. The left half of a tile is gate and the right half what it gates, so both meet in
 // one thread. While a tile is finished, the first stages of the next are under way.
 //
-// Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+// Behind matrix.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
 #define ROWS 128
 #define DEPTH 64
 #define X_BYTES (ROWS * DEPTH * 2)
 #define W_BYTES (COLUMNS * DEPTH * 2)
 #define OUTS (COLUMNS / 2)               // columns of y, a tile
 #define GROUPS ((OUTS / 8 + 3) / 4)      // of 32 columns
-struct alignas(64) Map { u64 words[16]; };
-
-__device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-__device__ __forceinline__ void make(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32 bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
-}
-__device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
-  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
 __device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
   bool one = t & 1, two = t & 2;
@@ -42,11 +21,6 @@ __device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four 
   a = two ? p[0] : p[2]; b = two ? p[1] : p[3];
   a = __shfl_xor_sync(~0u, a, 2); b = __shfl_xor_sync(~0u, b, 2);
   if (two) { p[0] = a; p[1] = b; } else { p[2] = a; p[3] = b; }
-}
-__device__ __forceinline__ float act(float x) {  // as kernels/triton/activation.py numbers them
-  if (KIND == 0) return __fdividef(x, 1.0f + __expf(-x));
-  if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-  return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)

@@ -1,0 +1,27 @@
+// Of products whose operands the copy engine brings: single instructions, barriers, descriptors, activations. Given from outside: KIND.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+struct alignas(64) Map { u64 words[16]; };
+
+__device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+__device__ __forceinline__ void make(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+__device__ __forceinline__ void expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void wait(u32 bar, u32 parity) {
+  asm volatile("{\n.reg .pred p;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
+}
+__device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
+  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+__device__ __forceinline__ float act(float x) {  // as kernels/triton/activation.py numbers them
+  if (KIND == 0) return __fdividef(x, 1.0f + __expf(-x));
+  if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+  return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}

@@ -1,0 +1,127 @@
+"""Products of few rows whose weights are under way early, without a GPU: who is served, which form, what a start builds, the sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.bench import tune, tune_ring
+from headrace.bench.kernel_cases import DEFAULT_SPEC
+from headrace.bench.tune_ring import TunedRing
+from headrace.kernels import Kernels
+from headrace.kernels.around import MOST_ROWS
+from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.cuda import ring_candidates, ring_forms
+from headrace.kernels.cuda.ring_forms import ROWS, RingForm, candidate_forms, form_of, read_forms
+from headrace.kernels.triton.flat_forms import Shape, flat, vector
+from headrace.spec import Activation
+
+GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64, "gated": False}
+FORMS = ((1, None), (16, RingForm(16, 64, 2)), (32, None))
+STATIC_SHARED = {64: 2048, 128: 3600}  # bytes the kernel keeps beside its ring, at most, by columns (compiled)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr(ring_candidates, "measured_forms", lambda name: {Shape(128, 64): FORMS, Shape(128, 32): ((64, None),)})
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"out_features": None}, "shape is known"),
+        ({"in_features": 72}, "nothing was measured"),
+        ({"in_features": 32}, "nothing was measured"),  # it was, and nothing was better
+        ({"gated": True}, "nothing was measured"),
+    ],
+)
+def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
+    declined = ring_candidates._create(Site("fused_linear", torch.device("cuda"), GOOD | facts, batch_invariant=False))
+    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+
+
+def test_another_card_and_a_cpu_are_not_served(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert isinstance(ring_candidates._create(Site("fused_linear", torch.device("cuda"), GOOD, batch_invariant=False)), Declined)
+    assert Kernels(torch.device("cpu")).offer("fused_linear", **GOOD) is None
+
+
+def test_a_number_of_rows_has_the_form_of_its_class_or_none() -> None:
+    assert [form_of(FORMS, rows) for rows in (1, 2, 16, 17, 33)] == [None, FORMS[1][1], FORMS[1][1], None, None]
+
+
+def test_a_start_builds_of_the_others_what_is_left_to_them() -> None:
+    one, few, more = (1, vector(4, 64, 0, 4)), (16, flat(16, 64, 64, 4)), (32, flat(32, 64, 64, 4))
+    assert ring_candidates.unserved(FORMS, (one, few, more)) == (one, more)
+    assert ring_candidates.unserved((), (one, few)) == (one, few)
+    assert ring_candidates.unserved(((16, FORMS[1][1]),), (one, (8, few[1]), more)) == (more,)
+    assert ring_candidates.unserved(((1, None), (16, FORMS[1][1])), (few,)) == (few,), "one row of its class is left"
+
+
+@pytest.mark.parametrize("shape", [*tune_ring.rings_of(tune.shapes_of(DEFAULT_SPEC)), Shape(6144, 4096), Shape(13824, 5120, True)], ids=str)
+def test_what_is_tried_fits_the_card_and_serves_all_rows_of_its_class(shape: Shape) -> None:
+    assert ROWS[-1] == MOST_ROWS
+    for rows in ROWS:
+        forms = candidate_forms(shape, rows, 132)
+        assert forms and len(set(forms)) == len(forms)
+        for form in forms:
+            assert form.rows == rows and form.fits(shape, 132) and form.programs(shape, 132) <= 132
+            assert form.stages >= 4 and form.shared_bytes + STATIC_SHARED[form.columns] <= ring_forms.SHARED_BYTES
+            assert form.tiles(shape) * form.columns >= shape.outs * (2 if shape.gated else 1)
+
+
+def test_whole_tiles_are_dealt_out_evenly_and_shared_ones_are_all_at_once() -> None:
+    gate = Shape(14336, 4096, True)
+    assert RingForm(32, 128).programs(gate, 132) == 112 and RingForm(32, 64).programs(gate, 132) == 112
+    assert RingForm(32, 64, 2).programs(Shape(4096, 4096), 132) == 128 and not RingForm(32, 64, 3).fits(Shape(4096, 4096), 132)
+    assert not RingForm(32, 64, 2).fits(gate, 132) and not RingForm(32, 64).fits(Shape(12, 64, True), 132)
+    assert not RingForm(32, 64).fits(Shape(64, 36), 132) and not RingForm(32, 64, 2).fits(Shape(64, 64), 132)
+
+
+def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, kept = tmp_path / "rings.json", {Shape(64, 32): FORMS, Shape(64, 32, True): ((64, RingForm(64, 128, 1, False)),)}
+    ring_forms.keep_forms(path, "A card", kept)
+    assert read_forms(path, "A card") == kept
+    for row in ("[16, 16, 100, 1, true]", "[17, 16, 64, 1, true]", "[16, 16, 64, 1, 1]", "[16, 20, 64, 1, true]", "[16, 16, 64, 0, true]"):
+        path.write_text(f'{{"A card": {{"64 x 32": [{row}]}}}}')
+        assert read_forms(path, "A card") == {} and "is no form" in caplog.text
+        caplog.clear()
+
+
+def test_the_shipped_table_is_sound() -> None:
+    shipped = read_forms(ring_forms.SHIPPED, "NVIDIA H200")
+    assert set(tune_ring.rings_of(tune.shapes_of(DEFAULT_SPEC))) <= set(shipped), "the model of the documentation is shipped"
+    for shape, forms in shipped.items():
+        assert [most for most, _ in forms] == sorted({most for most, _ in forms}) and forms[0] == (1, None)
+        assert all(form is None or form.fits(shape, 132) for _, form in forms)
+
+
+# --- measuring
+
+
+def test_what_was_found_is_kept_by_shape_and_one_row_is_left_to_the_others() -> None:
+    form = RingForm(16, 64, 2)
+    found = [TunedRing(Shape(64, 32), 16, form, 1.0, 2.0), TunedRing(Shape(64, 32), 32, None, 2.0, 2.0), TunedRing(Shape(8, 32), 16, form, 1.0, 2.0)]
+    assert tune_ring.forms_of(found) == {Shape(64, 32): ((1, None), (16, form), (32, None)), Shape(8, 32): ((1, None), (16, form))}
+    assert "16x64, 2 ways, late" in tune_ring.render(found) and "others" in tune_ring.render(found)
+    assert tune_ring.rings_of([Shape(64, 64), Shape(128256, 64), Shape(60, 64, True), Shape(64, 60)]) == (Shape(64, 64),)
+
+
+def test_the_sources_compile_for_every_kind_of_form() -> None:
+    """Where NVRTC is; tests/gpu has it always."""
+    pytest.importorskip("triton")
+    from headrace.kernels.cuda import compiler, ring
+
+    try:
+        compiler._nvrtc()
+    except compiler.CompileError:
+        pytest.skip("no NVRTC here")
+    for form, gate in ((RingForm(16, 64, 2), None), (RingForm(48, 128, 4), None), (RingForm(64, 128), Activation.SILU)):
+        assert b"ring" in ring.machine_code(form, gate)
