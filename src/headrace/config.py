@@ -195,6 +195,7 @@ class DeviceConfig:
     cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")
+    fused_rope_attention: bool = switch(True, "off: rotary embedding, the cache write and attention of decode steps are kernels of their own")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
     unified_maximum: bool = switch(False, "decoding takes exponentials of scores as they are; sums that float32 may not hold are computed again")
     programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")

@@ -204,6 +204,17 @@ TECHNIQUES = (
         ablation="decode_steps",
     ),
     Technique(
+        name="fused_rope_attention",
+        source="FlashInfer (Ye et al., MLSys 25): attention with rotary embedding inside; flash decoding (Dao et al. 2023); "
+        "programmatic dependent launch (CUDA C++ Programming Guide)",
+        switch="device.fused_rope_attention",
+        off=False,
+        improves="time a decode step: rotation, cache write and attention are one launch, which asks for earlier keys before queries are there",
+        off_means="rotation with the cache write and attention are two launches, one behind the other",
+        needs_gpu=True,
+        ablation="decode_steps",
+    ),
+    Technique(
         name="cascade_attention",
         source="Hydragen (Juravsky et al. 2024); cascade inference in FlashInfer (Ye et al., MLSys 25); ChunkAttention (Ye et al., ACL 24)",
         switch="device.cascade_attention",

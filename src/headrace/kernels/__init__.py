@@ -9,7 +9,7 @@ Operations and the facts a call site should state (unstated facts are taken as "
 ``linear`` (dtype, in_features, out_features, shared_weight), ``rms_norm``, ``layer_norm``, ``activation``, ``gated_activation`` (dtype),
 ``rotary_write``, ``paged_attention`` (dtype, head_dim, num_heads, num_kv_heads), ``moe`` (dtype, num_experts, top_k),
 ``fused_linear`` (dtype, in_features, out_features, gated), ``added_linear``, ``gated_linear`` (dtype, in_features, out_features),
-``decode_step`` (dtype, spec),
+``rope_attention`` (as ``paged_attention``, and rotary_dim, normed, window, soft_cap), ``decode_step`` (dtype, spec),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``fetch_step``, ``gather_inputs``,
 ``store_tokens`` (dtype, int32).
 """
@@ -33,6 +33,7 @@ from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.cuda import ring_candidates as ring
+from headrace.kernels.cuda import rope_candidates as rope
 from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
@@ -54,6 +55,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "layer_norm": triton.LAYER_NORM,
         "rotary_write": cpu.ROTARY_WRITE + triton.ROTARY_WRITE,
         "paged_attention": cpu.PAGED_ATTENTION + triton.PAGED_ATTENTION,
+        "rope_attention": rope.ROPE_ATTENTION,
         "activation": cpu.ACTIVATION + triton.ACTIVATION,
         "gated_activation": cpu.GATED_ACTIVATION + triton.GATED_ACTIVATION,
         "moe": cpu.MOE + triton.MOE,
@@ -79,6 +81,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "layer_norm": reference.layer_norm,
         "rotary_write": reference.rotary_write,
         "paged_attention": reference.paged_attention,
+        "rope_attention": reference.rope_attention,
         "activation": reference.activation,
         "gated_activation": reference.gated_activation,
         "moe": reference.moe,
@@ -95,10 +98,13 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 # Twins whose bits depend on what else is in the batch: on the order of a sum, or on how far an element is from the tensor's end.
 _TWINS_THAT_VARY = frozenset(
-    {"linear", "fused_linear", "added_linear", "gated_linear", "paged_attention", "moe", "rms_norm", "activation", "gated_activation"}
-)
+    {
+        "linear", "fused_linear", "added_linear", "gated_linear", "paged_attention", "rope_attention", "moe", "rms_norm", "activation",
+        "gated_activation",
+    }
+)  # fmt: skip
 # Twins that look at the device (how long is this sequence, which rows are left to sort), which no graph can.
-_TWINS_THAT_READ = frozenset({"paged_attention", "moe", "rotary_write", "pick_tokens"})
+_TWINS_THAT_READ = frozenset({"paged_attention", "rope_attention", "moe", "rotary_write", "pick_tokens"})
 # Operations whose callable makes a layer's callable from its weights.
 _MAKERS = frozenset({"linear", "fused_linear", "added_linear", "gated_linear", "decode_step"})
 

@@ -143,6 +143,25 @@ def paged_attention(
     return out
 
 
+def rope_attention(
+    qkv: Tensor,  # [T, Hq + 2 Hk, D]
+    positions: Tensor,  # [T], int64
+    cos_sin: Tensor,  # [max_positions, rotary_dim], float32
+    k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    inputs: AttentionInputs,
+    scale: float,
+) -> Tensor:
+    """``rotary_write``, then ``paged_attention`` without window and cap. Returns [T, Hq, D].
+
+    A candidate gives None, with nothing done, for a step that it is not for.
+    """
+    kv_heads = k_cache.shape[1]
+    q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    q = rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, inputs.slots)
+    return paged_attention(q, k_cache, v_cache, inputs, scale, None, None)
+
+
 def _gather(cache: Tensor, table: Tensor, first: int, end: int, block_size: int) -> Tensor:
     """Keys or values at positions first … end - 1, as float32 [Hk, end - first, D]."""
     positions = torch.arange(first, end, device=cache.device)

@@ -5,6 +5,8 @@ What lives here: the layer. What may not: block tables (the cache), rotary table
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from headrace.kernels.around import Around
@@ -47,9 +49,13 @@ class Attention(nn.Module):
         self._scale = spec.attention_scale / layer.attention_divisor
         self._window = layer.window
         self._soft_cap = spec.attention_soft_cap
-        facts = {"dtype": context.dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
+        facts: dict[str, Any] = {"dtype": context.dtype, "head_dim": size, "num_heads": heads, "num_kv_heads": kv_heads}
         self._rotary_write = context.kernels.choose("rotary_write", **facts)
         self._attend = context.kernels.choose("paged_attention", **facts)
+        self._rope_attend = None  # both at once, and the rotation; for steps in which every sequence has one query
+        if cos_sin is not None:
+            facts |= {"rotary_dim": cos_sin.shape[1], "normed": spec.qk_norm, "window": layer.window, "soft_cap": spec.attention_soft_cap}
+            self._rope_attend = context.kernels.offer("rope_attention", **facts)
 
     def forward(
         self,
@@ -97,7 +103,12 @@ class Attention(nn.Module):
         return added(self.output.fused, self._attended(qkv, positions, inputs, k_cache, v_cache), stream, scale)
 
     def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        q, k, v = qkv.view(self._shape).split_with_sizes(self._split, dim=1)
+        whole = qkv.view(self._shape)
+        if self._rope_attend is not None:
+            attended: Tensor | None = self._rope_attend(whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale)
+            if attended is not None:
+                return attended.view(-1, self._width)
+        q, k, v = whole.split_with_sizes(self._split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
         q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)

@@ -14,6 +14,8 @@ from torch import Tensor
 class AttentionInputs:
     """One KV group's view of a step: sequences are packed one after another, without padding between them.
 
+    ``shared_tokens``: as StepPlan has it; too few, and nobody looks for keys that sequences share.
+
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
 
@@ -24,6 +26,7 @@ class AttentionInputs:
     block_size: int
     max_query_len: int
     max_context_len: int
+    shared_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from headrace.kernels.candidate import Sizes
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.cuda import ring_candidates as ring
+from headrace.kernels.cuda import rope_candidates as rope
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
 from headrace.models import families, loader
@@ -97,6 +98,8 @@ def _disabled(config: DeviceConfig) -> frozenset[str]:
         triton.FUSED: config.flat_gemm and config.deep_fusion,
         ring.RING: config.flat_gemm and config.deep_fusion,
         triton.CASCADE: config.cascade_attention,
+        rope.ROPE: config.fused_rope_attention,
+        rope.ROPE_CASCADE: config.fused_rope_attention and config.cascade_attention,
         cuda.PERSISTENT: config.persistent_decode,
     }
     return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}

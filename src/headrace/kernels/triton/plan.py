@@ -36,9 +36,10 @@ AT_ONCE = 256  # sequences, or programs, looked at in one go
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
 # Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and last program of
 # the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its span of the line of shared keys, its
-# first chunk, the length of a span and of that line.
+# first chunk, the length of a span and of that line. Then the context of the sequence it begins with.
 BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1 = (tl.constexpr(field) for field in range(9))
 SHARED_BEGIN, SHARED_END, SHARED_CHUNK, SHARED_SPAN, SHARED_LINE = (tl.constexpr(field) for field in range(9, 14))
+CONTEXT = tl.constexpr(14)
 FIELDS = tl.constexpr(16)
 
 
@@ -62,7 +63,7 @@ def own_keys(shared_ptr, shared_row, sequence, inside, CASCADE: tl.constexpr):
 @triton.jit
 def _measure(
     query_start_ptr, context_ptr, shared_ptr, ahead_ptr, sequences, shared_row, few, window,
-    CASCADE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    CASCADE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BEGINNING: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Writes how many tiles lie before each sequence; returns those of all, and of the longest."""
     line, longest = sequences * 0, sequences * 0
@@ -73,7 +74,7 @@ def _measure(
         context = tl.load(context_ptr + each, mask=inside, other=0)
         context, queries = tl.where(queries <= few, context, 0), tl.where(queries <= few, queries, 0)
         begin = own_keys(shared_ptr, shared_row, each, inside, CASCADE)
-        units = tl.where(inside, tiles_of(context, queries, begin, window, WINDOW, BLOCK_N), 0)
+        units = tl.where(inside, BEGINNING + tiles_of(context, queries, begin, window, WINDOW, BLOCK_N), 0)
         upto = line + tl.cumsum(units, 0)
         tl.store(ahead_ptr + each, upto - units, mask=inside)
         line += tl.sum(units, 0)
@@ -106,11 +107,11 @@ def _locate(ahead_ptr, sequences, unit, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def _cut(
-    plan_ptr, ahead_ptr, line, longest, sequences, programs,
-    KV_HEADS: tl.constexpr, FEWEST_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
+    plan_ptr, ahead_ptr, context_ptr, line, longest, sequences, programs,
+    KV_HEADS: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Every program's span."""
-    least = tl.maximum(tl.minimum(longest, 2), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES))  # more parts cost more than they gain
+    least = tl.maximum(tl.minimum(longest, WHOLE), tl.minimum(tl.cdiv(longest, 16), FEWEST_TILES))  # more parts cost more than they gain
     span = tl.maximum(tl.cdiv(line * KV_HEADS, programs), least)
     for some in range(0, programs, BLOCK_S):
         program = some + tl.arange(0, BLOCK_S)
@@ -124,6 +125,7 @@ def _cut(
         tl.store(at + SEQUENCE, sequence, mask=inside)
         tl.store(at + HEAD, head, mask=inside)
         tl.store(at + STEP, step, mask=inside)
+        tl.store(at + CONTEXT, tl.load(context_ptr + sequence, mask=inside, other=0), mask=inside)
         tl.store(at + FIRST_0, tl.where(step > 0, (begin - step) // span, 1), mask=inside)
         tl.store(at + LAST_0, tl.where(step > 0, (begin - step + whole - 1) // span, 0), mask=inside)
         _, _, step, whole = _locate(ahead_ptr, sequences, tl.maximum(end - 1, 0), KV_HEADS)
@@ -166,8 +168,8 @@ def _plan_kernel(
     table_ptr, query_start_ptr, context_ptr, plan_ptr, ahead_ptr, shared_ptr, ticket_ptr, sequences, programs, few, window, table_row,
     CASCADE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     COMMON_N: tl.constexpr, MEMBERS: tl.constexpr, MOST_CHUNKS: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr,
-    FEWEST_TILES: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr,
-    PDL: tl.constexpr,
+    BEGINNING: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -185,10 +187,10 @@ def _plan_kernel(
             most = form_groups(shared_ptr, sequences, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S, BLOCK_I)
             _cut_shared(plan_ptr, shared_ptr, sequences, sequences, programs, most, KV_HEADS, COMMON_N, LEAST_KEYS, BLOCK_S, BLOCK_I)
         line, longest = _measure(
-            query_start_ptr, context_ptr, shared_ptr, ahead_ptr, sequences, sequences, few, window, CASCADE, WINDOW, BLOCK_N, BLOCK_S
+            query_start_ptr, context_ptr, shared_ptr, ahead_ptr, sequences, sequences, few, window, CASCADE, WINDOW, BLOCK_N, BEGINNING, BLOCK_S
         )  # fmt: skip
         tl.debug_barrier()
-        _cut(plan_ptr, ahead_ptr, line, longest, sequences, programs, KV_HEADS, FEWEST_TILES, BLOCK_S)
+        _cut(plan_ptr, ahead_ptr, context_ptr, line, longest, sequences, programs, KV_HEADS, WHOLE, FEWEST_TILES, BLOCK_S)
     if PDL:
         gdc_launch_dependents()
 
@@ -210,6 +212,8 @@ def make_plan(
     kv_heads: int,
     tiles: Tiles,
     ticket: Tensor | None,  # [1], int32, zero between launches; None: nobody shares
+    whole: int = 2,  # tiles of a pair that is not cut
+    beginning: int = 0,  # tiles without keys that each pair begins with: so much time its beginning and end take
 ) -> Plan:
     """For sequences of 1 to ``few`` queries; at least one sequence of any length."""
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
@@ -223,7 +227,8 @@ def make_plan(
         sequences, programs, few, window or MAX_WINDOW, inputs.block_table.stride(0),
         CASCADE=cascade, WINDOW=window is not None, KV_HEADS=kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_N=tiles.keys,
         COMMON_N=tiles.common, MEMBERS=members(group), MOST_CHUNKS=PAIRS // kv_heads, UNIT=UNIT, LEAST=LEAST_SAVED,
-        FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=AT_ONCE, BLOCK_K=16, BLOCK_I=32, PDL=False, num_warps=4,
+        BEGINNING=beginning, WHOLE=whole, FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=AT_ONCE, BLOCK_K=16, BLOCK_I=32,
+        PDL=False, num_warps=4,
     )  # fmt: skip
     return Plan(spans, shared)
 
@@ -237,5 +242,11 @@ def empty_plan(inputs: AttentionInputs, window: int | None, programs: int, group
     return Plan(spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None)
 
 
+def may_group(sequences: int, group: int) -> bool:
+    """Whether so many sequences are worth looking at for keys that they share."""
+    return sequences >= FEWEST and members(group) > 1  # chunks < sequences
+
+
 def _may_share(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
-    return ticket is not None and window is None and inputs.context_len.shape[0] >= FEWEST and members(group) > 1  # chunks < sequences
+    enough = inputs.shared_tokens is None or inputs.shared_tokens >= LEAST_SAVED
+    return enough and ticket is not None and window is None and may_group(inputs.context_len.shape[0], group)

@@ -1,0 +1,183 @@
+"""Attention with rotary embedding and the cache write inside, on the card: against the twin, and through an engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM
+from headrace.kernels import Kernels, reference
+from headrace.kernels.candidate import Site
+from headrace.kernels.cuda.candidates import PERSISTENT
+from headrace.kernels.cuda.rope_candidates import ROPE, ROPE_CASCADE
+from headrace.layers.inputs import AttentionInputs
+from support import tiny
+from support.card import STRICT, check, params, require_card, runner_of
+from support.kernel_cases import PagedCase
+
+require_card()
+
+from headrace.kernels.cuda.rope_attention import RopeAttention, create  # noqa: E402  (needs Triton's cache, so a card's packages)
+
+SOME = random.Random(1)
+LENGTHS = {
+    "one key": [1],
+    "few": [1000, 1, 0, 4097, 64, 65, 63, 128, 129],
+    "one long": [9000],
+    "padding alone": [0, 0, 0],
+    "many": [SOME.choice((0, 1, 5, 63, 64, 65, 191, 192, 193, 300, 1000, 2500)) for _ in range(70)],
+    "uneven": [int(1 + 9000 * SOME.random() ** 3) for _ in range(24)],
+}
+SHAPES = [(32, 8, 128, 16), (32, 8, 64, 128), (32, 8, 64, 16), (32, 8, 128, 128), (32, 8, 128, 8), (8, 8, 128, 16), (32, 4, 128, 32), (24, 8, 64, 64)]
+
+
+def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, programmatic: bool = True) -> RopeAttention:
+    facts = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
+    return create(Site("rope_attention", torch.device("cuda"), facts, batch_invariant=False, programmatic=programmatic), cascade=cascade)
+
+
+class Step:
+    """A decode step over one layer of two. What no sequence sees, and the newest keys' places, hold NaN."""
+
+    def __init__(self, contexts: list[int], heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+        case = PagedCase([(1, each) for each in contexts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size)
+        newest = [(int(case.table[row, (each - 1) // block_size]), (each - 1) % block_size) if each else (-1, 0) for row, each in enumerate(contexts)]
+        case.poison(None)
+        for block, offset in newest:
+            if block >= 0:
+                case.k_cache[block, :, offset] = case.v_cache[block, :, offset] = float("nan")
+        slots = torch.tensor([block * block_size + offset if block >= 0 else -1 for block, offset in newest])
+        lengths = torch.tensor(contexts, dtype=torch.int32)
+        starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
+        self.inputs = AttentionInputs(case.table.cuda(), starts.cuda(), lengths.cuda(), slots.cuda(), block_size, 1, max(contexts))
+        self.caches = [each.cuda() for each in (case.k_cache, case.v_cache)]
+        self.positions = (lengths.long() - 1).clamp(min=0).cuda()
+        angles = torch.arange(max(contexts) + 1)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).cuda()
+        generator = torch.Generator().manual_seed(1)
+        self.qkv = torch.randn((len(contexts), heads + 2 * kv_heads, dim), generator=generator).bfloat16().cuda()
+
+    def run(self, kernel: Any, caches: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = kernel(self.qkv.clone(), self.positions, self.cos_sin, *caches, replace(self.inputs), self.qkv.shape[2] ** -0.5)
+        return out
+
+    def compare(self, kernel: Any) -> torch.Tensor:
+        """Results are the twin's, the caches too (but for the last bit of a turned key), and the same when asked again."""
+        ours, theirs = [each.clone() for each in self.caches], [each.clone() for each in self.caches]
+        got, want = self.run(kernel, ours), self.run(reference.rope_attention, theirs)
+        check(got, want)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6, equal_nan=True)
+        assert torch.equal(self.run(kernel, ours), got)
+        return got
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
+def test_attention(heads: int, kv_heads: int, dim: int, block_size: int, lengths: str) -> None:
+    """Spans that begin and end anywhere, sequences of no key and of one, blocks smaller and larger than what a warp takes."""
+    Step(LENGTHS[lengths], heads, kv_heads, dim, block_size).compare(made(heads, kv_heads, dim))
+
+
+@pytest.mark.parametrize(("rows", "shared", "served"), [(42, None, False), (42, 5000, False), (42, 0, True), (15, None, True)])
+def test_steps_in_which_keys_may_be_shared_are_left_to_cascade_attention(rows: int, shared: int | None, served: bool) -> None:
+    step = Step([700 + 3 * row for row in range(rows)], 32, 8, 128, 16)
+    step.inputs = replace(step.inputs, shared_tokens=shared)
+    assert (step.run(made(32, 8, 128, cascade=True), step.caches) is not None) == served
+    step.compare(made(32, 8, 128))
+
+
+def test_scores_of_any_size() -> None:
+    step = Step(LENGTHS["few"], 32, 8, 128, 16)
+    step.qkv[::2, :32] *= 300.0
+    step.compare(made(32, 8, 128))
+
+
+def test_a_broken_sequence_leaves_the_others_alone() -> None:
+    step, kernel = Step([300, 1000, 200, 64], 32, 8, 128, 16), made(32, 8, 128)
+    whole = step.run(kernel, [each.clone() for each in step.caches])
+    step.qkv[1] = float("nan")
+    broken = step.run(kernel, [each.clone() for each in step.caches])
+    assert torch.equal(broken[[0, 2, 3]], whole[[0, 2, 3]]) and not broken[1].isfinite().any()
+
+
+def test_other_steps_are_declined() -> None:
+    step, kernel = Step([20, 30], 32, 8, 128, 16), made(32, 8, 128)
+    several = replace(step.inputs, max_query_len=2)
+    arguments = (step.qkv, step.positions, step.cos_sin, *step.caches)
+    assert kernel(*arguments, several, 1.0) is None
+    assert kernel(step.qkv[:1], *arguments[1:], step.inputs, 1.0) is None
+    assert kernel(step.qkv.transpose(1, 2).contiguous().transpose(1, 2), *arguments[1:], step.inputs, 1.0) is None
+
+
+@pytest.mark.parametrize("programmatic", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_layers_one_behind_the_other_in_a_graph(dim: int, programmatic: bool) -> None:
+    """Products before and behind, which let it begin early: keys of one step are those that the step before wrote."""
+    heads, kv_heads, rows, layers = 32, 8, 24, 6
+    kernels = Kernels(torch.device("cuda"), programmatic=programmatic)
+    width, inner = (heads + 2 * kv_heads) * dim, heads * dim
+    make = [kernels.choose("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs) for outs, ins in ((width, 2048), (2048, inner))]
+    weights = [
+        torch.randn(outs, ins, device="cuda").mul_(ins**-0.5).bfloat16() for _ in range(layers) for outs, ins in ((width, 2048), (2048, inner))
+    ]
+    products = [make[at % 2](weight, None) for at, weight in enumerate(weights)]
+    step = Step([190 + row % 3 for row in range(rows)], heads, kv_heads, dim, 16)
+    kernel, x = made(heads, kv_heads, dim, programmatic=programmatic), torch.randn(rows, 2048, device="cuda").bfloat16()
+
+    def compute(attend: Any, caches: list[list[torch.Tensor]]) -> torch.Tensor:
+        inputs, y = replace(step.inputs), x
+        for layer in range(layers):
+            qkv = products[2 * layer](y).view(rows, -1, dim)
+            y = products[2 * layer + 1](attend(qkv, step.positions, step.cos_sin, *caches[layer], inputs, dim**-0.5).view(rows, -1))
+        return y
+
+    ours, theirs = ([[each.clone() for each in step.caches] for _ in range(layers)] for _ in range(2))
+    want = compute(reference.rope_attention, theirs)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        compute(kernel, ours)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = compute(kernel, ours)
+    results = []
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        results.append(got.clone())
+    assert float((results[0].float() - want.float()).norm() / want.float().norm()) < 1e-2
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_an_engine_answers_as_without_it(dim: int, cascade: bool, tmp_path: Path) -> None:
+    """Greedy tokens of requests that come and go, some behind one prefix; where two answers part, both tokens were nearly as likely."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": dim}
+    folder = str(tiny.save("llama", tmp_path, seed=3, max_position_embeddings=2048, **sizes))
+    prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(8)]
+    prompts += [{"prompt_token_ids": [each * each % 251 for each in range(400)] + [index] * 5} for index in range(16)]
+    found = []
+    for off in ((), (ROPE, ROPE_CASCADE)):
+        way = {"dtype": "bfloat16", "max_model_len": 1200, "max_num_seqs": 24, "disabled_kernels": (PERSISTENT, *off)}
+        with LLM(folder, **{**STRICT, **way, "cascade_attention": cascade}) as llm:
+            chosen = [each.value for each in llm.info.decisions if each.name == "kernel rope_attention"]
+            assert chosen == ([] if off else [ROPE_CASCADE if cascade else ROPE])
+            asked = [params(max_tokens=48 - index, logprobs=2) for index in range(len(prompts))]
+            found.append(llm.generate(prompts, asked, use_tqdm=False))
+            graphs = runner_of(llm).graphs
+            assert graphs is not None and bool(graphs._shared) == cascade, "steps with shared keys have graphs of their own"
+    for one, other in zip(*found, strict=True):
+        tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs
+        for at, (token, wanted) in enumerate(zip(tokens, other.outputs[0].token_ids, strict=True)):
+            best = sorted((each.logprob for each in scores[at].values()), reverse=True)
+            if token != wanted:
+                assert best[0] - best[1] < 0.1, at
+                break
+            assert abs(one.outputs[0].logprobs[at][token].logprob - scores[at][token].logprob) < 0.1

@@ -1,0 +1,125 @@
+"""Attention with rotary embedding inside, without a GPU: who is served, what a layer does with it, the source compiled where there is a compiler."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels, reference
+from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.cuda import compiler, rope_candidates
+from headrace.layers.attention import Attention
+from headrace.layers.context import LayerContext
+from headrace.layers.rotary import rotary_table
+from headrace.quant.unquantized import Unquantized
+from support.kernel_cases import PagedCase
+from support.specs import LLAMA_8B
+
+GOOD: dict[str, Any] = {
+    "dtype": torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8,
+    "rotary_dim": 128, "normed": False, "window": None, "soft_cap": None,
+}  # fmt: skip
+
+
+def site(facts: dict[str, Any], *, unified_maximum: bool = False) -> Site:
+    return Site("rope_attention", torch.device("cuda"), facts, batch_invariant=False, unified_maximum=unified_maximum)
+
+
+def test_layers_of_the_usual_kind_are_served() -> None:
+    assert rope_candidates.why_not(GOOD) is None
+    assert rope_candidates.why_not(GOOD | {"head_dim": 64, "rotary_dim": 64, "num_heads": 8}) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"dtype": None}, "bfloat16"),
+        ({"head_dim": 96, "rotary_dim": 96}, "head_dim 96"),
+        ({"num_heads": 72}, "no group"),
+        ({"num_heads": 12}, "no group"),
+        ({"num_kv_heads": None}, "no group"),
+        ({"rotary_dim": 64}, "64 of 128"),
+        ({"normed": True}, "normed"),
+        ({"window": 4096}, "window"),
+        ({"soft_cap": 30.0}, "cap"),
+    ],
+)
+def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str) -> None:
+    declined = rope_candidates._create(site(GOOD | facts), cascade=True)
+    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+
+
+def test_other_cards_and_other_softmaxes_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_candidates, "missing", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    declined = rope_candidates._create(site(GOOD), cascade=False)
+    assert isinstance(declined, Declined) and "8.9" in declined.reason
+    declined = rope_candidates._create(site(GOOD, unified_maximum=True), cascade=False)
+    assert isinstance(declined, Declined) and "maximum" in declined.reason
+    assert Kernels(torch.device("cpu")).offer("rope_attention", **GOOD) is None
+
+
+def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | None) -> tuple[Attention, Tensor]:
+    """One of an 8B model's layers, small, with a kernel that answers so; its rotary table."""
+    kernels = Kernels(torch.device("cpu"))
+
+    def kernel(*arguments: Any) -> Tensor | None:
+        taken.append(arguments)
+        return answer
+
+    monkeypatch.setattr(kernels, "offer", lambda op, **facts: kernel if op == "rope_attention" else None)
+    assert LLAMA_8B.rope is not None
+    cos_sin = rotary_table(LLAMA_8B.rope, 64, torch.device("cpu"))
+    context = LayerContext(torch.float32, torch.device("cpu"), kernels, Unquantized())
+    return Attention(LLAMA_8B, LLAMA_8B.layers[0], cos_sin, context, around=False), cos_sin
+
+
+def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PagedCase([(1, 20), (1, 1)], heads=32, kv_heads=8, dim=128, dtype=torch.float32, block_size=8)
+    slots = torch.stack([case.table[0, 2] * 8 + 3, case.table[1, 0] * 8]).long()
+    inputs = case.inputs
+    inputs = type(inputs)(inputs.block_table, inputs.query_start, inputs.context_len, slots, 8, 1, 20)
+    qkv, positions = torch.randn(2, 48 * 128), torch.tensor([19, 0])
+    caches = [case.k_cache.clone(), case.v_cache.clone()], [case.k_cache.clone(), case.v_cache.clone()]
+    taken: list[Any] = []
+    attention, cos_sin = layer(monkeypatch, taken, None)
+    alone = attention._attended(qkv.clone(), positions, inputs, *caches[0])
+    whole = reference.rope_attention(qkv.view(2, 48, 128), positions, cos_sin, *caches[1], inputs, 128**-0.5)
+    torch.testing.assert_close(alone, whole.view(2, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[0], caches[1], equal_nan=True)
+    (given,) = taken
+    assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5
+    attention, _ = layer(monkeypatch, taken, whole)
+    assert torch.equal(attention._attended(qkv, positions, inputs, *caches[0]), whole.view(2, -1))
+
+
+def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels(torch.device("cpu"))
+    offered: list[str] = []
+    monkeypatch.setattr(kernels, "offer", lambda op, **facts: offered.append(op))
+    Attention(LLAMA_8B, LLAMA_8B.layers[0], None, LayerContext(torch.float32, torch.device("cpu"), kernels, Unquantized()), around=False)
+    assert "rope_attention" not in offered
+
+
+@pytest.mark.parametrize(("dim", "group", "keys", "block_size"), [(128, 4, 16, 128), (128, 8, 16, 8), (64, 4, 32, 128), (64, 1, 32, 16)])
+def test_the_source_compiles_without_spilling_and_two_programs_fit(dim: int, group: int, keys: int, block_size: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    if (found := shutil.which("nvcc")) is None:
+        pytest.skip("nvcc is not installed")
+    from headrace.kernels.cuda.rope_attention import Variant
+
+    source = tmp_path / "rope.cu"
+    source.write_text(compiler.source("rope_attention.cu") + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
+    options = Variant(dim, group, 8, block_size, keys).options((9, 0))
+    made = subprocess.run(
+        [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)], capture_output=True, text=True, timeout=110
+    )
+    assert made.returncode == 0, made.stderr
+    assert "0 bytes spill stores" in made.stderr
