@@ -127,6 +127,41 @@ def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.Monkey
             run(executor, planner.plan([plain.next, (third, 0, 2)]))
 
 
+def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_such_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one computes is seen by what the decoder was told when it was captured."""
+    told: list[int | None] = []
+    real = SlotDecoder.forward
+
+    def forward(self: SlotDecoder, inputs: Any, kv_caches: Any) -> torch.Tensor:
+        told.append(inputs.attention[0].shared_tokens)
+        return real(self, inputs, kv_caches)
+
+    monkeypatch.setattr(SlotDecoder, "forward", forward)
+    with recorded_executor(graphed=True) as (_, runner, _), torch.inference_mode():
+        graphs = runner.graphs
+        assert graphs is not None and set(told) == {0}, "no capture at the start is made for shared keys"
+        told.clear()
+        rows = np.arange(8, dtype=np.int32)
+        chosen = []
+        for count, shared in ((8, 7), (8, 8), (8, None), (8, 0), (2, 1000)):
+            bucket = graphs.write(rows[:count], rows[:count] + 3, shared_tokens=shared)
+            chosen.append(graphs._graph_of(bucket))
+            graphs.compute(bucket)
+        assert chosen[1] is chosen[2] and chosen[0] is chosen[3] and chosen[0] is not chosen[1]
+        assert told == [None], "captured once, and only where the decoder asks for it"
+
+
+def test_where_that_graph_cannot_be_captured_each_row_reads_its_own_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(self: DecodeGraphs, *_: Any) -> RecordedGraph:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with recorded_executor(graphed=True) as (executor, _, _):
+        monkeypatch.setattr(DecodeGraphs, "_capture_again", broken)
+        found = wander(executor, turns=8)
+    assert [each.output for each in found] == alone(found)
+    assert "each row reads its own" in caplog.text
+
+
 def test_a_chunk_of_one_prompt_token_samples_nothing_where_nothing_is_asked_for() -> None:
     """One token of a longer prompt is a step a graph computes, but no token may be picked for it or written into its row."""
     with recorded_executor(graphed=True) as (executor, runner, _):

@@ -39,16 +39,24 @@ READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "uniqu
 
 
 class _Recording(TorchDispatchMode):
-    """Runs every operation and writes down how to run it again."""
+    """Runs every operation and writes down how to run it again. ``undo`` takes back what was written: a capture computes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Callable[[], None]] = []
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        for each in _tensors([value for value, written in _arguments(func, args, kwargs) if written]):
+            if _place(each) not in self._before:
+                self._before[_place(each)] = each.untyped_storage(), each.untyped_storage().clone()
         found = func(*args, **kwargs)
         given = {_place(each) for each in _tensors((args, kwargs))}
         made = [each for each in _tensors(found) if _place(each) not in given]  # others are views, or were written in place
@@ -60,6 +68,13 @@ class _Recording(TorchDispatchMode):
 
         self.steps.append(again)
         return found
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
+    """Each argument, and whether the operation writes to it."""
+    for place, declared in enumerate(func._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(declared.name)
+        yield given, declared.alias_info is not None and declared.alias_info.is_write
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -83,6 +98,7 @@ class RecordedGraph:
 
     def capture_end(self) -> None:
         self._recording.__exit__(None, None, None)
+        self._recording.undo()
 
     def replay(self) -> None:
         for step in self._recording.steps:
@@ -156,6 +172,10 @@ class SlotDecoder:
     def brief(self, rows: int) -> int:
         """Small steps of short contexts have graphs of their own."""
         return 24 if rows <= 2 else 0
+
+    def least_shared(self, rows: int) -> int | None:
+        """And so have large ones that share keys."""
+        return 8 if rows > 2 else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.most_logits = max(self.most_logits, len(hidden))

@@ -102,6 +102,12 @@ class Attention(nn.Module):
             qkv, _, _ = self.qkv.fused(stream.x, Around(stream.squares, stream.eps))
         return added(self.output.fused, self._attended(qkv, positions, inputs, k_cache, v_cache), stream, scale)
 
+    def least_shared(self, rows: int) -> int | None:
+        """From how many shared tokens on decode steps of so many rows look for keys that sequences share; None: they never do."""
+        asked = getattr(self._attend, "least_shared", None)
+        least: int | None = None if asked is None or self._window is not None else asked(rows)
+        return least
+
     def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         whole = qkv.view(self._shape)
         if self._rope_attend is not None:

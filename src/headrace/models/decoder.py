@@ -181,6 +181,10 @@ class Decoder(nn.Module):
         """Up to which context steps of so many rows are computed in one launch; 0: none are."""
         return 0 if self._step is None else longest_context(rows)
 
+    def least_shared(self, rows: int) -> int | None:
+        """From how many shared tokens on steps of so many rows read keys that sequences share once for all; None: never."""
+        return min((least for block, _, _ in self._steps if (least := block.attention.least_shared(rows)) is not None), default=None)
+
     def _step_weights(self) -> StepWeights:
         """What all layers in one launch are made from."""
         assert isinstance(self.cos_sin, Tensor)

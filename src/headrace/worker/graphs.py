@@ -4,13 +4,15 @@ A decode step of a small model is a few hundred kernels of a few microseconds ea
 every batch bucket graphs are captured when an engine starts: one fetches what the host has written (pinned.py), gathers the inputs from
 rows and computes the forward pass, others go from there to tokens written into rows and delivered to the host, one for each kind of draw
 (rows with more on their minds are sampled eagerly, and so are buckets whose logits would be more than a step may hold). Rows that fill a
-batch up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token.
+batch up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token. Steps whose rows share keys that are
+worth reading once for all have a graph of their own, captured when the first of them comes.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +31,7 @@ from headrace.worker.pinned import Mailbox
 from headrace.worker.rows import Edits, Ints, Rows
 from headrace.worker.sampler import Draw, Sampler
 
+_log = logging.getLogger(__name__)
 _ROW, _POSITION, _CONTEXT = range(3)  # what the host writes for each row of a step
 _EDITS, _COUNT, _LINES = slice(3, 6), 6, 7  # and what it edits of the block table: row, index and block; how many
 _NOBODY = np.array([[0], [-1], [0]], dtype=np.int32)
@@ -47,6 +50,8 @@ class ComputesInOne(Computes, Protocol):
     """What graphs need besides."""
 
     def brief(self, rows: int) -> int: ...  # up to which context steps of so many rows are computed in a way of their own; 0: none are
+
+    def least_shared(self, rows: int) -> int | None: ...  # from how many shared tokens on they are, too; None: never
 
 
 def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
@@ -93,6 +98,9 @@ class DecodeGraphs:
         self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
         self._long: dict[int, tuple[int, torch.cuda.CUDAGraph]] = {}  # by bucket: above which context another graph writes the same
         self._longest = 0  # context of the step just written
+        self._least_shared: dict[int, int] = {}  # by bucket: from how many shared tokens on another graph writes the same
+        self._shared: dict[int, torch.cuda.CUDAGraph | None] = {}  # that graph; None: it cannot be captured
+        self._shares = False  # whether the step just written has so many
         width = -(-self._buckets[-1] // _ALIGNED) * _ALIGNED
         self._fetch: Callable[..., None] = kernels.choose("fetch_step", dtype=torch.int32)
         self._mailbox = Mailbox((_LINES, width), (width, 2), rows.device, torch.cuda.current_stream(rows.device))
@@ -129,6 +137,7 @@ class DecodeGraphs:
             self._forward.clear()
             self._draw.clear()
             self._long.clear()
+            self._least_shared.clear()
 
     def _capture_each(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
@@ -157,15 +166,16 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._rows.device)
         self._mailbox.restart()
 
-    def write(self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ())) -> int:
+    def write(self, rows: Ints, contexts: Ints, edits: Edits = ((), (), ()), *, shared_tokens: int | None = None) -> int:
         """What the host has to say of a step in which ``rows`` compute one token each and then see ``contexts`` keys; ``compute`` must follow.
-        ``edits``: no more than there are rows.
+        ``edits``: no more than there are rows. ``shared_tokens``: as StepPlan has it.
 
         Returns the bucket. There must be a graph for so many.
         """
         count, bucket = len(rows), self._bucket(len(rows))
         assert bucket is not None, f"no graph serves {count} rows"
         self._longest = int(contexts.max()) if bucket in self._long else 0
+        self._shares = bucket in self._least_shared and (shared_tokens is None or shared_tokens >= self._least_shared[bucket])
         host = self._mailbox.next()
         host[_ROW, :count] = rows
         np.subtract(contexts, 1, out=host[_POSITION, :count])
@@ -179,10 +189,18 @@ class DecodeGraphs:
 
     def compute(self, bucket: int) -> None:
         """The forward pass of the step just written."""
-        most, long = self._long.get(bucket, (self._max_model_len, None))
-        graph = self._forward[bucket].graph if long is None or self._longest <= most else long
-        graph.replay()
+        self._graph_of(bucket).replay()
         self._mailbox.queued()
+
+    def _graph_of(self, bucket: int) -> torch.cuda.CUDAGraph:
+        """Which of them computes the step just written."""
+        if self._shares:
+            if bucket not in self._shared:
+                self._shared[bucket] = self._try_shared(bucket)
+            if (shared := self._shared[bucket]) is not None:
+                return shared
+        most, long = self._long.get(bucket, (self._max_model_len, None))
+        return self._forward[bucket].graph if long is None or self._longest <= most else long
 
     def hidden(self, bucket: int, count: int) -> Tensor:
         """What ``compute`` brings: [count, hidden]. The next one overwrites it; work queued before sees it."""
@@ -206,11 +224,12 @@ class DecodeGraphs:
         """[3, bucket]: what was fetched; each column begins at 16 bytes, so that a kernel is compiled once for all buckets."""
         return self._shipped[:, :bucket]
 
-    def _hidden(self, bucket: int, longest: int) -> Tensor:
+    def _hidden(self, bucket: int, longest: int, shared_tokens: int | None = 0) -> Tensor:
         """Of contexts up to ``longest``."""
         columns, every = self._columns(bucket), self._every
         self._fetch(self._mailbox.inward, self._mailbox.turn, columns, self._rows.tables[0])
-        inputs = self._gather.gathered(columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION], 1, longest)
+        chunks = columns[_ROW], every[: bucket + 1], columns[_CONTEXT], every[:bucket], columns[_POSITION]
+        inputs = self._gather.gathered(*chunks, 1, longest, shared_tokens)
         return self._decoder.forward(inputs, self._kv_caches)
 
     def _drawn(self, bucket: int, hidden: Tensor, how: Draw) -> None:
@@ -225,19 +244,30 @@ class DecodeGraphs:
             hidden = self._hidden(bucket, min(brief or self._max_model_len, self._max_model_len))
         self._forward[bucket] = _Captured(forward, hidden)
         if 0 < brief < self._max_model_len:
-            self._long[bucket] = brief, self._capture_long(bucket, hidden)
+            self._long[bucket] = brief, self._capture_again(bucket, hidden)
+        if (least := self._decoder.least_shared(bucket)) is not None:
+            self._least_shared[bucket] = least
         for how in self._draws_of(bucket):
             graph = torch.cuda.CUDAGraph()
             with self._recorded(graph):
                 self._drawn(bucket, hidden, how)
             self._draw[bucket, how] = graph
 
-    def _capture_long(self, bucket: int, hidden: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture_again(self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0) -> torch.cuda.CUDAGraph:
         """For contexts of any length: what draws look at is in the same place."""
         graph = torch.cuda.CUDAGraph()
         with self._recorded(graph):
-            hidden.copy_(self._hidden(bucket, self._max_model_len))
+            hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens))
         return graph
+
+    def _try_shared(self, bucket: int) -> torch.cuda.CUDAGraph | None:
+        """Some milliseconds, once a bucket; where it fails, every row reads its keys by itself."""
+        try:
+            with torch.inference_mode(), scratch_of_graphs(self._rows.device):
+                return self._capture_again(bucket, self._forward[bucket].result, None)
+        except RuntimeError as error:
+            _log.warning("no graph for %d rows with shared keys (%s); each row reads its own", bucket, error)
+            return None
 
     @contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -87,7 +87,7 @@ class Gather:
             staging.put(packing.wanted)
         row, query_start, context, chunk, position, *wanted = staging.ship()
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
-        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context)
+        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens)
         return replace(gathered, wanted=wanted[0]) if wanted else gathered
 
     def gathered(
@@ -99,11 +99,12 @@ class Gather:
         position: Tensor,  # [t], int32; -1 for dummies
         longest_query: int,
         longest_context: int,
+        shared_tokens: int | None = None,
     ) -> ForwardInputs:
         """The same from what is on the device already."""
         rows, attention = self._rows, []
         for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
             ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
-            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context))
+            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context, shared_tokens))
         return ForwardInputs(ids, positions, tuple(attention))

@@ -183,7 +183,7 @@ class ModelRunner:
         if plan.copy_group:
             self._copy_blocks(plan)
         if drawn is not None and self.graphs is not None:
-            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1, edits)
+            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1, edits, shared_tokens=plan.shared_tokens)
             if begun is not None:
                 begun.record(self._stream)
             self.graphs.compute(bucket)
@@ -196,7 +196,7 @@ class ModelRunner:
         inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
         bucket = 0
         if packing is not None and inputs is None and self.graphs is not None:
-            bucket = self.graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context)
+            bucket = self.graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
         if begun is not None:
             begun.record(self._stream)
         if packing is None:

@@ -26,7 +26,7 @@ from headrace.kernels.candidate import Site
 from headrace.kernels.cuda.prefill import Prompts, why_not
 from headrace.kernels.triton import decode, plan, prefill
 from headrace.kernels.triton.cascade import Common, make_common
-from headrace.kernels.triton.sharing import FEWEST
+from headrace.kernels.triton.sharing import FEWEST, LEAST_SAVED
 from headrace.layers.inputs import AttentionInputs
 
 _MOST_PROGRAMS = 3  # of the decode kernel, a processor
@@ -171,6 +171,10 @@ class PagedAttention:
             programs = tiles.programs * self.processors
             known = self._plans[window] = inputs, plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, self._ticket)
         return known[1]
+
+    def least_shared(self, rows: int) -> int | None:
+        """From how many shared tokens on so many decoding sequences are looked at for keys that they share; None: they never are."""
+        return LEAST_SAVED if self._ticket is not None and plan.may_group(rows, self.group) else None
 
     def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
