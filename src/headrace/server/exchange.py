@@ -86,7 +86,7 @@ class Exchange:
         self.status = status
         if self.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in headers):
             self.scope["unframe"]()
-            self._unframed = True
+            self._unframed, headers = True, (*headers, (b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": [(b"x-request-id", self.request_id.encode()), *headers]})
 
     async def write(self, body: bytes) -> None:

@@ -43,7 +43,7 @@ def decode_object(body: bytes | bytearray, *, pack: bool = False) -> dict[str, A
         value = _decoder.decode(body) if len(body) <= _PART_BYTES else _decode_parts(body, pack)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # msgspec's errors and UnicodeDecodeError; the text names bytes, never the content
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the text names bytes, never the content
         raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({_cause(error)}); send one JSON object.", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body is JSON but not an object; send one JSON object.", code="invalid_json")
