@@ -22,10 +22,10 @@ from headrace.torch_environment import prepare_for_torch
 
 # name → one line of help; the module is headrace.commands.NAME.
 COMMANDS: dict[str, str] = {
-    "serve": "answer the OpenAI HTTP API",
+    "serve": "answer the HTTP APIs of OpenAI and Anthropic",
     "chat": "talk to a model in the terminal",
-    "generate": "complete prompts from a JSONL file",
-    "bench": "measure throughput, latency, a server, start-up, kernels, techniques, a rival",
+    "generate": "complete prompts of a JSONL file or the command line",
+    "bench": "measure throughput, latency, a server, start-up, kernels, techniques, policies, a rival",
     "simulate": "a workload's figures on a device that is not here",
     "doctor": "what was found on this machine, what was chosen and why",
     "techniques": "the mechanisms inside: source, switch, default",

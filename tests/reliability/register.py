@@ -132,7 +132,8 @@ ROWS = (
         tests(
             "asked what_is_asked_for_is_refused_by_name_or_followed an_answer_that_does_not_keep_to_it_is_noticed; "
             "grammar every_kind_of_constraint what_is_no_constraint_is_said whatever_is_asked_for_is_refused_or_followed "
-            "what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does"
+            "what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_does "
+            "where_no_token_leads_on_an_answer_neither_ends_nor_leaves_its_grammar"
         ),
     ),
     Row(
