@@ -83,7 +83,7 @@ def _list_parts(value: bytes) -> Iterator[bytes]:
         start = end + 1
 
 
-def _cause(error: ValueError) -> str:
+def _cause(error: Exception) -> str:
     return "bad UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).partition(" - at ")[0]
 
 
