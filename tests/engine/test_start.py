@@ -72,7 +72,7 @@ def test_a_stage_named_twice_counts_once() -> None:
     assert stages.seconds == {"a": 5.0, "b": 2.0}
 
 
-SHORTCUTS = ("fused_linear", "added_linear", "gated_linear", "decode_step")  # would leave no call to other operations
+SHORTCUTS = ("fused_linear", "added_linear", "gated_linear", "decode_step", "rope_attention")  # would leave no call to other operations
 
 
 def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,9 @@ class CaseMaker:
         elif op in ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"):
             if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
                 yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
+        elif op == "rope_attention":
+            if rows <= MANY_ROWS:
+                yield self._rope(rows)
         elif op == "decode_step":
             if self.context <= longest_context(rows):
                 yield self._step(rows)
@@ -213,6 +216,25 @@ class CaseMaker:
         rotated = rows * (heads + kv_heads) * dim
         size = self._bytes(2 * rotated + 3 * rows * kv_heads * dim) + rows * dim * 4
         return KernelCase("rotary_write", f"{rows} tokens", self._attention_facts(), size, 3 * rotated, calls)
+
+    def _rope(self, rows: int) -> KernelCase:
+        """As many sequences as there are rows, none of which share keys."""
+        spec, blocks = self.spec, -(-self.context // self.block_size)
+        table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
+        last = torch.full((rows,), self.context - 1)
+        slots = table[:, -1].long() * self.block_size + last % self.block_size
+        every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
+        inputs = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0)
+        qkv, cos_sin = self._random(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), torch.rand(self.context, spec.head_dim) * 0.7
+        keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
+        caches = [self._cache(rows * blocks * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
+
+        def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]  # q is turned in place
+
+        facts = {**self._attention_facts(), "rotary_dim": spec.head_dim, "normed": False, "window": None, "soft_cap": None}
+        flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
+        return KernelCase("rope_attention", f"{rows} rows, context {self.context}", facts, self._bytes(keys + 2 * qkv.numel()), flops, calls)
 
     def _attention(self, rows: int) -> KernelCase:
         spec, prompt = self.spec, rows > MANY_ROWS

@@ -45,14 +45,17 @@ class Source:
 
 
 def stream(sources: Iterable[Source], device: torch.device, *, readers: int = READERS, buffer_bytes: int = BUFFER_BYTES) -> None:
-    """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; then some are filled."""
+    """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; then some are filled.
+
+    Nothing is written before what the caller has queued until now has ended: a target may lie where a tensor of his was until just now.
+    """
     spans: SimpleQueue[Source] = SimpleQueue()
     for source in sources:
         for span in _spans(source):
             spans.put(span)
-    ended = Event()
+    ended, queued = Event(), torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
     with ThreadPoolExecutor(readers, "headrace-load") as pool:
-        lanes = [pool.submit(_read_all, spans, device, buffer_bytes, ended) for _ in range(readers)]
+        lanes = [pool.submit(_read_all, spans, device, buffer_bytes, ended, queued) for _ in range(readers)]
         try:
             for lane in lanes:
                 lane.result()
@@ -71,10 +74,10 @@ def _spans(source: Source) -> Iterator[Source]:
         yield Source(source.file, source.start + first * source.dtype.itemsize, source.dtype, (len(piece),), piece)
 
 
-def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, ended: Event) -> None:
+def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, ended: Event, queued: torch.cuda.Event | None) -> None:
     """One reader: takes spans until there are none, or another reader has failed, or nobody waits."""
     try:
-        with torch.inference_mode(), _Lane(device, buffer_bytes) as lane:
+        with torch.inference_mode(), _Lane(device, buffer_bytes, queued) as lane:
             while not ended.is_set():
                 lane.fill(spans.get_nowait())
     except Empty:
@@ -103,14 +106,16 @@ class _Buffer:
 
 
 class _Lane:
-    """What one reader holds: open files, two buffers, a stream."""
+    """What one reader holds: open files, two buffers, a stream that begins behind ``queued``."""
 
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int, queued: torch.cuda.Event | None) -> None:
         self._device = device
         self._buffers: Sequence[_Buffer] = [_Buffer(buffer_bytes, device) for _ in range(2)]
         self._turn = 0
         self._files: dict[Path, int] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None and queued is not None:
+            self._stream.wait_event(queued)
         self._closing = ExitStack()
 
     def __enter__(self) -> _Lane:

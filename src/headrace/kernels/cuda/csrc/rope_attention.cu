@@ -55,7 +55,7 @@ struct Shared {
   int complete[2];
   int alone;  // whether all other parts of the pair that this program leaves unfinished are there
 };
-extern __shared__ __align__(128) unsigned char memory[];
+extern __shared__ __align__(1024) unsigned char memory[];
 extern "C" __device__ const int shared_bytes = WARPS * RING + sizeof(Shared);
 
 // --- instructions
@@ -133,15 +133,20 @@ __device__ __forceinline__ void look_up(Copies& c, const Params& p, int warp) {
 
 __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
   if (c.left > 0) {
-    int first = first_key(c.at, warp), chunk = lane % CHUNKS, past = c.at.context - 1;
-    const long long head = c.at.head * p.head_stride;
+    constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : 8;  // rows a copy of all lanes has; rows that lie in one block
+    int first = first_key(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - 1 - first - row;
+    u32 mine = to + row * ROW + ((chunk ^ row) << 4);
 #pragma unroll
-    for (int i = 0; i < SLICE / 512; ++i) {
-      int row = i * (32 / CHUNKS) + lane / CHUNKS, key = first + row, bytes = key < past ? 16 : 0;
-      long long from = c.entry[ENTRIES == 1 ? 0 : i * (32 / CHUNKS) / 8] * p.block_stride + head + key % BLOCK * D + chunk * 8;
-      u32 at = to + row * ROW + ((chunk ^ (row & 7)) << 4);
-      copy_async(at, p.keys + from, bytes);
-      copy_async(at + SLICE, p.values + from, bytes);
+    for (int piece = 0; piece < ENTRIES; ++piece) {
+      long long from = c.entry[piece] * p.block_stride + c.at.head * p.head_stride + (first + piece * PIECE) % BLOCK * D + row * D + chunk * 8;
+      const bf16 *key = p.keys + from, *value = p.values + from;
+#pragma unroll
+      for (int i = 0; i < PIECE / ROWS; ++i) {
+        int below = piece * PIECE + i * ROWS, bytes = below < left ? 16 : 0;
+        u32 at = (mine ^ ((below & 7) << 4)) + below * ROW;
+        copy_async(at, key + i * ROWS * D, bytes);
+        copy_async(at + SLICE, value + i * ROWS * D, bytes);
+      }
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -279,14 +284,15 @@ __device__ __forceinline__ float over_keys(float v) {  // the most of all lanes 
 
 __device__ __forceinline__ void attend(Softmax& a, const u32 (&q)[STEPS][2], u32 slice, int first, int context, float scale, int lane) {
   constexpr int TILES = KEYS / 16;
+  const u32 key_at = slice + lane % 16 * ROW + (((lane / 16) ^ (lane & 7)) << 4);
+  const u32 value_at = slice + SLICE + (lane % 8 + lane / 16 * 8) * ROW + (((lane / 8 % 2) ^ (lane & 7)) << 4);
   float c[TILES][4] = {}, other[TILES][4] = {};  // two sums, so that half as many instructions wait for each other
 #pragma unroll
   for (int m = 0; m < TILES; ++m)
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
-      int row = m * 16 + lane % 16, chunk = 2 * s + lane / 16;
       u32 k[4];
-      load_matrices(k, slice + row * ROW + ((chunk ^ (row & 7)) << 4));
+      load_matrices(k, (key_at ^ (s << 5)) + m * 16 * ROW);
       mma(s % 2 ? other[m] : c[m], k, q[s][0], q[s][1]);
     }
   float most[2] = {MINUS_INFINITY, MINUS_INFINITY};
@@ -322,9 +328,8 @@ __device__ __forceinline__ void attend(Softmax& a, const u32 (&q)[STEPS][2], u32
     u32 early = transposed(pack(c[m][0], c[m][1])), late = transposed(pack(c[m][2], c[m][3]));
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
-      int row = m * 16 + lane % 8 + lane / 16 * 8, chunk = 2 * j + lane / 8 % 2;
       u32 v[4];
-      load_transposed(v, slice + SLICE + row * ROW + ((chunk ^ (row & 7)) << 4));
+      load_transposed(v, (value_at ^ (j << 5)) + m * 16 * ROW);
       mma(a.o[j], v, early, late);
     }
   }
@@ -416,11 +421,11 @@ __device__ __forceinline__ int arrive(int* ticket) {
 }
 
 // The parts of a pair from all programs, once they are there.
-__device__ __forceinline__ void join_all(const Params& p, const Place& at, int first, int last) {
+__device__ __forceinline__ void join_all(const Params& p, int sequence, int head, int first, int last) {
   for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
     int member = i / (D / 4), element = i % (D / 4) * 4, part = part_of(first, first);
     float4 own = from_l2(reinterpret_cast<const float4*>(p.parts + ((long long)part * G + member) * D + element));
-    join_parts(p, at.sequence, at.head, member, element, own, from_l2(p.peaks + part * G + member), first, first + 1, last);
+    join_parts(p, sequence, head, member, element, own, from_l2(p.peaks + part * G + member), first, first + 1, last);
   }
 }
 
@@ -518,6 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
     if (s.complete[1]) p.tickets[mine.first_1] = 0;
   }
   __syncthreads();
-  if (s.complete[0]) join_all(p, begun, mine.first_0, mine.last_0);
-  if (s.complete[1]) join_all(p, ended, mine.first_1, mine.last_1);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i)
+    if (s.complete[i]) join_all(p, i ? ended.sequence : begun.sequence, i ? ended.head : begun.head, i ? mine.first_1 : mine.first_0, i ? mine.last_1 : mine.last_0);
 }
