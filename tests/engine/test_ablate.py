@@ -16,7 +16,7 @@ from headrace.bench import ablate
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.techniques import TECHNIQUES
-from support import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from headrace import LLM
-from support import crowd, tiny
-from support.kernel_cases import native
+from tests.support import crowd, tiny
+from tests.support.kernel_cases import native
 
 OTHERS = 64
 VOCAB = tiny.VOCAB_SIZE

@@ -11,7 +11,7 @@ import pytest
 from headrace import cli
 from headrace.bench import offline, startup
 from headrace.commands.bench import BENCHMARKS
-from support import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from headrace.planner.curve import Trial, run_trials
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load
 from headrace.planner.workload import Asked, arriving
-from support.specs import SMALL
+from tests.support.specs import SMALL
 
 
 def test_processes_change_no_figure() -> None:

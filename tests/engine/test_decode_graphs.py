@@ -33,9 +33,9 @@ from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.inputs import Gather
 from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
-from support import hash_engine
-from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
-from support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
+from tests.support import hash_engine
+from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
+from tests.support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 WARM = SamplingParams(temperature=1.2)

@@ -18,9 +18,9 @@ from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.gguf_file import read_gguf
 from headrace.models.source import find_model
-from support import tiny
-from support.gguf_files import write_gguf
-from support.outside import shared
+from tests.support import tiny
+from tests.support.gguf_files import write_gguf
+from tests.support.outside import shared
 
 FAMILIES = [
     "llama",

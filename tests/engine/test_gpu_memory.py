@@ -27,7 +27,7 @@ from headrace.worker.memory import GIB, buckets_to_try, gpu_share, graph_bytes, 
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rehearsal import Limits, chunks, decode_step, largest_step
 from headrace.worker.rows import Rows
-from support.hand_plans import worker_for
+from tests.support.hand_plans import worker_for
 
 MIB = 2**20
 META = torch.device("meta")  # tensors without memory: a stand-in for the card
@@ -280,7 +280,7 @@ def test_the_largest_step_fills_every_budget() -> None:
 
 def test_the_largest_step_runs_over_one_block(tmp_path: Any) -> None:
     """On the CPU: every row lies in block 0, and every way of the sampler is taken."""
-    from support import tiny
+    from tests.support import tiny
 
     executor = worker_for(tiny.save("llama", tmp_path, tokenizer=False), cache={"num_blocks": 1}, max_model_len=64)
     limits = Limits(max_num_seqs=8, tokens_a_step=100, max_logits_rows=20, longest=64)

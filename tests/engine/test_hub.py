@@ -15,7 +15,7 @@ from headrace.errors import ModelError
 from headrace.models import hub as hub_module
 from headrace.models.hub import needed_files
 from headrace.models.source import find_model
-from support.fake_hub import FakeHub, etag, fake_hub
+from tests.support.fake_hub import FakeHub, etag, fake_hub
 
 FIND = """
 import sys

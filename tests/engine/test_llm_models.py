@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from support.outside import shared
+from tests.support.outside import shared
 
 CONFIG = {
     "dtype": "float32",

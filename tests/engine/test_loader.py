@@ -21,7 +21,7 @@ from headrace.models.families import ignored_keys, spec_from_config, weight_rule
 from headrace.models.loader import fill_dummy, load_weights
 from headrace.models.source import ModelSource, find_model
 from headrace.models.weight_rules import WeightRule
-from support import tiny
+from tests.support import tiny
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Candidate
 from headrace.models.decoder import Decoder
 from headrace.spec import NormKind
-from support import tiny
-from support.forward import PagedRun, load_decoder
+from tests.support import tiny
+from tests.support.forward import PagedRun, load_decoder
 
 TOLERANCE = 1e-4
 LENGTHS = {"a": 64, "b": 8, "c": 17, "d": 1, "e": 39}  # one token, below, on and above block edges, the whole context; up to five windows

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
-from support.forward import PagedRun, load_decoder
-from support.outside import shared
+from tests.support.forward import PagedRun, load_decoder
+from tests.support.outside import shared
 
 TOLERANCE = 1e-4
 GOLDEN = {"demo": "golden.json", "demo-draft": "golden.json", "demo-moe": "golden.json", "stories260k": "golden_greedy.json"}

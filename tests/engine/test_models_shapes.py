@@ -13,8 +13,8 @@ from headrace.layers.rotary import inverse_frequencies, rotary_table
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config, weight_rules
 from headrace.spec import DecoderSpec
-from support import tiny
-from support.outside import shared
+from tests.support import tiny
+from tests.support.outside import shared
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -1,6 +1,6 @@
 """How an engine is run changes no answer: random requests in random modes, against each request by itself.
 
-``support.modes`` draws both from the seed that a failing case is named by. KV blocks that nobody has written are NaN.
+``tests.support.modes`` draws both from the seed that a failing case is named by. KV blocks that nobody has written are NaN.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from headrace import LLM
-from support import modes, tiny
-from support.kernel_cases import native
+from tests.support import modes, tiny
+from tests.support.kernel_cases import native
 
 SEEDS, LONG_SEEDS = range(6), range(100, 150)
 

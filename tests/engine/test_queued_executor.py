@@ -19,7 +19,7 @@ from headrace.kernels.rows import fetch_step, store_tokens
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.pinned import Mailbox
 from headrace.worker.queued_executor import QueuedExecutor
-from support.recorded_graphs import info_of
+from tests.support.recorded_graphs import info_of
 
 
 class LateRunner:

@@ -12,8 +12,8 @@ import torch
 from headrace.engine.executor import Executor
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams
-from support import tiny
-from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
+from tests.support import tiny
+from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
 LENGTHS = (1, 7, 8, 9, 23)  # around the block size of 8
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)

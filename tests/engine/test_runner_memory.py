@@ -16,8 +16,8 @@ from headrace.worker import settings
 from headrace.worker.memory import GIB, KVPlan, Room, blocks_needed, check_weights_fit, plan_kv
 from headrace.worker.settings import check_kv_dtype, resolve_dtype, resolve_threads
 from headrace.worker.worker import create_executor
-from support import tiny
-from support.hand_plans import worker_for
+from tests.support import tiny
+from tests.support.hand_plans import worker_for
 
 FULL = KVSpec((0, 1), KVKind.FULL, 16, 2, 64, 2)  # 16 KiB a block
 SLIDING = replace(FULL, kind=KVKind.SLIDING, window=64)

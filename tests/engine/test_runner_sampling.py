@@ -22,7 +22,7 @@ from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows, Trait
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
-from support.hand_plans import GREEDY, Planned, Planner, generate, run, take
+from tests.support.hand_plans import GREEDY, Planned, Planner, generate, run, take
 
 VOCAB = 50
 

@@ -25,7 +25,7 @@ from headrace.worker import worker
 from headrace.worker.graphs import buckets_up_to
 from headrace.worker.stages import Stages
 from headrace.worker.warm_up import product_sizes, warm_linears
-from support import tiny
+from tests.support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
 PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5]}

@@ -19,7 +19,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.families import ignored_keys, spec_from_config, weight_rules
 from headrace.models.source import ModelSource, find_model
 from headrace.models.streaming import Source, stream
-from support import tiny
+from tests.support import tiny
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.support.outside import shared
 
 from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.cli import main
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
+from tests.support.outside import shared
 
 EVERY = 1 if os.environ.get("HEADRACE_ALL_SCHEMAS") else 12  # each so many-th schema
 PERSON = {

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.engine.template import ChatTemplate
 from headrace.errors import InvalidRequest
-from support.outside import shared
+from tests.support.outside import shared
 
 FOLDER = shared("data", "chat_templates")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -14,7 +14,7 @@ from headrace.config import ModelConfig
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.models.gguf_vocab import read_gguf_tokenizer
 from headrace.models.source import find_model, read_tokenizer_files
-from support.outside import shared
+from tests.support.outside import shared
 
 NAMES = ("gpt-2", "llama-bpe", "qwen2")
 TEXTS = [

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from headrace import LLM
 from headrace.kernels import TWIN, Kernels
 from headrace.spec import Activation
-from support import crowd, tiny
-from support.card import require_card
+from tests.support import crowd, tiny
+from tests.support.card import require_card
 
 require_card()
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from support import tiny
-from support.card import STRICT, params, require_card
+from tests.support import tiny
+from tests.support.card import STRICT, params, require_card
 
 require_card()
 

@@ -17,9 +17,9 @@ from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.sampling_params import SamplingParams
 from headrace.worker import model_runner
-from support import tiny
-from support.card import exhaust, require_card
-from support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
+from tests.support import tiny
+from tests.support.card import exhaust, require_card
+from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
 require_card()
 

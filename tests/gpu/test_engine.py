@@ -12,7 +12,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.request import RequestOutput
-from support.card import STRICT, Judge, params, require_card, runner_of
+from tests.support.card import STRICT, Judge, params, require_card, runner_of
 
 require_card()
 

@@ -14,8 +14,8 @@ from headrace.kernels import Kernels, reference
 from headrace.kernels.around import Around
 from headrace.kernels.triton.candidates import FUSED
 from headrace.spec import Activation
-from support import tiny
-from support.card import STRICT, check, params, require_card
+from tests.support import tiny
+from tests.support.card import STRICT, check, params, require_card
 
 require_card()
 

@@ -8,7 +8,7 @@ import torch
 from headrace.kernels import reference
 from headrace.kernels.cuda.gated_measured import COLUMNS
 from headrace.spec import Activation
-from support.card import require_card
+from tests.support.card import require_card
 
 require_card()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headrace import LLM
-from support import tiny
-from support.card import STRICT, Judge, params, require_card
+from tests.support import tiny
+from tests.support.card import STRICT, Judge, params, require_card
 
 require_card()
 

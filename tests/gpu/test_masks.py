@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from support.card import STRICT, Judge, params, require_card
-from support.residue_masks import follow_residues, listed, masked
+from tests.support.card import STRICT, Judge, params, require_card
+from tests.support.residue_masks import follow_residues, listed, masked
 
 require_card()
 

@@ -13,8 +13,8 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.worker.device_memory import DeviceUse, device_use
-from support.card import params, require_card
-from support.residue_masks import follow_residues, masked
+from tests.support.card import params, require_card
+from tests.support.residue_masks import follow_residues, masked
 
 require_card()
 

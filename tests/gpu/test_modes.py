@@ -1,6 +1,6 @@
 """How an engine is run on the card changes no answer: random requests in random modes, against each request alone on the CPU.
 
-``support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, every switch, steps that fail,
+``tests.support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, every switch, steps that fail,
 streams that are left. KV blocks that nobody has written are NaN.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM
-from support import modes, tiny
-from support.card import STRICT, Judge, params, require_card, runner_of
+from tests.support import modes, tiny
+from tests.support.card import STRICT, Judge, params, require_card, runner_of
 
 require_card()
 

@@ -15,9 +15,9 @@ from headrace.kernels.cuda.candidates import PERSISTENT
 from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
-from support import tiny
-from support.card import STRICT, params, require_card
-from support.specs import LLAMA_1B
+from tests.support import tiny
+from tests.support.card import STRICT, params, require_card
+from tests.support.specs import LLAMA_1B
 
 require_card()
 

@@ -11,8 +11,8 @@ import torch
 from headrace.kernels import Kernels, reference
 from headrace.kernels.cuda import compiler
 from headrace.layers.inputs import AttentionInputs
-from support.card import check, require_card
-from support.kernel_cases import PagedCase
+from tests.support.card import check, require_card
+from tests.support.kernel_cases import PagedCase
 
 require_card()
 

@@ -15,7 +15,7 @@ from headrace.kernels.around import Around
 from headrace.kernels.cuda.ring_forms import ROWS, RingForm, candidate_forms
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.spec import Activation
-from support.card import check, require_card
+from tests.support.card import check, require_card
 
 require_card()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from support.card import STRICT, Judge, params, require_card
+from tests.support.card import STRICT, Judge, params, require_card
 
 require_card()
 

@@ -17,8 +17,8 @@ from headrace import LLM, SamplingParams
 from headrace.engine.output import OutputCollector
 from headrace.request import RequestOutput
 from headrace.worker.host import process_memory
-from support import modes
-from support.card import STRICT, Judge, exhaust, params, require_card, runner_of
+from tests.support import modes
+from tests.support.card import STRICT, Judge, exhaust, params, require_card, runner_of
 
 require_card()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from headrace.models.streaming import Source, stream
-from support.card import require_card
+from tests.support.card import require_card
 
 require_card()
 

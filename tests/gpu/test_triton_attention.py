@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.kernels import reference
-from support.card import check, chosen, require_card
-from support.kernel_cases import PagedCase
+from tests.support.card import check, chosen, require_card
+from tests.support.kernel_cases import PagedCase
 
 require_card()
 

@@ -8,8 +8,8 @@ import torch
 from headrace.kernels import reference
 from headrace.kernels import sampling as twin
 from headrace.spec import Activation
-from support.card import check, chosen, require_card
-from support.kernel_cases import DTYPES
+from tests.support.card import check, chosen, require_card
+from tests.support.kernel_cases import DTYPES
 
 require_card()
 

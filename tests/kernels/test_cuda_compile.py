@@ -13,7 +13,7 @@ import pytest
 
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.step_shape import SOURCES, StepShape, why_not
-from support.specs import LLAMA_8B
+from tests.support.specs import LLAMA_8B
 
 SHAPE = StepShape(LLAMA_8B, block_size=128, programs=132)
 SHARED = 232448  # bytes a program may have

@@ -288,7 +288,7 @@ import json, sys, torch, triton, triton.language as tl
 from triton.runtime import driver
 from triton.runtime.errors import InterpreterError, OutOfResources
 from headrace.kernels.triton.toolchain import build_failure
-from support.triton_offline import CompileOnly
+from tests.support.triton_offline import CompileOnly
 
 driver.set_active(CompileOnly())
 

@@ -11,7 +11,7 @@ from headrace.kernels import Kernels, reference
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.quant.unquantized import Unquantized
-from support.kernel_cases import DTYPES, assert_close, native
+from tests.support.kernel_cases import DTYPES, assert_close, native
 
 CPU = torch.device("cpu")
 SHAPES = ((5, 7), (64, 96), (130, 100), (67, 544))  # (out, in): tails of every tile and vector

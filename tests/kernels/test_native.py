@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.kernels import reference
 from headrace.spec import Activation
-from support.kernel_cases import DTYPES, PagedCase, assert_close, native
+from tests.support.kernel_cases import DTYPES, PagedCase, assert_close, native
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

@@ -18,8 +18,8 @@ from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import rotary_table
 from headrace.quant.unquantized import Unquantized
-from support.kernel_cases import PagedCase
-from support.specs import LLAMA_8B
+from tests.support.kernel_cases import PagedCase
+from tests.support.specs import LLAMA_8B
 
 GOOD: dict[str, Any] = {
     "dtype": torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8,

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-import support.triton_interpreter  # before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import attention, plan, prefill
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.prefill import bulk_keys
-from support.kernel_cases import PagedCase, assert_close
+from tests.support.kernel_cases import PagedCase, assert_close
 
 DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 200)]
 MIXED = [(1, 70), (37, 100), (2, 2), (1, 150)]
@@ -81,7 +81,7 @@ def test_the_copy_engine_counts_rows_in_32_bits() -> None:
 
 @pytest.mark.parametrize("processors", [1, 3, 20])
 def test_every_cut_of_the_line_gives_the_same(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    support.triton_interpreter.shuffle_programs(monkeypatch, processors)
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, processors)
     check(PagedCase([(1, 300), (1, 5), (1, 130), (2, 64)], heads=2, kv_heads=2, dim=64, dtype=torch.float32, block_size=16), processors=processors)
 
 
@@ -132,7 +132,7 @@ def test_invariant_bits_are_the_same_whoever_computes_a_part(monkeypatch: pytest
     case = PagedCase([(1, 230), (20, 200), (2, 2), (1, 0)], heads=4, kv_heads=2, dim=16, dtype=torch.bfloat16, block_size=16)
     check(case, window, processors=1, invariant=True)
     whole, start = run(case, window, processors=1, invariant=True), 0
-    support.triton_interpreter.shuffle_programs(monkeypatch, 1)
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, 1)
     assert torch.equal(run(case, window, processors=60, invariant=True), whole)
     for row, (count, _) in enumerate(case.lengths):
         for first, end in {(0, count), (0, (count + 1) // 2), (count - 1, count)}:

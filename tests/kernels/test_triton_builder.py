@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support import __file__ as support
+from tests.support import __file__ as support
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -24,7 +24,7 @@ from triton import knobs
 from triton.runtime import driver
 from headrace.builders import Builders
 from headrace.kernels.triton import candidates, embedding, toolchain
-from support.triton_offline import CompileOnly
+from tests.support.triton_offline import CompileOnly
 
 launch = import_module("headrace.kernels.triton.launch")
 driver.set_active(CompileOnly())
@@ -57,7 +57,7 @@ def test_what_a_builder_compiled_is_found_in_the_cache(tmp_path: Path) -> None:
 
 
 def test_an_order_is_one_line_that_says_the_same_when_read() -> None:
-    import support.triton_interpreter  # noqa: F401  before triton: it fixes the mode
+    import tests.support.triton_interpreter  # noqa: F401  before triton: it fixes the mode
     from headrace.kernels.triton.builder import Order, write
 
     order = Order("/a folder", ("cuda", 90, 32), "a.module", "kernel", {"x": "*bf16"}, {(1,): None, (2,): 0.5}, {(0,): [["tt.divisibility", 16]]}, {})

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import support.triton_interpreter  # before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import attention, plan
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.sharing import COUNT, OWN, TOKENS, members
-from support.kernel_cases import PagedCase, assert_close
+from tests.support.kernel_cases import PagedCase, assert_close
 
 SHARING = {
     "all of one prefix": ([(1, 150 + 7 * row) for row in range(9)], [(range(9), 8)]),
@@ -102,7 +102,7 @@ def test_any_grouping(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own keys long enough for programs that hold neither the beginning nor the end of a pair: the middle one may be the last to come."""
-    support.triton_interpreter.shuffle_programs(monkeypatch, seed)
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, seed)
     lengths = [(1, 420 + 3 * row) for row in range(5)]
     case = shared_case(lengths, [(range(5), 8)])
     kernel = PagedAttention(16, 2, 14, False, cascade=True)

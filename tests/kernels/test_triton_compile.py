@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from support import offline
+from tests.support import offline
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

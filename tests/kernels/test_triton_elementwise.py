@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import activation, embedding, norm, rotary
 from headrace.spec import Activation
-from support.kernel_cases import DTYPES, assert_close
+from tests.support.kernel_cases import DTYPES, assert_close
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import support.triton_interpreter  # before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.around import Around
 from headrace.kernels.candidate import Site
@@ -18,7 +18,7 @@ from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Shape, flat, 
 from headrace.kernels.triton.flat_linear import FlatLinear, FusedLinear, Product, make_scratch
 from headrace.kernels.triton.flat_measured import SHIPPED, keep_forms, read_forms
 from headrace.spec import Activation
-from support.kernel_cases import assert_close
+from tests.support.kernel_cases import assert_close
 
 FORMS = (
     vector(4, 32, 0, 1),
@@ -59,7 +59,7 @@ def assert_equal_to_twin(layer: Product, x: torch.Tensor, given: Around) -> None
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("outs", "everything"), [(32, False), (38, True)])
 def test_products_with_what_stands_around_them_equal_their_twin(form: Form, outs: int, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    support.triton_interpreter.shuffle_programs(monkeypatch, outs)
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, outs)
     tokens, ins = (1 if form.kind == VECTOR else form.rows - 3), 128
     layer = product(form, outs, ins, bias=everything, programmatic=everything)
     x = torch.randn(tokens, ins).bfloat16()

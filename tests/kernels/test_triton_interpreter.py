@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import support.triton_interpreter
+import tests.support.triton_interpreter
 
-triton, tl = support.triton_interpreter.triton, support.triton_interpreter.tl
+triton, tl = tests.support.triton_interpreter.triton, tests.support.triton_interpreter.tl
 
 
 @triton.jit
@@ -92,6 +92,6 @@ def test_masked_lanes_without_a_value_hold_anything() -> None:
 
 
 def test_programs_are_counted() -> None:
-    support.triton_interpreter.PROGRAMS.clear()
+    tests.support.triton_interpreter.PROGRAMS.clear()
     _loop[(7, 3)](torch.tensor([1], dtype=torch.int32), torch.empty(1, dtype=torch.int32))
-    assert support.triton_interpreter.PROGRAMS == [21]
+    assert tests.support.triton_interpreter.PROGRAMS == [21]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import support.triton_interpreter  # before any kernel and before triton: it fixes the mode
+import tests.support.triton_interpreter  # before any kernel and before triton: it fixes the mode
 
 # isort: split
 from triton import knobs
@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from headrace.kernels.triton import launch
 from headrace.kernels.triton.launch import Kernel, Known, Maps, kinds_of
 
-tl = support.triton_interpreter.tl
+tl = tests.support.triton_interpreter.tl
 DRIVER = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77))
 SPECIAL = {"do_not_specialize": ["loose_ptr", "loose"], "do_not_specialize_on_alignment": ["near_ptr", "near"]}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import linear
 from headrace.kernels.triton.linear import ONE, InvariantLinear, Tile, tile_for
-from support.kernel_cases import assert_close
+from tests.support.kernel_cases import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = Tile(16, 16, 32, 4, 2)

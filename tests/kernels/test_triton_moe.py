@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton.moe import Moe, _routed, tiles_for
 from headrace.spec import Activation
-from support.kernel_cases import TOLERANCE
+from tests.support.kernel_cases import TOLERANCE
 
 
 def inputs(tokens: int, dtype: torch.dtype, *, experts: int = 6, hidden: int = 72, inner: int = 40) -> tuple[torch.Tensor, ...]:

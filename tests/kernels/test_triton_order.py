@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import support.triton_interpreter  # before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.around import Around
 from headrace.kernels.triton import embedding, flat, norm, rotary
 from headrace.kernels.triton.flat_forms import Form, Shape, vector
@@ -20,7 +20,7 @@ from headrace.kernels.triton.flat_forms import flat as flat_form
 from headrace.kernels.triton.flat_linear import FusedLinear, Product, make_scratch
 from headrace.spec import Activation
 
-Builder = support.triton_interpreter.Builder
+Builder = tests.support.triton_interpreter.Builder
 
 
 @dataclass

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels.triton.attention import Tiles
 from headrace.kernels.triton.plan import (
     BEGIN,

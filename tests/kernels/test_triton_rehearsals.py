@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support import offline
+from tests.support import offline
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import rows as twins
 from headrace.kernels.triton import rows
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import support.triton_interpreter
+import tests.support.triton_interpreter
 from headrace.kernels import sampling as twin
 from headrace.kernels.triton import sampling, thresholds
 
-triton, tl = support.triton_interpreter.triton, support.triton_interpreter.tl
+triton, tl = tests.support.triton_interpreter.triton, tests.support.triton_interpreter.tl
 
 
 def logits_of(rows: int, vocab: int, spread: float = 4.0) -> torch.Tensor:

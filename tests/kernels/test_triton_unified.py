@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
+import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels import reference
 from headrace.kernels.triton import decode
 from headrace.kernels.triton.attention import PagedAttention
-from support.kernel_cases import PagedCase, assert_close
+from tests.support.kernel_cases import PagedCase, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums that overflow are what is tested
 LENGTHS = [(1, 70), (1, 40), (2, 90), (1, 0), (1, 1), (1, 33)]  # queries, keys: rows 0, 1, 2 and 3, 4, 5, 6

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from headrace.kernels import reference
 from headrace.spec import Activation
-from support.kernel_cases import PagedCase
+from tests.support.kernel_cases import PagedCase
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])

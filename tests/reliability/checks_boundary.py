@@ -18,14 +18,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from headrace.server.api import ROUTES, Route
+from headrace.server.fields import Use
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Answer, Server, read_until_closed, send, serving
 from tests.support.snapshot import private_bytes
 from tests.support.traffic import ask, together
 from tests.support.wire_rules import unclean
-
-from headrace.server.api import ROUTES, Route
-from headrace.server.fields import Use
 
 HASH = ("--executor", "keyed-hash", "--max-num-seqs", "16", "--max-model-len", "512")
 BODIES = tuple(route for route in ROUTES if route.body)

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from tests.support.hash_engine import VOCAB, Answers, assert_at_rest, engine, expected, ids, request
-from tests.support.simulation.life import Lived, live
-from tests.support.simulation.schedule import TURN, Abort, Add, Asked, Event, Group, Schedule, Setting, Spoil
-from tests.support.simulation.sweep import sweep
-
 from headrace.engine.core import EngineCore
 from headrace.engine.detokenizer import ByteDecoder
 from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.stops import StopMatcher
 from headrace.request import SequenceStatus, StepPlan
+from tests.support.hash_engine import VOCAB, Answers, assert_at_rest, engine, expected, ids, request
+from tests.support.simulation.life import Lived, live
+from tests.support.simulation.schedule import TURN, Abort, Add, Asked, Event, Group, Schedule, Setting, Spoil
+from tests.support.simulation.sweep import sweep
 
 
 def simulate(seeds: Iterable[int], events: int = 500, jobs: int = 1) -> str:

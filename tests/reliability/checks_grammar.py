@@ -18,15 +18,15 @@ from typing import Any
 import jsonschema
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+
+from headrace.engine.grammar import create_limits, create_matcher
+from headrace.engine.grammar_masks import CACHE_BYTES
+from headrace.sampling_params import StructuredOutputs
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Server, serving
 from tests.support.snapshot import canary, metric, private_bytes
 from tests.support.traffic import Reply, all_of, ask
 from tests.unit.test_grammar import BOMBS, FIELDS, TOKENIZER
-
-from headrace.engine.grammar import create_limits, create_matcher
-from headrace.engine.grammar_masks import CACHE_BYTES
-from headrace.sampling_params import StructuredOutputs
 
 FLAGS = ("--executor", "keyed-hash", "--max-num-seqs", "32", "--max-model-len", "512")
 AT_ONCE = 16

@@ -20,11 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.planted import Command
-from tests.support.serving import ROOT, SERVE, Server, serving
-from tests.support.snapshot import metric
-from tests.support.traffic import ask, together
-
 from headrace.config import ModelConfig, ServerConfig
 from headrace.engine import connection
 from headrace.engine import process as frames
@@ -35,6 +30,10 @@ from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.server.auth import Guard
+from tests.support.planted import Command
+from tests.support.serving import ROOT, SERVE, Server, serving
+from tests.support.snapshot import metric
+from tests.support.traffic import ask, together
 
 SOURCES = ROOT / "src" / "headrace"
 BANNED_MODULES = frozenset(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"))

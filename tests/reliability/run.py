@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+
 from tests.reliability import checks_boundary, checks_core, checks_grammar, checks_life, checks_security, checks_tenants, checks_traffic, soak
 from tests.support.serving import SERVE, Server, serving
 from tests.support.simulation import exhaust

@@ -21,14 +21,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
+from headrace.scheduler.policies import POLICIES
 from tests.support.simulation import defects, exhaust
 from tests.support.simulation.drawing import draw
 from tests.support.simulation.life import Failure, live
 from tests.support.simulation.schedule import Schedule, from_text, to_text
 from tests.support.simulation.shrinking import shrink
 from tests.support.simulation.sweep import Sweep, replays, sweep
-
-from headrace.scheduler.policies import POLICIES
 
 EVERY = 20.0  # seconds between two lines of a sweep
 

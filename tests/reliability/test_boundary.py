@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+
 from tests.reliability import checks_boundary
 from tests.support.planted import planted
 from tests.support.serving import SERVE, Server, serving

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.reliability import checks_core
-from tests.support.simulation import defects
 
 from headrace.engine.detokenizer import ByteDecoder
 from headrace.engine.stops import StopMatcher
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
+from tests.reliability import checks_core
+from tests.support.simulation import defects
 
 
 def test_an_unusable_row_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

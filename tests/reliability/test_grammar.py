@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.reliability import checks_grammar
 from tests.support.planted import planted
 

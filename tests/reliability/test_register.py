@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 import pytest
+
 from tests.reliability import register
 from tests.reliability.register import ROWS, Row, Status
 from tests.reliability.run import HEAVY

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.server.test_openapi import CONFIG, TOOL
 from tests.support.planted import planted
 from tests.support.serving import serving

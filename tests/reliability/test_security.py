@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.reliability import checks_boundary, checks_security
-from tests.support.planted import planted
-from tests.support.serving import SERVE, Server, serving
 
 from headrace.engine import process as frames
 from headrace.errors import Unauthorized
 from headrace.models import gguf_file
 from headrace.server.auth import Guard
+from tests.reliability import checks_boundary, checks_security
+from tests.support.planted import planted
+from tests.support.serving import SERVE, Server, serving
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from headrace.cache.prefix_tree import PrefixNode
+from headrace.scheduler.planner import Planner
+from headrace.scheduler.policies import POLICIES
 from tests.reliability import simulate
 from tests.support.simulation import defects, drawing, exhaust
 from tests.support.simulation.bounds import BOUNDS
@@ -22,10 +26,6 @@ from tests.support.simulation.order import OrderWatch
 from tests.support.simulation.schedule import TURN, Asked, Schedule, Setting, from_text, to_text
 from tests.support.simulation.shrinking import shrink
 from tests.support.simulation.sweep import find, replays, sweep
-
-from headrace.cache.prefix_tree import PrefixNode
-from headrace.scheduler.planner import Planner
-from headrace.scheduler.policies import POLICIES
 
 EVENTS = 100  # a seed, here; the command's have 500
 SCHEDULES = sorted((Path(__file__).parent / "schedules").glob("*.json"))

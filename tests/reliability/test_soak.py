@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+
 from tests.reliability import soak
 from tests.reliability.trend import leasts, trend
 from tests.support.snapshot import Memory

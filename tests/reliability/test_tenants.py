@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.reliability import checks_tenants
 from tests.reliability.trend import alike
 from tests.support.planted import planted

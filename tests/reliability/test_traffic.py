@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from tests.reliability import checks_traffic
 from tests.support.planted import planted
 from tests.support.serving import SERVE, Server, serving

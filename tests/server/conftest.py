@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.serving import SERVE, Server, serving
+from tests.support.serving import SERVE, Server, serving
 
 if TYPE_CHECKING:
     import openai

@@ -18,7 +18,7 @@ import pytest
 
 from headrace.server.access_log import AccessLog
 from headrace.server.exchange import Exchange
-from support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
+from tests.support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"

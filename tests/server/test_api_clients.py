@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from support.serving import Server
+from tests.support.serving import Server
 
 anthropic: Any = pytest.importorskip("anthropic")  # its types change from release to release; what counts is what it reads
 

@@ -10,7 +10,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
-from support.serving import Server, serving
+from tests.support.serving import Server, serving
 
 KEY = "sk-right"
 OPEN = {"/health", "/ready", "/", "/dashboard", "/web/chat.html"}

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from support.serving import ROOT, SERVE, environment
+from tests.support.serving import ROOT, SERVE, environment
 
 DEMO = ROOT / "src" / "headrace" / "data" / "demo"
 SECONDS = 30.0  # of a machine that does several at once

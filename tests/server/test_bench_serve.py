@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.support.serving import Server, environment, serving, wait_for
 
 KEY = "sk-of-the-bench"

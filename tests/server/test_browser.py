@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import FAKE, SERVE, Server, post_bytes, serving
+from tests.support.serving import FAKE, SERVE, Server, post_bytes, serving
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--max-num-seqs", "16")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}

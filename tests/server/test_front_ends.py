@@ -24,7 +24,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import together
 from headrace.server.lifecycle import bind_unix
-from support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response, wait_for
+from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
 KEYS = ("--api-key", "key-one", "key-two")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.fake_engine import SCRIPTED
-from support.serving import Server
+from tests.support.serving import Server
 
 lc_openai: Any = pytest.importorskip("langchain_openai", reason='LangChain is not installed; pip install ".[test,clients]"')
 lc_anthropic: Any = pytest.importorskip("langchain_anthropic", reason='LangChain is not installed; pip install ".[test,clients]"')

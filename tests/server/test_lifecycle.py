@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+from tests.support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 DIES, HANGS, STALLS = 1002, 1008, 1009  # behaviours of fake_engine.py

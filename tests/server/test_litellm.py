@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.fake_engine import SCRIPTED
-from support.serving import Server
+from tests.support.serving import Server
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when it is imported
 litellm: Any = pytest.importorskip("litellm", reason='LiteLLM is not installed; pip install ".[test,clients]"')

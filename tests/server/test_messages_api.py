@@ -15,8 +15,8 @@ from headrace.server.anthropic import MessageAnswer
 from headrace.server.fields import COUNT_TOKENS, MESSAGES, Use
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.protocol.anthropic import parse_count_tokens, parse_messages
-from support.segments import Scripted
-from support.serving import Server, post_bytes, read_until_closed, serving, split_response
+from tests.support.segments import Scripted
+from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
 DIES, STEP_FAILS, SEPARATORS, FAST = 1002, 1003, 1006, 1007
 USER = {"role": "user", "content": "hi"}

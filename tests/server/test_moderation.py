@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response
+from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response
 
 HOOK = """
 import os, time

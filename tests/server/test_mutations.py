@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import Server, send, serving
+from tests.support.serving import Server, send, serving
 
 COUNT = int(os.environ.get("HEADRACE_MUTATIONS", "1000"))
 ODD_NUMBERS: tuple[Any, ...] = (None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 + 1, 10**400, 1e-30, 1e308, -0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from support.serving import Server
+from tests.support.serving import Server
 
 IGNORE_EOS = {"ignore_eos": True}
 ASK: Any = [{"role": "user", "content": "What does a mill do?"}]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from server.fake_engine import SCRIPTED
-from support.serving import Server
+from tests.support.serving import Server
 
 FOLDER = Path(__file__).parent / "node"
 NODE = shutil.which("node")

@@ -23,7 +23,7 @@ from headrace.server.api import ROUTES
 from headrace.server.openapi import document
 from headrace.server.schemas import EXAMPLES as EXAMPLE_BODIES
 from headrace.server.schemas import body_schema
-from support.serving import Server, serving
+from tests.support.serving import Server, serving
 
 KEY = "sk-right"
 EXAMPLES = os.environ.get("HEADRACE_SCHEMA_EXAMPLES", "")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, serving, wait_for
+from tests.support.serving import SERVE, Server, serving, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.002")
 PROMPT = "a secret plan " * 40

@@ -14,7 +14,7 @@ from headrace.metrics import StepRecorder
 from headrace.server import dashboard, pages
 from headrace.server.dashboard import History, quantile, sentence
 from headrace.server.exposition import ServerMetrics
-from support.serving import Server, serving
+from tests.support.serving import Server, serving
 
 KEY = "sk-page"
 WEB = {file.name: file.read_text() for file in files("headrace").joinpath("data", "web").iterdir() if not file.name.startswith(".")}

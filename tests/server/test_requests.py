@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.01", "--max-num-seqs", "2", "--api-key", "one", "two")
 LONG = {"prompt": "hello there", "max_tokens": 1500, "ignore_eos": True, "stream": True}

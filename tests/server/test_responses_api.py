@@ -15,8 +15,8 @@ from headrace.server.fields import RESPONSES, Use
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.protocol.responses import parse_responses
 from headrace.server.responses import ResponseAnswer
-from support.segments import Scripted
-from support.serving import Server, post_bytes, read_until_closed, serving, split_response
+from tests.support.segments import Scripted
+from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
 DIES, STEP_FAILS, DEFECT, SEPARATORS, FAST = 1002, 1003, 1004, 1006, 1007
 USER = {"role": "user", "content": "hi"}

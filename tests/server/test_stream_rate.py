@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.bench.stream_rate import StreamRateError, children, cpu_seconds, measure, show
-from support.serving import SERVE, Server, serving
+from tests.support.serving import SERVE, Server, serving
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+
 from tests.support.outside import shared
 from tests.support.serving import SERVE, Answer, Server, post_bytes, read_until_closed, serving
 

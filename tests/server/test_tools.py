@@ -15,7 +15,7 @@ from headrace.errors import InvalidRequest
 from headrace.server.protocol import ChatRequest, parse_chat
 from headrace.server.tools import Mode, ToolChoice, forced_schema, read_tool_choice
 from server.fake_engine import SCRIPTED
-from support.serving import Server, events_of
+from tests.support.serving import Server, events_of
 
 WEATHER = {
     "type": "function",

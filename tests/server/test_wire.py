@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
+from tests.support.serving import Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response
 
 # The behaviours of fake_engine.py, by seed.
 SILENT, DIES, STEP_FAILS, DEFECT, ENDLESS, SEPARATORS, FAST = range(1001, 1008)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from tests.support.hash_engine import EOS, VOCAB, next_token
-
 from headrace.engine.executor import keyed_hash_info
 from headrace.engine.grammar import Vocabulary, create_limits, create_matcher, create_tokenizer
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.request import Request
 from headrace.sampling_params import StructuredOutputs
+from tests.support.hash_engine import EOS, VOCAB, next_token
 
 SPECIAL, FIRST_BYTE = 6, 8
 PAIRS = [bytes([a, b]) for a in b"ab01" for b in b"ab01"]

@@ -31,7 +31,7 @@ from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner, Sampled
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.rows import Rows
-from support import modes
+from tests.support import modes
 
 CPU = torch.device("cpu")
 VOCAB = 97

@@ -16,7 +16,7 @@ from headrace.kernels.around import Around
 from headrace.kernels.triton import flat_linear
 from headrace.kernels.triton.flat_forms import VECTOR, Form, Shape, flat, vector
 from headrace.spec import Activation
-from support.triton_offline import CompileOnly, record
+from tests.support.triton_offline import CompileOnly, record
 
 GATE = Around(torch.zeros(64, 1), 1e-5, Activation.SILU)
 SUM = Around(residual=torch.zeros(1, 1024, dtype=torch.bfloat16), scale=torch.zeros(1024))

@@ -24,7 +24,7 @@ if importlib.util.find_spec("triton") is None:
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: the kernels are checked on it, compiled", allow_module_level=True)
 if any(name.startswith("headrace.kernels.triton.") and not name.endswith((".candidates", ".flat_forms")) for name in sys.modules):
-    raise RuntimeError("a kernel module was imported before the interpreter was chosen; import support.triton_interpreter first")
+    raise RuntimeError("a kernel module was imported before the interpreter was chosen; import tests.support.triton_interpreter first")
 os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: F401  (tests take it from here, after the mode is set)

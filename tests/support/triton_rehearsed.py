@@ -33,7 +33,7 @@ from headrace.worker.rehearsal import Limits, decode_step, largest_step, rehears
 from headrace.worker.rows import Rows
 from headrace.worker.warm_up import warm_up
 from headrace.worker.worker import STEP_SITES
-from support.triton_offline import CompileOnly
+from tests.support.triton_offline import CompileOnly
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, LONGEST, ROWS, TOKENS = 64, 512, 40, 700

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from headrace.kernels.candidate import Site, Sizes
 from headrace.kernels.triton import moe, moe_few, rehearsals, sampling, thresholds
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
-from support.triton_offline import CompileOnly, Keys
+from tests.support.triton_offline import CompileOnly, Keys
 
 EXPERTS = MoESpec(num_experts=8, top_k=2, intermediate_size=64, renormalize=True)
 SPEC = DecoderSpec("tests", 3000, 128, 4, 2, 64, 256, (LayerSpec(moe=EXPERTS),), 4096, None)

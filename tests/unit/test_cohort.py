@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
@@ -14,6 +13,7 @@ from headrace.engine.executor import KeyedHashExecutor
 from headrace.engine.process import pack_step
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
 from headrace.scheduler import cohort, scheduler
+from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 NEVER = 10**9
 

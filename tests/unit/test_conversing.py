@@ -23,7 +23,7 @@ from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, Prompts, arriving, conversing
 from headrace.request import Request
-from support.specs import SMALL
+from tests.support.specs import SMALL
 
 STEADY = StepPrice(0.125, 0.1, 1.0, 1.0)
 LENGTHS = Lengths(20, 12, 0.5)

@@ -16,8 +16,8 @@ from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.models.families import spec_from_config
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVKind, KVSpec, LayerSpec, MoESpec, kv_groups
-from support.outside import shared
-from support.specs import TINY
+from tests.support.outside import shared
+from tests.support.specs import TINY
 
 
 def profile(bandwidth: float = 1.0, rate: float = 1e30, **more: float) -> DeviceProfile:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import EOS, VOCAB, Answers, expected, plans_of, request, run
 
 from headrace.bench.statistics import meets
 from headrace.clock import VirtualClock
@@ -27,6 +26,7 @@ from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving
 from headrace.request import Finished, FinishReason, Request, StepPlan
 from headrace.sampling_params import Expectations
+from tests.support.hash_engine import EOS, VOCAB, Answers, expected, plans_of, request, run
 
 A_STEP, A_TOKEN = 0.01, 0.001
 

@@ -12,7 +12,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.outlook import Pace, outlook, pace_of
 from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
 from headrace.scheduler.explain import RequestState
-from support.hash_engine import check_books, engine, request, run
+from tests.support.hash_engine import check_books, engine, request, run
 
 
 def state_of(core: EngineCore, request_id: int) -> RequestState:

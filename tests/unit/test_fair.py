@@ -7,13 +7,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import engine, request
 
 from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
 from headrace.scheduler.policies.fair import Fair
+from tests.support.hash_engine import engine, request
 
 PROMPT, ANSWER = 24, 10  # the longest
 INPUT, OUTPUT = 1.0, 2.0  # prices

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import ModelError
 from headrace.models.families import FAMILIES, ignored_keys, spec_from_config, weight_rules
 from headrace.spec import Activation, LayerSpec, NormKind, RopeSpec, attention_groups
-from support.outside import shared
+from tests.support.outside import shared
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

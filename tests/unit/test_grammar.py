@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.grammars import CONSTRAINTS, SPECIAL, create_masks, vocabulary
-from tests.support.hash_engine import EOS, engine, request, run
 
 from headrace.cache.manager import SequenceKV
 from headrace.engine import grammar_check, grammar_masks
@@ -26,6 +24,8 @@ from headrace.errors import InvalidRequest, ModelError
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 from headrace.worker.host import process_memory
+from tests.support.grammars import CONSTRAINTS, SPECIAL, create_masks, vocabulary
+from tests.support.hash_engine import EOS, engine, request, run
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b"<eos>", b"<end>", b"", b""], (256, 257), (256, 257))
 TOKENIZER = create_tokenizer(BYTES)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.support.grammars import CONSTRAINTS, create_masks, expected_under_grammar
-from tests.support.hash_engine import Answers, assert_at_rest, check_books, engine, expected, request
 
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
 from headrace.request import FinishReason, Request
+from tests.support.grammars import CONSTRAINTS, create_masks, expected_under_grammar
+from tests.support.hash_engine import Answers, assert_at_rest, check_books, engine, expected, request
 
 
 def test_a_planted_reference_leak_is_found() -> None:

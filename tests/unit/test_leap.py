@@ -27,7 +27,7 @@ from headrace.request import StepPlan
 from headrace.sampling_params import NO_EXPECTATIONS, Expectations
 from headrace.scheduler.policies import POLICIES
 from headrace.spec import LayerSpec
-from support.specs import SMALL
+from tests.support.specs import SMALL
 
 SLIDING = replace(SMALL, layers=(LayerSpec(window=24), LayerSpec()) * 2)
 

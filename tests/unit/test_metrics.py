@@ -13,7 +13,7 @@ from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.metrics import DeviceTimeline, Histogram, StepRecorder, StepTimes, render_histogram, render_steps
 from headrace.request import StepPlan, StepResult
 from headrace.spec import LayerSpec, kv_groups
-from support.specs import TINY
+from tests.support.specs import TINY
 
 
 def plan(step_id: int, starts: list[int], counts: list[int]) -> StepPlan:

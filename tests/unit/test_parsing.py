@@ -19,7 +19,7 @@ from headrace.server.parsing import Form, create_call_id, form_of
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style, choose_dialect
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from support.outside import shared
+from tests.support.outside import shared
 
 FUNCTIONS = {"f": {"city": ("string",), "days": ("array",), "b": ("object",)}, "get_weather": {}}
 ARGUMENTS = '{"city": "Besançon \\"x\\" \\u00e9😀", "days": [1, -2.5e3, {"a": null}], "b": {}}'

@@ -18,7 +18,7 @@ from headrace.engine.process import Beat
 from headrace.errors import StepFailed
 from headrace.metrics import StepRecorder
 from headrace.scratch import Scratch
-from support import hash_engine
+from tests.support import hash_engine
 
 
 class Device:

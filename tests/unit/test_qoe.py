@@ -8,7 +8,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import engine, request
 
 from headrace.bench.statistics import Reader as Expected
 from headrace.bench.statistics import Sample, experience, experiences
@@ -17,6 +16,7 @@ from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import Expectations
 from headrace.scheduler.policies.qoe import TURN, QualityOfExperience, Reader
+from tests.support.hash_engine import engine, request
 
 READER = Expected(ttft=1.0, speed=5.0)
 

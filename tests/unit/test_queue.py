@@ -7,12 +7,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import engine, request
 
 from headrace.request import SequenceStatus
 from headrace.scheduler.queue import LaneQueue, WaitingQueue
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
+from tests.support.hash_engine import engine, request
 
 LANES = "abcd"
 

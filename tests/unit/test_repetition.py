@@ -16,8 +16,8 @@ from headrace.errors import InvalidRequest
 from headrace.request import FinishReason, StepPlan, StepResult
 from headrace.sampling_params import RepetitionDetection
 from headrace.scheduler.repetition import FIRST_SCALE, RepetitionDetector
-from support.hash_engine import Answers, assert_at_rest, engine, expected, run
-from support.hash_engine import request as hash_request
+from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, run
+from tests.support.hash_engine import request as hash_request
 
 # --- the search, against one that looks everywhere
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
@@ -13,6 +12,7 @@ from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash
 from headrace.engine.journal import Journal, replay
 from headrace.request import FinishReason
 from headrace.spec import KVGroup, KVKind, KVSpec
+from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 PROMPT = list(range(20, 60))  # 40 tokens, ten blocks of four
 

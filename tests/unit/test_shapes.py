@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cost.shapes import Heads, Product, Suspect, Target, suspects, wave_use
 from headrace.spec import LayerSpec, MoESpec
-from support.specs import LLAMA_8B
+from tests.support.specs import LLAMA_8B
 
 H200 = Target("cuda", 132, 16, 2048)
 CPU = Target("cpu", 2, 4, 256)

@@ -8,7 +8,6 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.hash_engine import engine, request
 
 from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
@@ -16,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.request import Request
 from headrace.scheduler.policies.lengths import BEGINNING, ENOUGH, FIRST_GUESS, GROUPS, KEPT, History, _Kind
 from headrace.sequence import Sequence
+from tests.support.hash_engine import engine, request
 
 
 def shortest(prediction: str = "max-tokens", **options: object) -> EngineCore:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.outside import shared
 
 from headrace import cli
 from headrace.bench.statistics import summarise
@@ -34,7 +33,8 @@ from headrace.planner.step_time import StepPrice
 from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
 from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
-from support.specs import SMALL
+from tests.support.outside import shared
+from tests.support.specs import SMALL
 
 HIDDEN, WIDE, VOCAB, LAYERS = SMALL.hidden_size, SMALL.intermediate_size, SMALL.vocab_size, SMALL.num_layers
 SPEC = replace(SMALL, tied_head=True)

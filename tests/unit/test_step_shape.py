@@ -8,7 +8,7 @@ import pytest
 
 from headrace.kernels.cuda.step_shape import StepShape, why_not
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind, RopeSpec
-from support.specs import LLAMA_1B, LLAMA_8B
+from tests.support.specs import LLAMA_1B, LLAMA_8B
 
 H200 = 132  # multiprocessors
 LLAMA_3B = replace(LLAMA_8B, hidden_size=3072, num_heads=24, intermediate_size=8192, layers=(LayerSpec(),) * 28)

@@ -20,7 +20,7 @@ from headrace.bench.workload import (
     with_arrivals,
 )
 from headrace.errors import ConfigError
-from support.outside import shared
+from tests.support.outside import shared
 
 
 def test_a_seed_gives_the_same_workload_and_another_seed_another() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput
 from tests.support.simulation import oracle
 from tests.support.simulation.broken import Broken, hold
 from tests.support.simulation.device import UNUSABLE, Device
@@ -15,8 +16,6 @@ from tests.support.simulation.masks import REFUSAL
 from tests.support.simulation.oracle import Library, Line
 from tests.support.simulation.order import OrderWatch
 from tests.support.simulation.schedule import Asked, Setting
-
-from headrace.request import REPETITION, Finished, FinishReason, SequenceOutput
 
 
 @dataclass(slots=True)

@@ -20,16 +20,15 @@ from itertools import chain as joined
 from itertools import repeat
 from operator import add
 
-from tests.support.simulation import oracle
-from tests.support.simulation.broken import Broken
-from tests.support.simulation.device import Device
-from tests.support.simulation.oracle import Line
-
 from headrace.cache.manager import BlockTable
 from headrace.cache.prefix_tree import PrefixNode
 from headrace.request import SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sequence import Sequence
+from tests.support.simulation import oracle
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.device import Device
+from tests.support.simulation.oracle import Line
 
 Leaving = list[tuple[int, int, int]]
 

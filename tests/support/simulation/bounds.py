@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.support.simulation.schedule import Asked
-
 from headrace.config import SchedulerConfig
 from headrace.scheduler.policies.lengths import FIRST_GUESS
 from headrace.scheduler.policies.qoe import TURN
 from headrace.scheduler.policies.shortest_remaining import PROMPT_SHARE
+from tests.support.simulation.schedule import Asked
 
 
 @dataclass(slots=True)

@@ -13,13 +13,6 @@ from textwrap import shorten
 from typing import Any
 
 import pytest
-from tests.support.simulation.broken import Broken
-from tests.support.simulation.drawing import draw
-from tests.support.simulation.exhaust import explore
-from tests.support.simulation.life import Failure
-from tests.support.simulation.schedule import Add, Event, Schedule, _changed
-from tests.support.simulation.shrinking import shrink
-from tests.support.simulation.sweep import find
 
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.cache.prefix_tree import PrefixNode, PrefixTree
@@ -30,6 +23,13 @@ from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster
 from headrace.sequence import NEVER, Sequence
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.drawing import draw
+from tests.support.simulation.exhaust import explore
+from tests.support.simulation.life import Failure
+from tests.support.simulation.schedule import Add, Event, Schedule, _changed
+from tests.support.simulation.shrinking import shrink
+from tests.support.simulation.sweep import find
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tests.support.simulation.broken import Broken
-from tests.support.simulation.oracle import VOCAB
-from tests.support.simulation.schedule import Setting
-
 from headrace.clock import VirtualClock
 from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow, _mix
 from headrace.request import StepPlan, StepResult
 from headrace.spec import KVGroup, KVKind, KVSpec
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.oracle import VOCAB
+from tests.support.simulation.schedule import Setting
 
 UNUSABLE = "the logits of this row were not finite"
 

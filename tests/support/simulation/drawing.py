@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from headrace.scheduler.policies import POLICIES
 from tests.support.simulation.oracle import VOCAB, Line, chain
 from tests.support.simulation.schedule import (
     TURN,
@@ -32,8 +33,6 @@ from tests.support.simulation.schedule import (
     Spoil,
     Turn,
 )
-
-from headrace.scheduler.policies import POLICIES
 
 LENGTH = 48
 LEAPS = 4  # of so many lives one takes turns at once

@@ -17,17 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.simulation.bounds import Bound
-from tests.support.simulation.broken import Broken, hold
-from tests.support.simulation.life import Life
-from tests.support.simulation.schedule import Abort, Add, Asked, Event, Fail, Group, Setting
-
 from headrace.config import SchedulerConfig
 from headrace.engine.executor import ExecutorInfo
 from headrace.request import NewRow, Request, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.spec import KVGroup, KVSpec
+from tests.support.simulation.bounds import Bound
+from tests.support.simulation.broken import Broken, hold
+from tests.support.simulation.life import Life
+from tests.support.simulation.schedule import Abort, Add, Asked, Event, Fail, Group, Setting
 
 ASKED = (Asked(prompt=(1, 2, 3), max_tokens=2), Asked(prompt=(1, 2, 9), max_tokens=2), Asked(prompt=(5,), max_tokens=3))
 FROZEN = {

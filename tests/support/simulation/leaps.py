@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from tests.support.simulation.broken import hold
-from tests.support.simulation.device import Device
-from tests.support.simulation.oracle import Line
-
 from headrace.engine.core import EngineCore
 from headrace.request import SequenceOutput
 from headrace.scheduler.plan_builder import PlanBuilder
+from tests.support.simulation.broken import hold
+from tests.support.simulation.device import Device
+from tests.support.simulation.oracle import Line
 
 Told = Callable[[list[SequenceOutput]], None]
 

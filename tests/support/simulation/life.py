@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.engine.core import EngineCore, create_scheduler
+from headrace.engine.journal import Journal, replay
+from headrace.request import Request, SequenceOutput, StepPlan
+from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
 from tests.support.simulation import leaps, oracle
 from tests.support.simulation.answers import Answers
 from tests.support.simulation.books import Books
@@ -41,12 +46,6 @@ from tests.support.simulation.schedule import (
     Spoil,
     Turn,
 )
-
-from headrace.config import CacheConfig, SchedulerConfig
-from headrace.engine.core import EngineCore, create_scheduler
-from headrace.engine.journal import Journal, replay
-from headrace.request import Request, SequenceOutput, StepPlan
-from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
 
 GRAMMAR = StructuredOutputs(regex="[ab]+")  # stands for all: what it allows is the oracle's
 HERE = str(Path(__file__).parent)

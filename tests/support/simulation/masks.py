@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
-from tests.support.simulation.broken import hold
-from tests.support.simulation.oracle import WORDS, chain, mask_words
-
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
+from tests.support.simulation.broken import hold
+from tests.support.simulation.oracle import WORDS, chain, mask_words
 
 REFUSAL = "the grammar cannot be followed"
 

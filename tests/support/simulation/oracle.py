@@ -11,11 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from tests.support.simulation.schedule import Asked
-
 from headrace.engine.executor import _mix  # shared with the executor on purpose; tables and rows are not
 from headrace.request import REPETITION, FinishReason
 from headrace.sampling_params import RepetitionDetection
+from tests.support.simulation.schedule import Asked
 
 VOCAB = 64
 EOS = 7

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 
-from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
-from tests.support.simulation.broken import Broken
-from tests.support.simulation.schedule import Asked, Setting
-
 from headrace.request import SequenceStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.sequence import Sequence
+from tests.support.simulation.bounds import BOUNDS, UNKNOWN, Came
+from tests.support.simulation.broken import Broken
+from tests.support.simulation.schedule import Asked, Setting
 
 
 class OrderWatch:
