@@ -169,7 +169,7 @@ class SlotDecoder:
         hidden = torch.where(visible, mixed, 0).sum(-1, keepdim=True)
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
-    def brief(self, rows: int) -> int:
+    def brief(self, rows: int, block_size: int) -> int:
         """Small steps of short contexts have graphs of their own."""
         return 24 if rows <= 2 else 0
 

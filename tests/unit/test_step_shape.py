@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
+from headrace.kernels.cuda.compiler import CompileError
+from headrace.kernels.cuda.decode_step import DecodeStep, DecodeSteps
 from headrace.kernels.cuda.step_shape import StepShape, why_not
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind, RopeSpec
 from tests.support.specs import LLAMA_1B, LLAMA_8B
@@ -62,3 +65,19 @@ def test_every_fact_shapes_the_code() -> None:
         *(replace(base, spec=replace(LLAMA_8B, **{name: 64})) for name in sizes),
     ]
     assert len({each.options() for each in (base, *changes)}) == len(changes) + 1
+
+
+def test_a_step_that_cannot_be_built_takes_none_so_that_graphs_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is there to build it with; and for blocks that it cannot read."""
+    steps = DecodeSteps.__new__(DecodeSteps)
+    steps.spec, steps.programs, steps._modules, steps._lock = LLAMA_1B, H200, {}, threading.Lock()
+    step = DecodeStep.__new__(DecodeStep)
+    step._steps = steps
+    monkeypatch.setattr(DecodeSteps, "_build", lambda self, shape: object())
+    assert (step.longest(4, 16), step.longest(4, 24), step.longest(9, 16)) == (2048, 0, 0)
+
+    def fail(self: DecodeSteps, shape: StepShape) -> None:
+        raise CompileError("no compiler")
+
+    monkeypatch.setattr(DecodeSteps, "_build", fail)
+    assert (step.longest(4, 32), step.longest(4, 16)) == (0, 2048)  # what has been built stays

@@ -5,8 +5,9 @@ What lives here: the noun, and the twin in plain torch. What may not: kernels, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +18,14 @@ from headrace.spec import Activation
 
 MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
 MOST_KEYS = 8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
-WholeStep = Callable[[ForwardInputs, Sequence[Tensor]], Tensor | None]  # hidden states after the last norm; None: not for this step
+
+
+class WholeStep(Protocol):
+    """One decoder's steps, each in one piece."""
+
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None: ...  # after the last norm; None: not for this step
+
+    def longest(self, rows: int, block_size: int) -> int: ...  # up to which context it takes steps of so many rows; 0: it takes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +47,25 @@ def longest_context(rows: int) -> int:
     return MOST_KEYS // rows if 1 <= rows <= MOST_ROWS else 0
 
 
-def decode_step(weights: StepWeights) -> WholeStep:
-    """Norm, attention, norm, gated feed-forward with SiLU, layer by layer; keys and values are written, hidden states normed."""
+@dataclass(frozen=True, slots=True)
+class _TwinStep:
 
-    def step(inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        x, residual = F.embedding(inputs.token_ids, weights.embedding), None
+    weights: StepWeights
+
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        weights, residual = self.weights, None
+        x = F.embedding(inputs.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):
             x, residual = _layer(x, residual, layer, weights, inputs, kv_caches[0][:, index])
         return reference.rms_norm(x, weights.norm, weights.eps, residual)[0]
 
-    return step
+    def longest(self, rows: int, block_size: int) -> int:
+        return longest_context(rows)
+
+
+def decode_step(weights: StepWeights) -> WholeStep:
+    """Norm, attention, norm, gated feed-forward with SiLU, layer by layer; keys and values are written, hidden states normed."""
+    return _TwinStep(weights)
 
 
 def _layer(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
-from headrace.kernels.whole_step import StepWeights, WholeStep, longest_context
+from headrace.kernels.whole_step import StepWeights, WholeStep
 from headrace.layers.attention import Attention
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.context import LayerContext
@@ -177,9 +177,9 @@ class Decoder(nn.Module):
         hidden, _ = self.norm.forward(x, residual)
         return hidden
 
-    def brief(self, rows: int) -> int:
-        """Up to which context steps of so many rows are computed in one launch; 0: none are."""
-        return 0 if self._step is None else longest_context(rows)
+    def brief(self, rows: int, block_size: int) -> int:
+        """Up to which context steps of so many rows are computed in one launch; 0: none are. ``block_size``: of the KV cache."""
+        return 0 if self._step is None else self._step.longest(rows, block_size)
 
     def least_shared(self, rows: int) -> int | None:
         """From how many shared tokens on steps of so many rows read keys that sequences share once for all; None: never."""

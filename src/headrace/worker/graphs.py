@@ -49,7 +49,7 @@ class Computes(Protocol):
 class ComputesInOne(Computes, Protocol):
     """What graphs need besides."""
 
-    def brief(self, rows: int) -> int: ...  # up to which context steps of so many rows are computed in a way of their own; 0: none are
+    def brief(self, rows: int, block_size: int) -> int: ...  # up to which context such steps are computed in a way of their own; 0: none are
 
     def least_shared(self, rows: int) -> int | None: ...  # from how many shared tokens on they are, too; None: never
 
@@ -239,7 +239,7 @@ class DecodeGraphs:
         self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
-        forward, brief = torch.cuda.CUDAGraph(), self._decoder.brief(bucket)
+        forward, brief = torch.cuda.CUDAGraph(), self._decoder.brief(bucket, self._rows.block_sizes[0])
         with self._recorded(forward):
             hidden = self._hidden(bucket, min(brief or self._max_model_len, self._max_model_len))
         self._forward[bucket] = _Captured(forward, hidden)

@@ -121,6 +121,11 @@ class DecodeStep:
         function.launch_together(self._steps.programs, _THREADS, torch.cuda.current_stream(embedding.device).cuda_stream, parameters)
         return out
 
+    def longest(self, rows: int, block_size: int) -> int:
+        """Up to which context it takes steps of so many rows; 0: it takes none, or cannot be built for such blocks."""
+        most = longest_context(rows)
+        return most if most and self._steps.prepare(block_size) is not None else 0
+
     def _parameters(self, inputs: ForwardInputs, cache: Tensor, out: Tensor, scratch: _Scratch) -> _Parameters:
         weights, attention = self._weights, inputs.attention[0]
         tensors: Iterable[Tensor] = (
