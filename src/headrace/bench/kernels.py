@@ -124,7 +124,7 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
 def _forced(case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
     others = {candidate.name for group in CANDIDATES.values() for candidate in group} - {name}
-    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant)
+    kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True)  # as engines are by default
     try:
         kernel = kernels.choose(case.op, **case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant

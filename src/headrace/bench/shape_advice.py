@@ -116,7 +116,7 @@ def _measured(bench: ShapeBench, suspect: Suspect) -> Iterator[Finding]:
 def _time(bench: ShapeBench, work: Product | Heads, tokens: int) -> float:
     """Of one call of the kernel that the engine would choose."""
     case = _case(bench, work, tokens)
-    kernel = Kernels(bench.device).choose(case.op, **case.facts)
+    kernel = Kernels(bench.device, cuda_prefill=True).choose(case.op, **case.facts)
     return median(time_calls(case.calls(kernel), SECONDS_EACH[bench.device.type], bench.device))
 
 
