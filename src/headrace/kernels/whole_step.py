@@ -49,6 +49,7 @@ def longest_context(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TwinStep:
+    """Layer by layer, in plain torch."""
 
     weights: StepWeights
 
