@@ -50,7 +50,8 @@ def instruction(columns: int) -> str:
 def machine_code(columns: int, activation: Activation) -> bytes:
     """Built, or kept from before. Raises CompileError."""
     defined = (f"-DCOLUMNS={columns}", f"-DSTAGES={stages_of(columns)}", f"-DKIND={KINDS[activation]}")
-    return compiler.build(compiler.source("matrix.cuh") + instruction(columns) + compiler.source("gated.cu"), ("-arch=sm_90a", *defined))
+    text = compiler.source("matrix.cuh", "activation.cuh") + instruction(columns) + compiler.source("gated.cu")
+    return compiler.build(text, ("-arch=sm_90a", *defined))
 
 
 class Kernels:

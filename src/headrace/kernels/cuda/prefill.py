@@ -76,7 +76,7 @@ def machine_code(dim: int, group: int) -> bytes:
     form = FORMS[dim]
     defined = {"DIM": dim, "GROUP": group, "WGS": form.groups, "STAGES": form.stages}
     options = ("-arch=sm_90a", "-default-device", *(f"-D{name}={value}" for name, value in defined.items()))
-    return compiler.build(instructions(dim, form.groups) + compiler.source("prefill.cu"), options)
+    return compiler.build(compiler.source("matrix.cuh") + instructions(dim, form.groups) + compiler.source("prefill.cu"), options)
 
 
 def shared_bytes(dim: int) -> int:

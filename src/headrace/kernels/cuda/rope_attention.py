@@ -22,9 +22,8 @@ from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable
 from headrace.kernels.triton.attention import Tiles
 from headrace.kernels.triton.candidates import can_chain
-from headrace.kernels.triton.plan import Plan, make_plan, may_group
+from headrace.kernels.triton.plan import Plan, make_plan, may_share
 from headrace.kernels.triton.prefill import LOG2_E
-from headrace.kernels.triton.sharing import LEAST_SAVED
 from headrace.layers.inputs import AttentionInputs
 
 _log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class RopeAttention:
         scale: float,
     ) -> Tensor | None:
         rows = qkv.shape[0]
-        if inputs.max_query_len != 1 or inputs.context_len.shape[0] != rows or self.may_share(inputs):
+        if inputs.max_query_len != 1 or inputs.context_len.shape[0] != rows or (self.cascade and may_share(inputs, self.group)):
             return None
         if not _lies_well(qkv, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
             return None
@@ -153,11 +152,6 @@ class RopeAttention:
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
         function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
         return out
-
-    def may_share(self, inputs: AttentionInputs) -> bool:
-        """Whether sequences may share so many keys that cascade attention is better."""
-        enough = inputs.shared_tokens is None or inputs.shared_tokens >= LEAST_SAVED
-        return self.cascade and enough and may_group(inputs.context_len.shape[0], self.group)
 
     def function(self, block_size: int) -> Function | None:
         """Built, or kept from before; None where that is not possible."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.kernels.around import MOST_ROWS
+from headrace.kernels.tables import weight_key, weight_of
 
 VECTOR, FLAT = "vector", "flat"
 LARGE = 32768  # columns of a weight that gives every processor many tiles, however large
@@ -46,6 +47,17 @@ class Shape:
     outs: int
     ins: int
     gated: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in files of what was measured."""
+        return weight_key((self.outs, self.ins)) + (", gated" if self.gated else "")
+
+    @classmethod
+    def of_key(cls, key: str) -> Shape:
+        """Raises ValueError."""
+        size, _, gated = key.partition(", ")
+        return cls(*weight_of(size), gated == "gated")
 
 
 Forms = tuple[tuple[int, Form | None], ...]  # up to so many rows: this form, or the vendor's product

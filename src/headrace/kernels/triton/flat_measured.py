@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.cost.profile import profile_folder
-from headrace.kernels.tables import keep_rows, read_rows, weight_key, weight_of, whole_numbers
+from headrace.kernels.tables import keep_rows, read_rows, whole_numbers
 from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape
 
 SHIPPED = Path(__file__).with_name("flat_forms.json")
@@ -33,21 +33,12 @@ def kept_forms() -> Path:
 
 
 def read_forms(path: Path, device: str) -> dict[Shape, Forms]:
-    return read_rows(path, device, _shape, _form)
+    return read_rows(path, device, Shape.of_key, _form)
 
 
 def keep_forms(path: Path, device: str, found: Mapping[Shape, Forms]) -> None:
     """Adds to the file, in place of what it had for these shapes."""
-    keep_rows(path, device, _shape, _form, {_key(shape): [_row(*each) for each in forms] for shape, forms in found.items()})
-
-
-def _key(shape: Shape) -> str:
-    return weight_key((shape.outs, shape.ins)) + (", gated" if shape.gated else "")
-
-
-def _shape(key: str) -> Shape:
-    size, _, gated = key.partition(", ")
-    return Shape(*weight_of(size), gated == "gated")
+    keep_rows(path, device, Shape.of_key, _form, {shape.key: [_row(*each) for each in forms] for shape, forms in found.items()})
 
 
 def _row(most: int, form: Form | None) -> list[Any]:

@@ -219,7 +219,7 @@ def make_plan(
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
     spans = torch.empty((programs, FIELDS.value), dtype=torch.int32, device=device)
     ahead = torch.empty(sequences + 1, dtype=torch.int32, device=device)
-    cascade = _may_share(inputs, window, group, ticket)
+    cascade = _cascades(inputs, window, group, ticket)
     shared = torch.empty((LINES, sequences), dtype=torch.int32, device=device) if cascade else None
     _plan_kernel[(sequences if cascade else 1,)](
         inputs.block_table, inputs.query_start, inputs.context_len, spans, ahead,
@@ -238,7 +238,7 @@ def empty_plan(inputs: AttentionInputs, window: int | None, programs: int, group
     device = inputs.context_len.device
     spans = torch.zeros((programs, FIELDS.value), dtype=torch.int32, device=device)
     spans[:, [FIRST_0.value, FIRST_1.value]] = 1  # behind the last ones: there are none
-    cascade = _may_share(inputs, window, group, ticket)
+    cascade = _cascades(inputs, window, group, ticket)
     return Plan(spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None)
 
 
@@ -247,6 +247,11 @@ def may_group(sequences: int, group: int) -> bool:
     return sequences >= FEWEST and members(group) > 1  # chunks < sequences
 
 
-def _may_share(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+def may_share(inputs: AttentionInputs, group: int) -> bool:
+    """Whether the step's sequences are looked at for keys that they share."""
     enough = inputs.shared_tokens is None or inputs.shared_tokens >= LEAST_SAVED
-    return enough and ticket is not None and window is None and may_group(inputs.context_len.shape[0], group)
+    return enough and may_group(inputs.context_len.shape[0], group)
+
+
+def _cascades(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+    return ticket is not None and window is None and may_share(inputs, group)

@@ -12,16 +12,6 @@
 #define W_BYTES (COLUMNS * DEPTH * 2)
 #define OUTS (COLUMNS / 2)               // columns of y, a tile
 #define GROUPS ((OUTS / 8 + 3) / 4)      // of 32 columns
-__device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-__device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
-  bool one = t & 1, two = t & 2;
-  u32 a = one ? p[0] : p[1], b = one ? p[2] : p[3];
-  a = __shfl_xor_sync(~0u, a, 1); b = __shfl_xor_sync(~0u, b, 1);
-  if (one) { p[0] = a; p[2] = b; } else { p[1] = a; p[3] = b; }
-  a = two ? p[0] : p[2]; b = two ? p[1] : p[3];
-  a = __shfl_xor_sync(~0u, a, 2); b = __shfl_xor_sync(~0u, b, 2);
-  if (two) { p[0] = a; p[1] = b; } else { p[2] = a; p[3] = b; }
-}
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins) {

@@ -1,4 +1,4 @@
-// Of products whose operands the copy engine brings: single instructions, barriers, descriptors, activations. Given from outside: KIND.
+// Of kernels whose operands the copy engine brings: single instructions, barriers, descriptors, what leaves registers.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -20,8 +20,13 @@ __device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32
 __device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
   return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
-__device__ __forceinline__ float act(float x) {  // as kernels/triton/activation.py numbers them
-  if (KIND == 0) return __fdividef(x, 1.0f + __expf(-x));
-  if (KIND == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-  return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+__device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+__device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
+  bool one = t & 1, two = t & 2;
+  u32 a = one ? p[0] : p[1], b = one ? p[2] : p[3];
+  a = __shfl_xor_sync(~0u, a, 1); b = __shfl_xor_sync(~0u, b, 1);
+  if (one) { p[0] = a; p[2] = b; } else { p[1] = a; p[3] = b; }
+  a = two ? p[0] : p[2]; b = two ? p[1] : p[3];
+  a = __shfl_xor_sync(~0u, a, 2); b = __shfl_xor_sync(~0u, b, 2);
+  if (two) { p[0] = a; p[1] = b; } else { p[2] = a; p[3] = b; }
 }

@@ -10,9 +10,6 @@
 // sum grows beyond LARGEST (FlashDecoding++, Hong et al. 2024, has one base for all rows). Then the tile is weighed again with a higher base.
 //
 // Given from outside: DIM, GROUP, WGS, STAGES, and the instructions scores() and weighted().
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
 #define KEYS 128
 #define ROWS (64 * WGS)
 #define HALVES (DIM / 64)               // rows of 64 elements are what the copy engine swizzles
@@ -22,22 +19,8 @@ typedef unsigned short u16;
 #define LARGEST 1.0995116e12f           // 2^40: sums of a tile, of values, of tiles stay far below what float32 holds
 #define NOTHING __int_as_float(0xff800000)
 #define ALL (WGS + 1)                   // named barriers: 1 … WGS are turns, then the one for all groups
-struct alignas(64) Map { u64 words[16]; };
 struct Item { int token, live, head, tiles, lowest, context, pad0, pad1; };  // token < 0: no more; live: queries; lowest: position of the first
 
-__device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-__device__ __forceinline__ void make(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred p;\nL:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void load(u32 to, const Map *map, int column, int row, u32 bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-    ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
-}
 __device__ __forceinline__ void load_heads(u32 to, const Map *map, int column, int head, int token, u32 bar) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
     ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
@@ -52,23 +35,10 @@ template <int N> __device__ __forceinline__ void hold(float (&x)[N]) {  // nothi
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
-__device__ __forceinline__ u64 by_row(u32 at) {  // rows of 128 bytes, swizzled, along what is summed over; 8 rows are 1024 bytes
-  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-__device__ __forceinline__ u64 by_column(u32 at) {  // the same across what is summed over; halves of a row lie KEYS rows apart
+__device__ __forceinline__ u64 by_column(u32 at) {  // as ``described``, across what is summed over; halves of a row lie KEYS rows apart
   return (u64)((at & 0x3FFFF) >> 4) | ((u64)(KEYS * 128 / 16) << 16) | (64ull << 32) | (1ull << 62);
 }
-__device__ __forceinline__ u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
 __device__ __forceinline__ float power(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ void transpose(u32 (&p)[4], int t) {  // within four lanes: p[j] of lane t and p[t] of lane j change places
-  bool one = t & 1, two = t & 2;
-  u32 a = one ? p[0] : p[1], b = one ? p[2] : p[3];
-  a = __shfl_xor_sync(~0u, a, 1); b = __shfl_xor_sync(~0u, b, 1);
-  if (one) { p[0] = a; p[2] = b; } else { p[1] = a; p[3] = b; }
-  a = two ? p[0] : p[2]; b = two ? p[1] : p[3];
-  a = __shfl_xor_sync(~0u, a, 2); b = __shfl_xor_sync(~0u, b, 2);
-  if (two) { p[0] = a; p[1] = b; } else { p[2] = a; p[3] = b; }
-}
 
 // Weights of 64 x 128 scores, two rows of which are a thread's, as the second product reads them: powers of 2 relative to ``base``, a row's,
 // and their sums. False: a sum is beyond LARGEST or no number, and nothing was added up.
@@ -249,7 +219,7 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
   const long long stride = (long long)kv_heads * (GROUP * DIM);  // of out, in elements
   for (long long token = query_start[sequences] + blockIdx.x; token < tokens; token += gridDim.x)  // tokens of no sequence
     for (int i = threadIdx.x - 128; i < stride / 8; i += 128 * WGS) *(uint4 *)(out + token * stride + 8 * i) = make_uint4(0, 0, 0, 0);
-  const u64 q_rows = by_row(q_at + wg * 8192);
+  const u64 q_rows = described(q_at + wg * 8192);
   int mine = 1 + wg, others = 1 + (wg + 1) % WGS;
   int ks = 0, vs = 0, kp = 0, vp = 0, qp = 0, ip = 0;
   if (wg == WGS - 1) pass(others);
@@ -281,7 +251,7 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
       qp ^= 1;
       wait(k_full + 8 * ks, kp);
       begin();
-      scores(s, q_rows, by_row(k_at + ks * KV_BYTES));
+      scores(s, q_rows, described(k_at + ks * KV_BYTES));
       commit();
       finish<0>();
       hold(s);
@@ -294,7 +264,7 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
         wait(k_full + 8 * ks, kp);
         turn(mine);
         begin();
-        scores(s, q_rows, by_row(k_at + ks * KV_BYTES));
+        scores(s, q_rows, described(k_at + ks * KV_BYTES));
         commit();
         wait(v_full + 8 * vs, vp);
         weighted(o, p, by_column(v_at + vs * KV_BYTES));

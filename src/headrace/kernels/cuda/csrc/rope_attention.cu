@@ -12,12 +12,6 @@
 typedef unsigned int u32;
 typedef unsigned short bf16;
 
-#ifndef STAGES
-#define STAGES 2
-#endif
-#ifndef TRIGGER  // when the kernel behind may begin: 0 at once, 1 when queries are asked for, 2 when all keys are, 3 when this program has ended
-#define TRIGGER 3
-#endif
 constexpr int WARPS = 4, THREADS = 32 * WARPS, UNIT = WARPS * KEYS;
 constexpr int HQ = G * HK, HALF = D / 2, STEPS = D / 16;  // STEPS of a product over a head's elements
 constexpr int CHUNKS = D / 8, ROW = 2 * D;                // 16 bytes each; bytes
@@ -85,7 +79,6 @@ __device__ __forceinline__ void put_word(bf16* p, u32 v) { *reinterpret_cast<u32
 template <class T> __device__ __forceinline__ T from_l2(const T* p) { return __ldcg(p); }  // what other programs write
 template <class T> __device__ __forceinline__ T given(const T* p) { return __ldg(p); }     // what nobody writes while layers follow each other
 __device__ __forceinline__ void wait_for_the_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_the_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- the line of units
 
@@ -433,7 +426,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Shared& s = *reinterpret_cast<Shared*>(memory + WARPS * RING);
   const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * RING;
-  if (TRIGGER == 0) let_the_next_begin();
   Record mine;
 #pragma unroll
   for (int i = 0; i < 4; ++i) reinterpret_cast<int4*>(&mine)[i] = given(reinterpret_cast<const int4*>(p.plan + blockIdx.x) + i);
@@ -454,7 +446,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
   wait_for_the_kernel_before();
   Newest newest, following;
   load_newest(following, angles, p, at, at.tiles - at.step <= end - begin, warp, lane);
-  if (TRIGGER == 1 || (TRIGGER == 2 && copies.left <= 0)) let_the_next_begin();
   Softmax sums;
   Place ended = at;
   const bool continues = mine.first_0 <= mine.last_0, leaves = mine.first_1 <= mine.last_1;
@@ -491,7 +482,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
       __syncwarp();
       copy_unit(copies, p, ring + offset, warp, lane);
       go_on(copies, p, warp);
-      if (TRIGGER == 2 && copies.left <= 0) let_the_next_begin();
       offset = offset + STAGE == RING ? 0 : offset + STAGE;
     }
     ended = at;
