@@ -194,6 +194,7 @@ class DeviceConfig:
     gated_products: bool = switch(True, "off: the activation behind gate and up of 65 to 512 rows is a kernel of its own")
     cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
+    early_weights: bool = switch(True, "off: products of 2 to 64 rows ask for their weights when the kernel before has ended, measured shapes too")
     persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")
     fused_rope_attention: bool = switch(True, "off: rotary embedding, the cache write and attention of decode steps are kernels of their own")
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,3 +91,35 @@ def test_an_interrupted_load_does_not_read_on(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         stream([Source(file, 0, torch.float32, (1024,), target) for target in targets], CPU, readers=2)
     assert sum(bool((target == 0.0).all()) for target in targets) < 20
+
+
+class FakeStream:
+    """As torch.cuda.Stream, as far as readers use it: what it waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waits_for: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waits_for.append(event)
+
+    def synchronize(self) -> None: ...
+
+
+def test_no_reader_begins_before_what_was_queued_on_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target may lie where a tensor was that a kernel still writes."""
+    queued, waited, buffer, fill = object(), [], streaming._Buffer, streaming._Lane.fill
+
+    def watched(lane: streaming._Lane, span: Source) -> None:
+        waited.append(lane._stream.waits_for)  # type: ignore[union-attr]
+        fill(lane, span)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: queued))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(streaming, "_Buffer", lambda size, device: buffer(size, CPU))
+    monkeypatch.setattr(streaming._Lane, "fill", watched)
+    wanted = torch.randn(6, 100)
+    tmp_path.joinpath("weights").write_bytes(wanted.numpy().tobytes())
+    targets = torch.zeros(6, 100)
+    stream([Source(tmp_path / "weights", 400 * i, torch.float32, (100,), targets[i]) for i in range(6)], torch.device("cuda"), readers=3)
+    assert torch.equal(targets, wanted) and waited == [[queued]] * 6

@@ -96,7 +96,7 @@ def _disabled(config: DeviceConfig) -> frozenset[str]:
         gated.GATED: config.gated_products,
         triton.FLAT: config.flat_gemm,
         triton.FUSED: config.flat_gemm and config.deep_fusion,
-        ring.RING: config.flat_gemm and config.deep_fusion,
+        ring.RING: config.flat_gemm and config.deep_fusion and config.early_weights,
         triton.CASCADE: config.cascade_attention,
         rope.ROPE: config.fused_rope_attention,
         rope.ROPE_CASCADE: config.fused_rope_attention and config.cascade_attention,
