@@ -104,8 +104,9 @@ def test_whatever_is_launched_was_compiled_for_such_arguments(one: Any, other: A
     assert kernel.plain == len(ordinary) + unusual, "the short way is taken wherever it can be"
 
 
-def _layout(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[type]:
-    return [type(each) for each in (*arguments, *named.values())]
+def _layout(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+    """Types, and the order in which names are given: a place in the code has one."""
+    return [*(type(each) for each in (*arguments, *named.values())), *named]
 
 
 def _is_ordinary(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
