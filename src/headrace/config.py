@@ -191,7 +191,7 @@ class DeviceConfig:
     last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
-    gated_products: bool = switch(True, "off: the activation behind gate and up of 65 to 512 rows is a kernel of its own")
+    gated_products: bool = switch(True, "off: the activation behind gate and up of 65 rows and more is a kernel of its own")
     cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
     early_weights: bool = switch(True, "off: products of 2 to 64 rows ask for their weights when the kernel before has ended, measured shapes too")

@@ -165,10 +165,11 @@ TECHNIQUES = (
     ),
     Technique(
         name="gated_products",
-        source="epilogue fusion: CUTLASS's dual GEMM with SiLU; warp specialisation on Hopper (CUTLASS 3; FlashAttention-3, Shah et al. 2024)",
+        source="epilogue fusion: CUTLASS's dual GEMM with SiLU; warp specialisation and ping-pong tiles on Hopper "
+        "(CUTLASS 3; FlashAttention-3, Shah et al. 2024)",
         switch="device.gated_products",
         off=False,
-        improves="time a decode step of 65 to 512 requests: gate, up and activation in one launch, in tiles that fill the device",
+        improves="time a decode step of 65 to 512 requests, and of prompts: gate, up and activation in one launch, in tiles that fill the device",
         off_means="gate and up are the vendor's product, the activation is a kernel of its own",
         needs_gpu=True,
         ablation="decode_steps",

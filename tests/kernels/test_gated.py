@@ -14,6 +14,7 @@ from headrace.bench.tune_gated import TunedGate
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
+from headrace.kernels.cuda.gated_measured import Tile
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.layers.basic import FeedForward
 from headrace.layers.context import LayerContext
@@ -28,7 +29,7 @@ GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    monkeypatch.setattr(gated_candidates, "measured_tiles", lambda name: {(64, 64): ((96, 0), (128, 224)), (64, 32): ((512, 0),)})
+    monkeypatch.setattr(gated_candidates, "measured_tiles", lambda name: {(64, 64): ((96, None), (128, Tile(224))), (64, 32): ((512, None),)})
 
 
 @pytest.mark.parametrize(
@@ -54,20 +55,22 @@ def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, 0), (128, 224))}
+    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, None), (128, Tile(224)), (4096, Tile(192, turns=True)))}
     gated_measured.keep_tiles(path, "A card", tiles)
     assert gated_measured.read_tiles(path, "A card") == tiles
-    path.write_text('{"A card": {"64 x 32": [[128, 100]]}}')
-    assert gated_measured.read_tiles(path, "A card") == {} and "100 columns are none of" in caplog.text
+    for odd in ("[128, 100]", "[128, 192, 2]", "[128, 192, 1, 1]", "[128, 128, 1]", "[128, 0, 1]", "[128]"):
+        caplog.clear()
+        path.write_text(f'{{"A card": {{"64 x 32": [{odd}]}}}}')
+        assert gated_measured.read_tiles(path, "A card") == {} and "cannot be read" in caplog.text, odd
 
 
 def test_the_shipped_table_is_sound() -> None:
     for tiles in gated_measured.read_tiles(gated_measured.SHIPPED, "NVIDIA H200").values():
-        assert [most for most, _ in tiles] == sorted({most for most, _ in tiles}) and any(columns for _, columns in tiles)
+        assert [most for most, _ in tiles] == sorted({most for most, _ in tiles}) and any(tile for _, tile in tiles)
 
 
 @pytest.mark.parametrize("declines", [False, True])
-@pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (513, False)])
+@pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (5000, True)])
 def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool, declines: bool) -> None:
     cpu = torch.device("cpu")
     layer = FeedForward(8, 6, Activation.SILU, LayerContext(torch.float32, cpu, Kernels(cpu), Unquantized()), gated=True, bias=False)
@@ -93,9 +96,11 @@ def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, w
 
 
 def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [TunedGate((64, 32), rows, columns, 1.0, 2.0) for rows, columns in ((72, 0), (80, 0), (128, 224), (256, 224), (512, 0))]
-    other = [TunedGate((8, 32), 72, 128, 1.0, 2.0)]
-    assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, 0), (256, 224), (512, 0)), (8, 32): ((72, 128),)}
+    wide, turns = Tile(224), Tile(192, turns=True)
+    chosen = ((72, None), (80, None), (128, wide), (256, wide), (512, None), (1024, turns), (2048, turns))
+    found = [TunedGate((64, 32), rows, tile, 1.0, 2.0) for rows, tile in chosen]
+    other = [TunedGate((8, 32), 72, Tile(128), 1.0, 2.0)]
+    assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), (8, 32): ((72, Tile(128)),)}
     assert "64 x 32" in tune_gated.render(found)
     assert tune_gated.gates_of([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == ((64, 32),)
 
@@ -109,13 +114,13 @@ def test_the_source_compiles_for_every_tile() -> None:
         compiler._nvrtc()
     except compiler.CompileError:
         pytest.skip("no NVRTC here")
-    for columns in gated_measured.COLUMNS:
-        assert b"gated" in gated.machine_code(columns, Activation.SILU)
+    for tile in gated_measured.TILES:
+        assert b"gated" in gated.machine_code(tile, Activation.SILU)
 
 
 def test_the_ring_fits_the_processor() -> None:
     gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
-    for columns in gated_measured.COLUMNS:
+    for columns in {tile.columns for tile in gated_measured.TILES}:
         assert gated.stages_of(columns) >= 4 and gated._shared_bytes(columns) <= 232448
         text = gated.instruction(columns)
         assert f"m64n{columns}k16" in text and text.count('"+f"') == columns // 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import reference
-from headrace.kernels.around import MOST_GATED, MOST_ROWS, Around
+from headrace.kernels.around import MOST_ROWS, Around
 from headrace.kernels.whole_step import StepWeights, longest_context
 from headrace.layers.inputs import AttentionInputs, ForwardInputs
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
@@ -87,7 +87,7 @@ class CaseMaker:
         elif op == "added_linear":
             yield self._added(rows)
         elif op == "gated_linear":
-            if MOST_ROWS < rows <= MOST_GATED:
+            if rows > MOST_ROWS:
                 yield self._gated(rows)
         elif op in ("gather_inputs", "store_tokens", "fetch_step"):
             yield {"gather_inputs": self._gather, "store_tokens": self._store, "fetch_step": self._fetch}[op](rows)

@@ -2,7 +2,8 @@
 
 What lives here: timing tiles beside the vendor's product and the activation's kernel, the choice. What may not: kernels, other products.
 
-Timed in graphs over weights that no cache holds, for the numbers of rows that decode steps are padded to.
+Timed in graphs over weights that no cache holds, for the numbers of rows that decode steps are padded to; a prompt's, which are bound by the
+card's power, each held for a tenth of a second, in turn, twice (as in tune_vendor.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.bench.report import table
-from headrace.kernels.around import MOST_GATED, MOST_ROWS
+from headrace.bench.tune_vendor import MOST_FEW, held
+from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda.gated_measured import COLUMNS, Tiles
+from headrace.kernels.cuda.gated_measured import IN_TURNS, TOGETHER, Tile, Tiles
 from headrace.kernels.tables import Weight
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.kernels.vendor.tuned import create_linear
@@ -29,18 +31,19 @@ from headrace.spec import Activation
 from headrace.worker.card import cuda_time
 from headrace.worker.graphs import buckets_up_to
 
+MANY = (1024, 2048, 4096, 8192, 16384)  # rows of prompts: each stands for those above the one before
 SECONDS = 0.005
 LEAST_GAIN = 1.02  # times quicker than product and activation
-TITLES = ("gate", "rows", "columns of a tile", "µs", "vendor's and activation's µs")
+TITLES = ("gate", "rows", "tile", "µs", "vendor's and activation's µs")
 
 
 @dataclass(frozen=True, slots=True)
 class TunedGate:
-    """The best tile for one gate and number of rows; 0 columns: the vendor's product and an activation. Seconds."""
+    """The best tile for one gate and number of rows; None: the vendor's product and an activation. Seconds."""
 
     weight: Weight  # of the gate alone
     rows: int
-    columns: int
+    tile: Tile | None
     seconds: float
     apart: float
 
@@ -51,14 +54,15 @@ def gates_of(shapes: Sequence[Shape]) -> tuple[Weight, ...]:
 
 def tune_gates(gates: Sequence[Weight], activation: Activation, working_set: int, say: Callable[[str], None]) -> list[TunedGate]:
     """Times every tile for every number of rows on the current card; weights are rotated through ``working_set`` bytes."""
-    rows = [count for count in buckets_up_to(MOST_GATED) if count > MOST_ROWS]
+    rows = [count for count in buckets_up_to(MOST_FEW) if count > MOST_ROWS]
     tuned = []
     for outs, ins in gates:
         count = max(2, -(-working_set // (4 * outs * ins)))
         weights = [torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5) for _ in range(count)]
         layers = _layers(weights)
-        tuned += [_best((outs, ins), each, layers, activation) for each in rows]
-        say(f"{outs} x {ins}, gated: {', '.join(f'up to {most}: {columns}' for most, columns in tiles_of(tuned)[outs, ins])}")
+        tuned += [_best((outs, ins), each, layers, activation, TOGETHER, _short) for each in rows]
+        tuned += [_best((outs, ins), each, layers[:2], activation, IN_TURNS, held) for each in MANY]
+        say(f"{outs} x {ins}, gated: {', '.join(f'up to {most}: {_name(tile)}' for most, tile in tiles_of(tuned)[outs, ins])}")
     return tuned
 
 
@@ -67,7 +71,7 @@ def tiles_of(tuned: Sequence[TunedGate]) -> dict[Weight, Tiles]:
     found: dict[Weight, Tiles] = {}
     for weight in dict.fromkeys(each.weight for each in tuned):
         own = [each for each in tuned if each.weight == weight]
-        found[weight] = tuple((list(group)[-1].rows, columns) for columns, group in groupby(own, key=lambda each: each.columns))
+        found[weight] = tuple((list(group)[-1].rows, tile) for tile, group in groupby(own, key=lambda each: each.tile))
     return found
 
 
@@ -76,22 +80,36 @@ def render(tuned: Sequence[TunedGate]) -> str:
 
 
 def _cells(each: TunedGate) -> tuple[Any, ...]:
-    return (f"{each.weight[0]} x {each.weight[1]}", each.rows, each.columns, each.seconds * 1e6, each.apart * 1e6)
+    return (f"{each.weight[0]} x {each.weight[1]}", each.rows, _name(each.tile), each.seconds * 1e6, each.apart * 1e6)
 
 
-def _best(weight: Weight, rows: int, layers: Sequence[Any], activation: Activation) -> TunedGate:
+def _name(tile: Tile | None) -> str:
+    return "none" if tile is None else f"{tile.columns}{' in turns' if tile.turns else ''}"
+
+
+Calls = dict[Any, list[Callable[[], Any]]]
+
+
+def _best(
+    weight: Weight, rows: int, layers: Sequence[Any], activation: Activation, tiles: Sequence[Tile], timed: Callable[[Calls], dict[Any, float]]
+) -> TunedGate:
     from headrace.kernels.triton.activation import gated_activation
 
     x, multiply = torch.randn(rows, weight[1], device="cuda", dtype=torch.bfloat16), _vendor(layers[0].weight)
-    apart = median(cuda_time([lambda w=each: gated_activation(multiply(x, w.weight), activation) for each in layers], SECONDS))  # type: ignore[misc]
-    want, best = gated_activation(F.linear(x, layers[0].weight), activation).float(), TunedGate(weight, rows, 0, apart, apart)
-    for columns in COLUMNS:
-        calls = [partial(each.compute, x, activation, columns) for each in layers]
-        right = (calls[0]().float() - want).norm() < 0.02 * want.norm()
-        seconds = median(cuda_time(calls, SECONDS))
-        if right and seconds < best.seconds and seconds * LEAST_GAIN < apart:
-            best = TunedGate(weight, rows, columns, seconds, apart)
-    return best
+    want = gated_activation(F.linear(x, layers[0].weight), activation).float()
+    calls: Calls = {None: [lambda w=each: gated_activation(multiply(x, w.weight), activation) for each in layers]}  # type: ignore[misc]
+    for tile in tiles:
+        mine: list[Callable[[], Any]] = [partial(each.compute, x, activation, tile) for each in layers]
+        if (mine[0]().float() - want).norm() < 0.02 * want.norm():
+            calls[tile] = mine
+    seconds = timed(calls)
+    best = min(seconds, key=lambda tile: seconds[tile])
+    chosen = best if seconds[best] * LEAST_GAIN < seconds[None] else None
+    return TunedGate(weight, rows, chosen, seconds[chosen], seconds[None])
+
+
+def _short(calls: Calls) -> dict[Any, float]:
+    return {name: median(cuda_time(each, SECONDS)) for name, each in calls.items()}
 
 
 def _vendor(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

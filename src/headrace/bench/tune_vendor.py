@@ -113,7 +113,7 @@ def _best(weight: Weight, least: int, rows: int, matrices: Sequence[Tensor], *, 
     for settings, algorithm in products.offers(rows):
         if products.takes(algorithm, operands) and _right(products, algorithm, operands, x, matrices[0], want):
             calls[settings] = [partial(products.multiply, algorithm, operands, x, each, y, add=False) for each in matrices]
-    seconds = _timed(calls) if few else _held(calls)
+    seconds = _timed(calls) if few else held(calls)
     best = min(seconds, key=lambda settings: seconds[settings])
     chosen = best if seconds[best] * (LEAST_FEW_GAIN if few else LEAST_GAIN) < seconds[None] else None
     return TunedProduct(weight, least + 1 if few else least, rows, chosen, seconds[chosen], seconds[None])
@@ -131,8 +131,8 @@ def _timed(calls: dict[Settings | None, list[Callable[[], Any]]]) -> dict[Settin
     return {name: min(each[name] for each in turns) for name in calls}
 
 
-def _held(calls: dict[Settings | None, list[Callable[[], Any]]]) -> dict[Settings | None, float]:
-    """Mean seconds a call of each, over rounds in turn."""
+def held(calls: dict[Any, list[Callable[[], Any]]]) -> dict[Any, float]:
+    """Mean seconds a call of each, over rounds in turn, on a card that has been at work for a while."""
     cuda_time(calls[None], WARM_SECONDS, rounds=1)
     rounds = [{name: cuda_time(each, SECONDS, rounds=1)[0] for name, each in calls.items()} for _ in range(ROUNDS)]
     return {name: sum(each[name] for each in rounds) / ROUNDS for name in calls}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels.around import MOST_GATED, MOST_ROWS, Around
+from headrace.kernels.around import MOST_ROWS, Around
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.layers.stream import Stream, added
@@ -115,7 +115,7 @@ class FeedForward(nn.Module):
         return self.down.forward(self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, inner]
-        through_gate = self.up.through_gate if MOST_ROWS < len(x) <= MOST_GATED else None
+        through_gate = self.up.through_gate if len(x) > MOST_ROWS else None
         inner = None if through_gate is None else through_gate(x, self._activation)
         if inner is None:
             inner = self._act(self.up.forward(x), self._activation)

@@ -1,4 +1,4 @@
-"""Gate and what it gates as one product, for 65 rows and more (csrc/gated.cu): the callable of a layer, its machine code, its launches.
+"""Gate and what it gates as one product, for 65 rows and more (csrc/gated.cu, gated_turns.cu): a layer's callable, machine code, launches.
 
 What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune_gated.py), compiling.
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 from headrace.kernels.candidate import Site
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable, TensorMap, tensor_map
-from headrace.kernels.cuda.gated_measured import Tiles, measured_tiles
+from headrace.kernels.cuda.gated_measured import Tile, Tiles, measured_tiles
 from headrace.kernels.triton.activation import KINDS
 from headrace.spec import Activation
 
 _NAME = "gated"
-_ROWS, _DEPTH, _THREADS = 128, 64, 384  # as the source has them
+_ROWS, _DEPTH, _THREADS = 128, 64, 384  # as the sources have them
 _SHARED = 232448 - 2048  # bytes of a processor, less what is aligned and the barriers
 
 
@@ -47,11 +47,11 @@ def instruction(columns: int) -> str:
     )
 
 
-def machine_code(columns: int, activation: Activation) -> bytes:
+def machine_code(tile: Tile, activation: Activation) -> bytes:
     """Built, or kept from before. Raises CompileError."""
-    defined = (f"-DCOLUMNS={columns}", f"-DSTAGES={stages_of(columns)}", f"-DKIND={KINDS[activation]}")
-    text = compiler.source("matrix.cuh", "activation.cuh") + instruction(columns) + compiler.source("gated.cu")
-    return compiler.build(text, ("-arch=sm_90a", *defined))
+    defined = (f"-DCOLUMNS={tile.columns}", f"-DSTAGES={stages_of(tile.columns)}", f"-DKIND={KINDS[activation]}")
+    before, kernel = ("matrix.cuh", "activation.cuh", "gated_end.cuh"), "gated_turns.cu" if tile.turns else "gated.cu"
+    return compiler.build(compiler.source(*before) + instruction(tile.columns) + compiler.source(kernel), ("-arch=sm_90a", *defined))
 
 
 class Kernels:
@@ -60,15 +60,15 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._functions: dict[tuple[int, Activation], Function] = {}
+        self._functions: dict[tuple[Tile, Activation], Function] = {}
         self._lock = threading.Lock()
 
-    def function(self, columns: int, activation: Activation) -> Function:
+    def function(self, tile: Tile, activation: Activation) -> Function:
         """Raises CompileError, NotLoadable."""
-        key = (columns, activation)
+        key = (tile, activation)
         with self._lock:
             if key not in self._functions:
-                self._functions[key] = Module(machine_code(*key), self.device).function(_NAME, _shared_bytes(columns))
+                self._functions[key] = Module(machine_code(*key), self.device).function(_NAME, _shared_bytes(tile.columns))
             return self._functions[key]
 
 
@@ -85,23 +85,24 @@ class GatedLinear:
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
 
     def __call__(self, x: Tensor, activation: Activation) -> Tensor | None:
-        columns = self.columns(x.shape[0])
-        return self.compute(x, activation, columns) if columns else None
+        tile = self.tile(x.shape[0])
+        return self.compute(x, activation, tile) if tile else None
 
-    def columns(self, tokens: int) -> int:
-        """Of the tile that serves so many rows; 0: none does."""
-        return next((columns for most, columns in self.tiles if tokens <= most), 0)
+    def tile(self, tokens: int) -> Tile | None:
+        """That serves so many rows; None: none does."""
+        return next((tile for most, tile in self.tiles if tokens <= most), None)
 
-    def compute(self, x: Tensor, activation: Activation, columns: int) -> Tensor:
-        rows, outs = x.contiguous(), self.weight.shape[0] // 2
+    def compute(self, x: Tensor, activation: Activation, tile: Tile) -> Tensor:
+        rows, outs, columns = x.contiguous(), self.weight.shape[0] // 2, tile.columns
         y = torch.empty((rows.shape[0], outs), dtype=x.dtype, device=x.device)
         if columns not in self.maps:
             self.maps[columns] = tensor_map(self.weight, columns // 2, _DEPTH)
-        tiles = -(-rows.shape[0] // _ROWS) * -(-outs // (columns // 2))
-        self.kernels.function(columns, activation).launch(
-            min(tiles, self.kernels.processors), _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
+        cluster = 2 if tile.turns else 1  # programs with tiles below each other
+        places = -(-rows.shape[0] // (_ROWS * cluster)) * -(-outs // (columns // 2))
+        self.kernels.function(tile, activation).launch(
+            min(places, self.kernels.processors // cluster) * cluster, _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
             tensor_map(rows, _ROWS // 2, _DEPTH), self.maps[columns], c_void_p(y.data_ptr()),
-            c_int(rows.shape[0]), c_int(outs), c_int(rows.shape[1]),
+            c_int(rows.shape[0]), c_int(outs), c_int(rows.shape[1]), cluster=cluster,
         )  # fmt: skip
         return y
 

@@ -28,7 +28,7 @@ def _create(site: Site) -> Callable[..., Any] | Declined:
     if outs % 16 or ins % 8:
         return Declined(f"{ins} to {outs} is no weight with rows that the copy engine can read", by_choice=True)
     tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get((outs // 2, ins), ())
-    if not any(columns for _, columns in tiles):
+    if not any(tile for _, tile in tiles):
         return Declined("nothing was measured to be better than product and activation for this weight", by_choice=True)
     made: Callable[..., Any] = import_module("headrace.kernels.cuda.gated").create_gated(site)
     return made
@@ -36,8 +36,8 @@ def _create(site: Site) -> Callable[..., Any] | Declined:
 
 def _rehearse(site: Site, make: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
     layer = make(torch.empty(0, 0), None)
-    for columns in sorted({columns for _, columns in layer.tiles} - {0}):
-        yield f"{columns} columns", partial(layer.kernels.function, columns, sizes.spec.activation)
+    for tile in dict.fromkeys(tile for _, tile in layer.tiles if tile is not None):
+        yield f"{tile}", partial(layer.kernels.function, tile, sizes.spec.activation)
 
 
 def _failure(error: Exception) -> str | None:

@@ -5,14 +5,7 @@
 // order: the sums of a row do not depend on the others. The left half of a tile is gate and the right half what it gates, so both meet in
 // one thread. While a tile is finished, the first stages of the next are under way.
 //
-// Behind matrix.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
-#define ROWS 128
-#define DEPTH 64
-#define X_BYTES (ROWS * DEPTH * 2)
-#define W_BYTES (COLUMNS * DEPTH * 2)
-#define OUTS (COLUMNS / 2)               // columns of y, a tile
-#define GROUPS ((OUTS / 8 + 3) / 4)      // of 32 columns
-
+// Behind gated_end.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
 extern "C" __global__ void __launch_bounds__(384, 1)
 gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins) {
   extern __shared__ unsigned char raw[];
@@ -45,7 +38,7 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    int s = 0, phase = 0, last = 0, thread = threadIdx.x - 128, t = threadIdx.x % 4;
+    int s = 0, phase = 0, last = 0, thread = threadIdx.x - 128;
     float c[COLUMNS / 2];
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       for (int k = 0; k < steps; k++) {
@@ -66,23 +59,7 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
       if (thread % 128 == 0) arrive(empty + 8 * last);
 #pragma unroll
       for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
-      int row = tile % down * ROWS + thread / 32 * 16 + thread % 32 / 4, first = tile / down * OUTS;
-#pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        int mine = g * 4 + t, column = first + 8 * mine;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          u32 q[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            int i = g * 4 + j < OUTS / 8 ? (g * 4 + j) * 4 + 2 * h : 0;
-            q[j] = pack(act(c[i]) * c[i + COLUMNS / 4], act(c[i + 1]) * c[i + 1 + COLUMNS / 4]);
-          }
-          transpose(q, t);
-          if (mine < OUTS / 8 && column < outs && row + 8 * h < tokens)
-            *(uint4 *)(y + (u64)(row + 8 * h) * outs + column) = make_uint4(q[0], q[1], q[2], q[3]);
-        }
-      }
+      finish(c, y, tile % down * ROWS + thread / 32 * 16 + thread % 32 / 4, tile / down * OUTS, tokens, outs);
     }
   }
 }

@@ -1,0 +1,119 @@
+// A gate and what it gates as one product, for a prompt's many rows: y = act(x Wᵀ) ⊙ (x Vᵀ), W and V one behind the other in one matrix.
+//
+// Two groups of four warps take tiles of ROWS rows in turn, each a whole one: while one finishes its tile, the other multiplies, so that the
+// matrix units never wait for an activation (what CUTLASS calls ping-pong). Two programs, a cluster, have tiles below each other: each asks
+// the copy engine for its own rows of x and for half of the weights, which arrive in both (multicast). Sums go over all of K in its order.
+//
+// Tiles come in bands of BAND pairs of rows of tiles, so that a band's x stays in the second-level cache while all weights pass by.
+//
+// Behind gated_end.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
+#define BAND 8
+
+__device__ __forceinline__ void load_both(u32 to, const Map *map, int k, int row, u32 bar) {  // into both programs of the cluster
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((u16)3) : "memory");
+}
+__device__ __forceinline__ u32 of_program(u32 at, u32 rank) {  // the same place in the memory of a program of the cluster
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void arrive_at(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void together() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory"); }
+__device__ __forceinline__ void pass_to(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group) : "memory"); }
+
+struct Place { int row, column; };
+struct Deal {
+  int down, tiles;  // pairs of rows of tiles; pairs of tiles
+  __device__ __forceinline__ Deal(int tokens, int outs) {
+    down = (tokens + 2 * ROWS - 1) / (2 * ROWS), tiles = down * ((outs + OUTS - 1) / OUTS);
+  }
+  __device__ __forceinline__ Place place(int tile) const {
+    int across = tiles / down, band = tile / (BAND * across), rest = tile - band * BAND * across, rows = min(BAND, down - band * BAND);
+    return {((band * BAND + rest % rows) * 2 + (int)(blockIdx.x % 2)) * ROWS, rest / rows * OUTS};
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins) {
+  extern __shared__ unsigned char raw[];
+  u32 base = (shared(raw) + 1023) & ~1023u;
+  u32 x_at = base, w_at = base + STAGES * X_BYTES, full = w_at + STAGES * W_BYTES, empty = full + 8 * STAGES;
+  int group = threadIdx.x / 128, steps = (ins + DEPTH - 1) / DEPTH, rank = blockIdx.x % 2, clusters = gridDim.x / 2;
+  Deal deal(tokens, outs);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, 2); }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  together();
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 0) {
+      int s = 0, phase = 1;
+      for (int tile = blockIdx.x / 2; tile < deal.tiles; tile += clusters) {
+        Place at = deal.place(tile);
+        int half = rank ? outs + at.column : at.column;  // of the weights: one brings gate, the other what it gates
+        for (int k = 0; k < steps; k++) {
+          u32 bar = full + 8 * s, x = x_at + s * X_BYTES, w = w_at + s * W_BYTES;
+          wait(empty + 8 * s, phase);  // in both programs
+          expect(bar, X_BYTES + W_BYTES);  // what lies beyond a matrix arrives as zeros
+          load_both(w + rank * (W_BYTES / 2), &w_map, k * DEPTH, half, bar);
+          load(x, &x_map, k * DEPTH, at.row, bar);
+          load(x + X_BYTES / 2, &x_map, k * DEPTH, at.row + ROWS / 2, bar);
+          if (++s == STAGES) { s = 0; phase ^= 1; }
+        }
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    int s = 0, phase = 0, last = 0, thread = threadIdx.x % 128;
+    u32 theirs = of_program(empty, rank ^ 1);
+    auto release = [&](int stage) {  // it has only been read: nothing is to be released but the room
+      if (thread == 0) arrive(empty + 8 * stage);
+      if (thread == 32) arrive_at(theirs + 8 * stage);
+    };
+    auto skip = [&] {  // the stages of the other group's tile
+      int at = s + steps;
+      phase ^= at / STAGES & 1, s = at % STAGES;
+    };
+    float c[2][COLUMNS / 2];
+    if (group == 2) skip(), pass_to(1);  // the first turn is the first group's
+    for (int tile = blockIdx.x / 2 + (group - 1) * clusters; tile < deal.tiles; tile += 2 * clusters) {
+      turn(group);
+      for (int k = 0; k < steps; k++) {
+        wait(full + 8 * s, phase);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        u64 x = described(x_at + s * X_BYTES), w = described(w_at + s * W_BYTES);
+#pragma unroll
+        for (int i = 0; i < DEPTH / 16; i++) {
+          mma(c[0], x + 2 * i, w + 2 * i, k + i);
+          mma(c[1], x + X_BYTES / 32 + 2 * i, w + 2 * i, k + i);
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if (k) {
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          release(last);
+        }
+        last = s;
+        if (++s == STAGES) { s = 0; phase ^= 1; }
+      }
+      pass_to(3 - group);
+      skip();
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      release(last);
+      Place at = deal.place(tile);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[half][i])::"memory");
+        finish(c[half], y, at.row + half * 64 + thread / 32 * 16 + thread % 32 / 4, at.column, tokens, outs);
+      }
+    }
+  }
+  __syncwarp();
+  together();  // who has ended may still be written to
+}
