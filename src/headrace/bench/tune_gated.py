@@ -33,7 +33,7 @@ from headrace.worker.graphs import buckets_up_to
 
 MANY = (1024, 2048, 4096, 8192, 16384)  # rows of prompts: each stands for those above the one before
 SECONDS = 0.005
-LEAST_GAIN = 1.02  # times quicker than product and activation
+LEAST_GAIN, LEAST_LONG_GAIN = 1.02, 1.0  # times quicker than product and activation; a prompt needs less memory without the latter
 TITLES = ("gate", "rows", "tile", "µs", "vendor's and activation's µs")
 
 
@@ -60,8 +60,8 @@ def tune_gates(gates: Sequence[Weight], activation: Activation, working_set: int
         count = max(2, -(-working_set // (4 * outs * ins)))
         weights = [torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5) for _ in range(count)]
         layers = _layers(weights)
-        tuned += [_best((outs, ins), each, layers, activation, TOGETHER, _short) for each in rows]
-        tuned += [_best((outs, ins), each, layers[:2], activation, IN_TURNS, held) for each in MANY]
+        tuned += [_best((outs, ins), each, layers, activation, TOGETHER, _short, LEAST_GAIN) for each in rows]
+        tuned += [_best((outs, ins), each, layers[:2], activation, IN_TURNS, held, LEAST_LONG_GAIN) for each in MANY]
         say(f"{outs} x {ins}, gated: {', '.join(f'up to {most}: {_name(tile)}' for most, tile in tiles_of(tuned)[outs, ins])}")
     return tuned
 
@@ -91,7 +91,13 @@ Calls = dict[Any, list[Callable[[], Any]]]
 
 
 def _best(
-    weight: Weight, rows: int, layers: Sequence[Any], activation: Activation, tiles: Sequence[Tile], timed: Callable[[Calls], dict[Any, float]]
+    weight: Weight,
+    rows: int,
+    layers: Sequence[Any],
+    activation: Activation,
+    tiles: Sequence[Tile],
+    timed: Callable[[Calls], dict[Any, float]],
+    least_gain: float,
 ) -> TunedGate:
     from headrace.kernels.triton.activation import gated_activation
 
@@ -104,7 +110,7 @@ def _best(
             calls[tile] = mine
     seconds = timed(calls)
     best = min(seconds, key=lambda tile: seconds[tile])
-    chosen = best if seconds[best] * LEAST_GAIN < seconds[None] else None
+    chosen = best if seconds[best] * least_gain < seconds[None] else None
     return TunedGate(weight, rows, chosen, seconds[chosen], seconds[None])
 
 
