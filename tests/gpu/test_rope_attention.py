@@ -23,6 +23,7 @@ from support.kernel_cases import PagedCase
 require_card()
 
 from headrace.kernels.cuda.rope_attention import RopeAttention, create  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.triton.plan import ALIKE  # noqa: E402
 
 SOME = random.Random(1)
 LENGTHS = {
@@ -32,6 +33,8 @@ LENGTHS = {
     "padding alone": [0, 0, 0],
     "many": [SOME.choice((0, 1, 5, 63, 64, 65, 191, 192, 193, 300, 1000, 2500)) for _ in range(70)],
     "uneven": [int(1 + 9000 * SOME.random() ** 3) for _ in range(24)],
+    "alike, two pairs a warp": [0, *(150 + row % 41 for row in range(140)), 0, 0],
+    "alike, one pair a warp": [129, *(100 + row % 31 for row in range(69)), 0],
 }
 SHAPES = [(32, 8, 128, 16), (32, 8, 64, 128), (32, 8, 64, 16), (32, 8, 128, 128), (32, 8, 128, 8), (8, 8, 128, 16), (32, 4, 128, 32), (24, 8, 64, 64)]
 
@@ -84,6 +87,14 @@ def test_attention(heads: int, kv_heads: int, dim: int, block_size: int, lengths
     Step(LENGTHS[lengths], heads, kv_heads, dim, block_size).compare(made(heads, kv_heads, dim))
 
 
+@pytest.mark.parametrize(("lengths", "alike"), [("alike, two pairs a warp", True), ("alike, one pair a warp", True), ("many", False)])
+def test_warps_take_pairs_whole_where_sequences_are_many_and_alike(lengths: str, alike: bool) -> None:
+    """What is found by test_attention for those lengths is found by the other form of the kernel."""
+    step, kernel = Step(LENGTHS[lengths], 32, 8, 128, 128), made(32, 8, 128)
+    step.run(kernel, step.caches)
+    assert kernel._plan is not None and set(kernel._plan[1].spans[:, ALIKE.value].tolist()) == {int(alike)}
+
+
 @pytest.mark.parametrize(("rows", "shared", "served"), [(42, None, False), (42, 5000, False), (42, 0, True), (15, None, True)])
 def test_steps_in_which_keys_may_be_shared_are_left_to_cascade_attention(rows: int, shared: int | None, served: bool) -> None:
     step = Step([700 + 3 * row for row in range(rows)], 32, 8, 128, 16)
@@ -116,10 +127,10 @@ def test_other_steps_are_declined() -> None:
 
 
 @pytest.mark.parametrize("programmatic", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_layers_one_behind_the_other_in_a_graph(dim: int, programmatic: bool) -> None:
-    """Products before and behind, which let it begin early: keys of one step are those that the step before wrote."""
-    heads, kv_heads, rows, layers = 32, 8, 24, 6
+@pytest.mark.parametrize(("dim", "kv_heads"), [(64, 8), (128, 8), (128, 32)])
+def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, programmatic: bool) -> None:
+    """Products before and behind, which let it begin early: keys of one step are those that the step before wrote. 32 KV heads: pairs whole."""
+    heads, rows, layers = 32, 24, 6
     kernels = Kernels(torch.device("cuda"), programmatic=programmatic)
     width, inner = (heads + 2 * kv_heads) * dim, heads * dim
     make = [kernels.choose("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs) for outs, ins in ((width, 2048), (2048, inner))]

@@ -10,6 +10,7 @@ import torch
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
 from headrace.kernels.triton.attention import Tiles
 from headrace.kernels.triton.plan import (
+    ALIKE,
     BEGIN,
     CONTEXT,
     END,
@@ -30,14 +31,19 @@ KEYS, KV_HEADS, PROGRAMS = 64, 2, 12
 FIELDS = (BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1, CONTEXT)
 
 
-def records(contexts: list[int], whole: int, beginning: int = 0) -> list[dict[str, int]]:
+def dealt_out(contexts: list[int], whole: int, beginning: int = 0, warps: int = 0) -> torch.Tensor:
     ints = torch.tensor(contexts, dtype=torch.int32)
     starts, rows = torch.arange(len(contexts) + 1, dtype=torch.int32), len(contexts)
     inputs = AttentionInputs(torch.zeros((rows, 1), dtype=torch.int32), starts, ints, torch.zeros(rows).long(), 16, 1, max(contexts))
-    made = make_plan(inputs, None, 1, PROGRAMS, 4, KV_HEADS, Tiles(16, KEYS, 4, 0, 2), None, whole, beginning)
+    made = make_plan(inputs, None, 1, PROGRAMS, 4, KV_HEADS, Tiles(16, KEYS, 4, 0, 2), None, whole, beginning, warps)
     assert made.shared is None
+    return made.spans
+
+
+def records(contexts: list[int], whole: int, beginning: int = 0) -> list[dict[str, int]]:
     names = ("begin", "end", "sequence", "head", "step", "first_0", "last_0", "first_1", "last_1", "context")
-    return [{name: int(row[field.value]) for name, field in zip(names, FIELDS, strict=True)} for row in made.spans]
+    spans = dealt_out(contexts, whole, beginning)
+    return [{name: int(row[field.value]) for name, field in zip(names, FIELDS, strict=True)} for row in spans]
 
 
 @pytest.mark.parametrize(("whole", "beginning"), [(2, 0), (5, 1)])
@@ -72,3 +78,23 @@ def test_short_pairs_stay_whole_where_there_are_programs_to_spare() -> None:
 
 def test_few_sequences_and_groups_that_fill_a_tile_alone_are_not_looked_at() -> None:
     assert may_group(FEWEST, 4) and not may_group(FEWEST - 1, 4) and not may_group(100, 64)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "alike"),
+    [
+        ([170] * 12, True),
+        ([170] * 12 + [0] * 20, True),  # of no sequence
+        ([170] * 11, False),  # 22 pairs for 48 warps
+        ([108, 300] * 6, True),
+        ([106, 300] * 6, False),
+        ([60] * 30 + [420], False),
+        ([1024] * 12, True),
+        ([1100] * 12, False),
+        ([0] * 40, False),
+        ([190] * 300, True),
+        ([190] * 300 + [288], False),  # behind those looked at in one go
+    ],
+)
+def test_many_sequences_as_long_as_each_other_are_said_to_be_so(contexts: list[int], alike: bool) -> None:
+    assert set(dealt_out(contexts, 5, 1, 4 * PROGRAMS)[:, ALIKE.value].tolist()) == {int(alike)}

@@ -47,6 +47,7 @@ class _Parameters(ctypes.Structure):
         ("table_stride", c_int),
         ("rows", c_int),
         ("scale", c_float),
+        ("early", c_int),
     )
 
 
@@ -148,7 +149,7 @@ class RopeAttention:
             self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
         )  # fmt: skip
         strides = k_cache.stride(0), k_cache.stride(1), qkv.stride(0), inputs.block_table.stride(0)
-        parameters = _Parameters(*(each.data_ptr() for each in tensors), *strides, rows, scale * LOG2_E.value)
+        parameters = _Parameters(*(each.data_ptr() for each in tensors), *strides, rows, scale * LOG2_E.value, early)
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
         function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
         return out
@@ -166,7 +167,8 @@ class RopeAttention:
         """Made by the first layer of a step; the others bring the same inputs."""
         if self._plan is None or self._plan[0] is not inputs:
             programs = _PROGRAMS * self.processors
-            self._plan = inputs, make_plan(inputs, None, 1, programs, self.group, self.kv_heads, self.tiles, None, _WHOLE, _BEGINNING)
+            dealt = programs, self.group, self.kv_heads, self.tiles, None, _WHOLE, _BEGINNING, _WARPS * programs
+            self._plan = inputs, make_plan(inputs, None, 1, *dealt)
         return self._plan[1]
 
     def rehearse(self, block_size: int) -> object:

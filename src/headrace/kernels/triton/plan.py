@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 MIN_SPAN = 4  # tiles a program is worth starting for, where contexts are long and sequences few
 AT_ONCE = 256  # sequences, or programs, looked at in one go
+_MOST_ALIKE = tl.constexpr(1024)  # keys of a sequence, up to which warps take pairs whole: longer ones fill spans evenly as they are
 _LEAST_SHARED = 256  # keys a program is worth starting for, of those that sequences share
 # Of each program, [programs, FIELDS] int32: its span of the line; sequence, KV head and tile it begins with; first and last program of
 # the pair it continues, and of the one it leaves unfinished (first > last: there is none). Then its span of the line of shared keys, its
-# first chunk, the length of a span and of that line. Then the context of the sequence it begins with.
+# first chunk, the length of a span and of that line. Then the context of the sequence it begins with; then, where that was asked for,
+# whether sequences are so many and so alike that warps should take pairs whole, in place of all that is said here.
 BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1 = (tl.constexpr(field) for field in range(9))
 SHARED_BEGIN, SHARED_END, SHARED_CHUNK, SHARED_SPAN, SHARED_LINE = (tl.constexpr(field) for field in range(9, 14))
-CONTEXT = tl.constexpr(14)
+CONTEXT, ALIKE = tl.constexpr(14), tl.constexpr(15)
 FIELDS = tl.constexpr(16)
 
 
@@ -135,6 +137,27 @@ def _cut(
 
 
 @triton.jit
+def _mark_alike(
+    plan_ptr, context_ptr, sequences, programs,
+    KV_HEADS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Whether half of the warps or more would have a pair, and none a tile and a half more than the average: a warp that is left alone
+    reads 10 KB a µs, and what can be gained are some 3 µs. Sequences of no key are none.
+    """
+    longest, there, total = sequences * 0, sequences * 0, (sequences * 0).to(tl.int64)
+    for some in range(0, sequences, BLOCK_S):
+        each = some + tl.arange(0, BLOCK_S)
+        context = tl.load(context_ptr + each, mask=each < sequences, other=0)
+        longest = tl.maximum(longest, tl.max(context, 0))
+        there += tl.sum((context > 0).to(tl.int32), 0)
+        total += tl.sum(context.to(tl.int64), 0)
+    alike = (2 * there * KV_HEADS >= WARPS) & (longest <= _MOST_ALIKE) & ((longest - 3 * BLOCK_N // 2).to(tl.int64) * there <= total)
+    for some in range(0, programs, BLOCK_S):
+        program = some + tl.arange(0, BLOCK_S)
+        tl.store(plan_ptr + program * FIELDS + ALIKE, (program * 0 + alike).to(tl.int32), mask=program < programs)
+
+
+@triton.jit
 def _cut_shared(
     plan_ptr, shared_ptr, shared_row, sequences, programs, most,
     KV_HEADS: tl.constexpr, COMMON_N: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -169,7 +192,7 @@ def _plan_kernel(
     CASCADE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     COMMON_N: tl.constexpr, MEMBERS: tl.constexpr, MOST_CHUNKS: tl.constexpr, UNIT: tl.constexpr, LEAST: tl.constexpr,
     BEGINNING: tl.constexpr, WHOLE: tl.constexpr, FEWEST_TILES: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_I: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -191,6 +214,8 @@ def _plan_kernel(
         )  # fmt: skip
         tl.debug_barrier()
         _cut(plan_ptr, ahead_ptr, context_ptr, line, longest, sequences, programs, KV_HEADS, WHOLE, FEWEST_TILES, BLOCK_S)
+        if WARPS:
+            _mark_alike(plan_ptr, context_ptr, sequences, programs, KV_HEADS, WARPS, BLOCK_N, BLOCK_S)
     if PDL:
         gdc_launch_dependents()
 
@@ -214,6 +239,7 @@ def make_plan(
     ticket: Tensor | None,  # [1], int32, zero between launches; None: nobody shares
     whole: int = 2,  # tiles of a pair that is not cut
     beginning: int = 0,  # tiles without keys that each pair begins with: so much time its beginning and end take
+    warps: int = 0,  # of all programs, for which ALIKE is said
 ) -> Plan:
     """For sequences of 1 to ``few`` queries; at least one sequence of any length."""
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
@@ -228,7 +254,7 @@ def make_plan(
         CASCADE=cascade, WINDOW=window is not None, KV_HEADS=kv_heads, BLOCK_SIZE=inputs.block_size, BLOCK_N=tiles.keys,
         COMMON_N=tiles.common, MEMBERS=members(group), MOST_CHUNKS=PAIRS // kv_heads, UNIT=UNIT, LEAST=LEAST_SAVED,
         BEGINNING=beginning, WHOLE=whole, FEWEST_TILES=MIN_SPAN, LEAST_KEYS=_LEAST_SHARED, BLOCK_S=AT_ONCE, BLOCK_K=16, BLOCK_I=32,
-        PDL=False, num_warps=4,
+        WARPS=warps, PDL=False, num_warps=4,
     )  # fmt: skip
     return Plan(spans, shared)
 

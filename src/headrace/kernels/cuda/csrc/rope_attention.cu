@@ -6,13 +6,17 @@
 // KEYS keys of every unit: it copies them into a ring of its own, STAGES units ahead, and attends to them; nobody waits for another warp
 // until a pair of sequence and KV head is done with. Keys of earlier steps are asked for before the kernel in front of this one has ended.
 //
+// Where the plan finds many sequences, all about as long, each warp has whole pairs to itself instead, and nobody waits for another at all.
+// TEAM: warps that share a pair, a program's four or one; UNIT is so many times KEYS keys.
+//
 // S' = K Q' and O' += V' P': keys, or elements of a value, are the 16 rows of mma.m16n8k16, the heads of a group its 8 columns. So what
 // belongs to a head (its peak, its mass, its sums) is in the same lanes throughout: lane (g, t) has heads 2 t and 2 t + 1.
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef unsigned short bf16;
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, UNIT = WARPS * KEYS;
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int HQ = G * HK, HALF = D / 2, STEPS = D / 16;  // STEPS of a product over a head's elements
 constexpr int CHUNKS = D / 8, ROW = 2 * D;                // 16 bytes each; bytes
 constexpr int SLICE = KEYS * ROW, STAGE = 2 * SLICE, RING = STAGES * STAGE;
@@ -22,7 +26,7 @@ static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % 16 == 0 && BLOCK % 8 == 
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
 // What a program is to do, as kernels/triton/plan.py lays it out.
-struct __align__(16) Record { int begin, end, sequence, head, step, first_0, last_0, first_1, last_1, shared[5], context, unused; };
+struct __align__(16) Record { int begin, end, sequence, head, step, first_0, last_0, first_1, last_1, shared[5], context, alike; };
 
 struct Params {
   bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart
@@ -41,6 +45,7 @@ struct Params {
   long long block_stride, head_stride;
   int token_stride, table_stride, rows;
   float scale;  // of scores, times log2 e
+  int early;    // it may begin before the kernel in front has ended
 };
 
 struct Shared {
@@ -70,14 +75,21 @@ __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 at) {
 __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
 }
-__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes) {  // 16 bytes; of them, ``bytes`` are read, the others zero
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ u64 first_to_go() {  // from the second-level cache: keys are read once, what others read again stays
+  u64 r;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r));
+  return r;
+}
+// 16 bytes; of them, ``bytes`` are read, the others zero.
+__device__ __forceinline__ void copy_async(u32 to, const void* from, int bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(to), "r"(v) : "memory"); }
 __device__ __forceinline__ u32 word_at(const bf16* p) { return *reinterpret_cast<const u32*>(p); }
 __device__ __forceinline__ void put_word(bf16* p, u32 v) { *reinterpret_cast<u32*>(p) = v; }
 template <class T> __device__ __forceinline__ T from_l2(const T* p) { return __ldcg(p); }  // what other programs write
 template <class T> __device__ __forceinline__ T given(const T* p) { return __ldg(p); }     // what nobody writes while layers follow each other
+__device__ __forceinline__ void keep(int v) { asm volatile("" :: "r"(v) : "memory"); }  // so that it is loaded, into the first-level cache
 __device__ __forceinline__ void wait_for_the_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- the line of units
@@ -85,27 +97,29 @@ __device__ __forceinline__ void wait_for_the_kernel_before() { asm volatile("gri
 // Step 0 of a pair has no keys. upcoming: the next sequence's context, asked for long before.
 struct Place { int sequence, head, step, tiles, context, upcoming; };
 
-__device__ __forceinline__ int first_key(const Place& at, int warp) { return (at.step - 1) * UNIT + warp * KEYS; }
+template <int TEAM> __device__ __forceinline__ int first_key(const Place& at, int warp) { return (at.step - 1) * TEAM * KEYS + warp * KEYS; }
 
 __device__ __forceinline__ int context_of(const Params& p, int sequence) { return sequence < p.rows ? given(p.context + sequence) : 0; }
 
-__device__ __forceinline__ void enter(Place& at, const Params& p, int context) {
+template <int TEAM> __device__ __forceinline__ int tiles_of(int context) { return 1 + max((context + TEAM * KEYS - 1) / (TEAM * KEYS), 1); }
+
+template <int TEAM> __device__ __forceinline__ void enter(Place& at, const Params& p, int context) {
   at.context = context;
-  at.tiles = 1 + max((context + UNIT - 1) / UNIT, 1);
+  at.tiles = tiles_of<TEAM>(context);
   at.upcoming = context_of(p, at.sequence + 1);
 }
 
 // To the first unit of the next pair.
-__device__ __forceinline__ void next_pair(Place& at, const Params& p) {
+template <int TEAM> __device__ __forceinline__ void next_pair(Place& at, const Params& p) {
   at.step = 0;
   if (++at.head < HK) return;
   at.head = 0;
   ++at.sequence;
-  enter(at, p, at.upcoming);
+  enter<TEAM>(at, p, at.upcoming);
 }
 
-__device__ __forceinline__ void advance(Place& at, const Params& p) {
-  if (++at.step == at.tiles) next_pair(at, p);
+template <int TEAM> __device__ __forceinline__ void advance(Place& at, const Params& p) {
+  if (++at.step == at.tiles) next_pair<TEAM>(at, p);
 }
 
 // --- keys and values of earlier steps
@@ -114,20 +128,21 @@ struct Copies {  // what comes next into the ring
   Place at;
   int left;            // units
   int entry[ENTRIES];  // of the block table
+  u64 policy;
 };
 
-__device__ __forceinline__ void look_up(Copies& c, const Params& p, int warp) {
+template <int TEAM> __device__ __forceinline__ void look_up(Copies& c, const Params& p, int warp) {
 #pragma unroll
   for (int i = 0; i < ENTRIES; ++i) {
-    int first = first_key(c.at, warp) + i * 8;
+    int first = first_key<TEAM>(c.at, warp) + i * 8;
     c.entry[i] = c.left > 0 && first < c.at.context - 1 ? given(p.table + (long long)c.at.sequence * p.table_stride + first / BLOCK) : 0;
   }
 }
 
-__device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
+template <int TEAM> __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
   if (c.left > 0) {
     constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : 8;  // rows a copy of all lanes has; rows that lie in one block
-    int first = first_key(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - 1 - first - row;
+    int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - 1 - first - row;
     u32 mine = to + row * ROW + ((chunk ^ row) << 4);
 #pragma unroll
     for (int piece = 0; piece < ENTRIES; ++piece) {
@@ -137,8 +152,8 @@ __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 
       for (int i = 0; i < PIECE / ROWS; ++i) {
         int below = piece * PIECE + i * ROWS, bytes = below < left ? 16 : 0;
         u32 at = (mine ^ ((below & 7) << 4)) + below * ROW;
-        copy_async(at, key + i * ROWS * D, bytes);
-        copy_async(at + SLICE, value + i * ROWS * D, bytes);
+        copy_async(at, key + i * ROWS * D, bytes, c.policy);
+        copy_async(at + SLICE, value + i * ROWS * D, bytes, c.policy);
       }
     }
   }
@@ -150,24 +165,26 @@ __device__ __forceinline__ void settle_copies(Copies& c) {
   if (c.at.step == 0 && c.left > 0) { c.at.step = 1; --c.left; }
 }
 
-__device__ __forceinline__ void go_on(Copies& c, const Params& p, int warp) {
-  if (--c.left > 0) advance(c.at, p);
+template <int TEAM> __device__ __forceinline__ void go_on(Copies& c, const Params& p, int warp) {
+  if (--c.left > 0) advance<TEAM>(c.at, p);
   settle_copies(c);
-  look_up(c, p, warp);
+  look_up<TEAM>(c, p, warp);
 }
 
 // The first units: their places in the block table are looked up at once, not one after the other.
-__device__ __forceinline__ void fill_ring(Copies& c, const Params& p, u32 ring, int warp, int lane) {
-  Copies each[STAGES];
+template <int TEAM> __device__ __forceinline__ void find_first(Copies (&first)[STAGES], Copies& c, const Params& p, int warp) {
   settle_copies(c);
-  look_up(c, p, warp);
+  look_up<TEAM>(c, p, warp);
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
-    each[i] = c;
-    go_on(c, p, warp);
+    first[i] = c;
+    go_on<TEAM>(c, p, warp);
   }
+}
+
+template <int TEAM> __device__ __forceinline__ void copy_first(const Copies (&first)[STAGES], const Params& p, u32 ring, int warp, int lane) {
 #pragma unroll
-  for (int i = 0; i < STAGES; ++i) copy_unit(each[i], p, ring + i * STAGE, warp, lane);
+  for (int i = 0; i < STAGES; ++i) copy_unit<TEAM>(first[i], p, ring + i * STAGE, warp, lane);
 }
 
 // --- this step's query, key and value
@@ -176,7 +193,7 @@ struct Angle { float2 cos, sin; };  // of two elements
 
 struct Angles {
   Angle query[STEPS / 2][2];  // of elements 16 s + 8 h + 2 t and the next
-  Angle key;                  // of elements 2 lane and the next
+  long long position;         // of the newest key
   long long upcoming;         // the next sequence's position
 };
 
@@ -190,7 +207,7 @@ __device__ __forceinline__ void load_angles(Angles& a, const Params& p, int sequ
   for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
     for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + 8 * h + 2 * (lane % 4));
-  a.key = angle_at(angles, 2 * lane % HALF);
+  a.position = position;
   a.upcoming = sequence + 1 < p.rows ? given(p.positions + sequence + 1) : 0;
 }
 
@@ -210,6 +227,7 @@ struct Newest {
 };
 
 // ``ends``: this program reaches the pair's last unit.
+template <int TEAM>
 __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Params& p, const Place& at, bool ends, int warp, int lane) {
   const bf16* row = p.qkv + (long long)at.sequence * p.token_stride;
   const bf16* q = row + (at.head * G + lane / 4) * D + 2 * (lane % 4);
@@ -217,7 +235,7 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
     for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + 16 * s + 8 * h) : 0;
-  n.owned = ends && at.context > 0 && (at.context - 1) % UNIT / KEYS == warp;
+  n.owned = ends && at.context > 0 && (at.context - 1) % (TEAM * KEYS) / KEYS == warp;
   if (n.owned) {
     const bf16* k = row + (HQ + at.head) * D;
     n.key[0] = word_at(k + 2 * lane % HALF);
@@ -225,7 +243,7 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
 #pragma unroll
     for (int j = 0; j < D / 64; ++j) n.value[j] = word_at(k + HK * D + 2 * (lane + 32 * j));
     n.slot = given(p.slots + at.sequence);
-    n.angle = a.key;
+    n.angle = angle_at(p.cos_sin + a.position * D, 2 * lane % HALF);
   }
 }
 
@@ -407,6 +425,23 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
   }
 }
 
+// The result of a warp that had all keys of a pair: what belongs to a head goes from the lanes that have it to the lanes of a row.
+__device__ __forceinline__ void put_alone(Softmax& a, const Params& p, const Place& at, int lane) {
+  float by[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) a.mass[e] += __shfl_xor_sync(~0u, a.mass[e], lanes);
+    by[e] = a.mass[e] == 0.0f ? 1.0f : 1.0f / a.mass[e];
+  }
+  bf16* to = p.out + ((long long)at.sequence * HQ + at.head * G + lane / 4) * D + 2 * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    u32 early = transposed(pack(a.o[j][0] * by[0], a.o[j][1] * by[1])), late = transposed(pack(a.o[j][2] * by[0], a.o[j][3] * by[1]));
+    if (lane / 4 < G) { put_word(to + 16 * j, early); put_word(to + 16 * j + 8, late); }
+  }
+}
+
 __device__ __forceinline__ int arrive(int* ticket) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
@@ -422,30 +457,42 @@ __device__ __forceinline__ void join_all(const Params& p, int sequence, int head
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __grid_constant__ Params p) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// What a warp or a team asks for before its first unit.
+template <int TEAM>
+__device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest& following, const Params& p, const Place& at,
+                                          long long position, int units, u32 ring, int warp, int lane) {
+  Copies first[STAGES];
+  const bool ends = at.tiles - at.step <= units;
+  copies.at = at;
+  copies.left = units;
+  copies.policy = first_to_go();
+  find_first<TEAM>(first, copies, p, warp);
+  if (p.early) copy_first<TEAM>(first, p, ring, warp, lane);
+  load_angles(angles, p, at.sequence, position, lane);
+  wait_for_the_kernel_before();
+  load_newest<TEAM>(following, angles, p, at, ends, warp, lane);
+  if (!p.early) copy_first<TEAM>(first, p, ring, warp, lane);  // behind all those keys the query would come late
+}
+
+// A program's span of the line.
+__device__ __forceinline__ void take_span(const Params& p, const Record& mine, int warp, int lane) {
+  constexpr int TEAM = WARPS;
   Shared& s = *reinterpret_cast<Shared*>(memory + WARPS * RING);
   const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * RING;
-  Record mine;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) reinterpret_cast<int4*>(&mine)[i] = given(reinterpret_cast<const int4*>(p.plan + blockIdx.x) + i);
   if (mine.begin >= mine.end) {
     wait_for_the_kernel_before();
     return;
   }
   Place at = {mine.sequence, mine.head, mine.step};
   long long position = given(p.positions + at.sequence);
-  enter(at, p, mine.context);
+  enter<TEAM>(at, p, mine.context);
   const Place begun = at;
   const int begin = mine.begin, end = mine.end;
-  Copies copies = {at, end - begin};
-  fill_ring(copies, p, ring, warp, lane);
-  u32 offset = 0;
+  Copies copies;
   Angles angles;
-  load_angles(angles, p, at.sequence, position, lane);
-  wait_for_the_kernel_before();
   Newest newest, following;
-  load_newest(following, angles, p, at, at.tiles - at.step <= end - begin, warp, lane);
+  ask_first<TEAM>(copies, angles, following, p, at, position, end - begin, ring, warp, lane);
+  u32 offset = 0;
   Softmax sums;
   Place ended = at;
   const bool continues = mine.first_0 <= mine.last_0, leaves = mine.first_1 <= mine.last_1;
@@ -465,9 +512,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
       int behind = unit + at.tiles - at.step;
       if (behind < end) {  // what the next pair needs is on its way during all of this one
         Place then = at;
-        next_pair(then, p);
+        next_pair<TEAM>(then, p);
         if (then.sequence != at.sequence) load_angles(angles, p, then.sequence, angles.upcoming, lane);
-        load_newest(following, angles, p, then, then.tiles <= end - behind, warp, lane);
+        load_newest<TEAM>(following, angles, p, then, then.tiles <= end - behind, warp, lane);
       }
     }
     if (!opens) {
@@ -477,15 +524,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
         place_newest(newest, p, at, ring + offset, lane);
         __syncwarp();
       }
-      int first = first_key(at, warp);
+      int first = first_key<TEAM>(at, warp);
       if (first < at.context) attend(sums, newest.query, ring + offset, first, at.context, p.scale, lane);
       __syncwarp();
-      copy_unit(copies, p, ring + offset, warp, lane);
-      go_on(copies, p, warp);
+      copy_unit<TEAM>(copies, p, ring + offset, warp, lane);
+      go_on<TEAM>(copies, p, warp);
       offset = offset + STAGE == RING ? 0 : offset + STAGE;
     }
     ended = at;
-    advance(at, p);
+    advance<TEAM>(at, p);
     if (last || stops) {
       const bool whole = unit - ended.step >= begin;  // from its first unit on
       if (leaves && stops) {
@@ -515,5 +562,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < 2; ++i)
-    if (s.complete[i]) join_all(p, i ? ended.sequence : begun.sequence, i ? ended.head : begun.head, i ? mine.first_1 : mine.first_0, i ? mine.last_1 : mine.last_0);
+    if (s.complete[i])
+      join_all(p, i ? ended.sequence : begun.sequence, i ? ended.head : begun.head, i ? mine.first_1 : mine.first_0, i ? mine.last_1 : mine.last_0);
+}
+
+// Whole pairs, as many for each warp of the grid. ``at``: the first of ``pairs``.
+__device__ __forceinline__ void take_pairs(const Params& p, Place at, int context, long long position, int pairs, u32 ring, int lane) {
+  constexpr int TEAM = 1;
+  enter<TEAM>(at, p, context);
+  int units = at.tiles;
+  for (int i = 1; i < pairs; ++i) units += tiles_of<TEAM>(context_of(p, at.sequence + (at.head + i) / HK));
+  Copies copies;
+  Angles angles;
+  Newest newest, following;
+  ask_first<TEAM>(copies, angles, following, p, at, position, units, ring, 0, lane);
+  u32 offset = 0;
+  for (; pairs > 0; --pairs) {
+    Softmax sums;
+    newest = following;
+    turn_query(newest, angles);
+    clear(sums);
+    if (pairs > 1) {
+      Place then = at;
+      next_pair<TEAM>(then, p);
+      if (then.sequence != at.sequence) load_angles(angles, p, then.sequence, angles.upcoming, lane);
+      load_newest<TEAM>(following, angles, p, then, true, 0, lane);
+    }
+    for (at.step = 1; at.step < at.tiles; ++at.step) {
+      asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+      __syncwarp();
+      if (at.step + 1 == at.tiles && newest.owned) {
+        place_newest(newest, p, at, ring + offset, lane);
+        __syncwarp();
+      }
+      int first = first_key<TEAM>(at, 0);
+      if (first < at.context) attend(sums, newest.query, ring + offset, first, at.context, p.scale, lane);
+      __syncwarp();
+      copy_unit<TEAM>(copies, p, ring + offset, 0, lane);
+      go_on<TEAM>(copies, p, 0);
+      offset = offset + STAGE == RING ? 0 : offset + STAGE;
+    }
+    put_alone(sums, p, at, lane);
+    next_pair<TEAM>(at, p);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __grid_constant__ Params p) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Record mine;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) reinterpret_cast<int4*>(&mine)[i] = given(reinterpret_cast<const int4*>(p.plan + blockIdx.x) + i);
+  // Neighbours on the line are on other processors. All is asked for at once, before it is known whether it is wanted.
+  const int all = p.rows * HK, each = (all + gridDim.x * WARPS - 1) / (gridDim.x * WARPS);
+  const int pair = (blockIdx.x + warp * gridDim.x) * each, pairs = min(each, all - pair);
+  const int sequence = min(pair / HK, p.rows - 1), context = given(p.context + sequence);
+  const long long position = given(p.positions + sequence);
+  const int entry = given(p.table + (long long)sequence * p.table_stride);
+  if (!mine.alike) {
+    take_span(p, mine, warp, lane);
+  } else if (pairs > 0) {
+    keep(entry);
+    take_pairs(p, {sequence, pair % HK, 0}, context, position, pairs, (u32)__cvta_generic_to_shared(memory) + warp * RING, lane);
+  } else {
+    wait_for_the_kernel_before();
+  }
 }
