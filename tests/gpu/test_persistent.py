@@ -90,8 +90,8 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
     return ForwardInputs(torch.randint(VOCAB, (len(contexts),), device=CUDA), torch.tensor(places, device=CUDA), (attention,)), cache
 
 
-def persistent(spec: DecoderSpec, weights: StepWeights) -> WholeStep:
-    make = Kernels(CUDA).offer("decode_step", dtype=torch.bfloat16, spec=spec)
+def persistent(spec: DecoderSpec, weights: StepWeights, *, programmatic: bool = False) -> WholeStep:
+    make = Kernels(CUDA, programmatic=programmatic).offer("decode_step", dtype=torch.bfloat16, spec=spec)
     assert make is not None
     step: WholeStep = make(weights)
     return step
@@ -138,6 +138,29 @@ def test_repeats_and_graphs_have_the_same_bits() -> None:
         assert torch.equal(captured, first)
 
 
+def test_steps_that_begin_while_the_one_before_runs_have_the_same_bits() -> None:
+    """One behind the other, of different rows: a launch finds the memory in which programs meet as it wants it, and no value of the one before."""
+    torch.manual_seed(4)
+    weights = random_weights(BASE)
+    plain, early = persistent(BASE, weights), persistent(BASE, weights, programmatic=True)
+    steps = [random_step(BASE, CONTEXTS[name], 128) for name in ("uneven", "one", "three", "in parts")]
+    wanted = [plain(inputs, (cache,)) for inputs, cache in steps]
+    graph = torch.cuda.CUDAGraph()
+    for inputs, cache in steps:
+        early(inputs, (cache,))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = [early(inputs, (cache,)) for inputs, cache in steps for _ in range(3)]
+    for _ in range(50):
+        for each in captured:
+            assert each is not None
+            each.fill_(float("nan"))
+        graph.replay()
+        for index, each in enumerate(captured):
+            want = wanted[index // 3]
+            assert each is not None and want is not None and torch.equal(each, want)
+
+
 def test_steps_that_are_not_for_it_are_declined() -> None:
     weights = random_weights(BASE)
     step = persistent(BASE, weights)
@@ -161,18 +184,34 @@ def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
     assert spoiled[1].isnan().all() and torch.equal(spoiled[[0, 2]], whole[[0, 2]])
 
 
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_an_engine_answers_the_same_whether_or_not_kernels_begin_early(tmp_path: Path) -> None:
+    """Whole steps, their head and what stands around them, one behind the other; some rows come and go, some draw."""
+    folder = str(tiny.save("llama", tmp_path, seed=4, **SIZES))
+    prompts = [{"prompt_token_ids": [(5 * index + 3 * each) % 256 for each in range(4 + 7 * index)]} for index in range(7)]
+    asked = [params(max_tokens=60 - 7 * index, temperature=0.8 if index == 5 else 0.0, seed=1) for index in range(7)]
+    answers = []
+    for early in (True, False):
+        with LLM(folder, **{**STRICT, "dtype": "bfloat16", "max_model_len": 1200, "programmatic_launch": early}) as llm:
+            together = [each.outputs[0].token_ids for each in llm.generate(prompts, asked, use_tqdm=False)]
+            alone = [llm.generate(prompt, params(max_tokens=40), use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:2]]
+            answers.append((together, alone))
+    assert answers[0] == answers[1]
+
+
 def test_an_engine_answers_as_without_it(tmp_path: Path) -> None:
     """Greedy tokens of few requests, which come and go, one across the longest context of such a step; where two answers part, both
     tokens were nearly as likely."""
-    sizes = {
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-    }
-    folder = str(tiny.save("llama", tmp_path, seed=3, **sizes))
+    folder = str(tiny.save("llama", tmp_path, seed=3, **SIZES))
     prompts = [{"prompt_token_ids": [(7 * index + each) % 256 for each in range(5 + 9 * index)]} for index in range(5)]
     prompts[0] = {"prompt_token_ids": [each * each % 251 for each in range(longest_context(8) - 7)]}
     answers = []

@@ -81,6 +81,33 @@ def test_one_copy_of_every_operator_stays_in_the_instruction_cache(code: Path) -
     assert last < 100 * 1024
 
 
+HANDED = ("embedding", "token_ids", "positions", "slots", "context", "block_table", "cos_sin", "kv", "out")  # by kernels before, or to those after
+
+
+def read_early(text: str) -> set[str]:
+    """Of HANDED, what the kernel names before it waits for the kernel before: itself, or in what it calls until then."""
+    body = text[text.index("decode_step(const __grid_constant__") :]
+    assert body.count("wait_for_before();") == 1
+    parts = [body[: body.index("wait_for_before();")]]
+    for part in parts:
+        for name in re.findall(r"(\w+)(?:<\w+>)?\(", part):
+            for defined in re.finditer(rf"void {name}\(.*?^}}", text, re.DOTALL | re.MULTILINE):
+                parts += [] if defined[0] in parts else [defined[0]]
+    return {name for name in HANDED for part in parts if re.search(rf"\bp\.{name}\b", part)}
+
+
+def test_a_step_that_begins_early_reads_nothing_that_another_kernel_may_still_write() -> None:
+    """A token's id read a moment too early is the last step's, and only now and then."""
+    text = compiler.source(*SOURCES)
+    assert not read_early(text)
+    rows_first = text.replace("  wait_for_before();\n", "").replace("  read_rows(p, s);\n", "  read_rows(p, s);\n  wait_for_before();\n")
+    assert {"context", "slots", "positions"} <= read_early(rows_first)
+    embedded_first = text.replace("  wait_for_before();\n", "").replace(
+        "#pragma unroll 1\n  for (int layer", "  wait_for_before();\n  for (int layer"
+    )
+    assert {"token_ids", "embedding"} <= read_early(embedded_first)
+
+
 def test_a_shape_that_cannot_be_dealt_is_refused_by_both(tmp_path: Path) -> None:
     """What the source asserts and what Python declines are one rule."""
     assert why_not(LLAMA_8B, 132) is None

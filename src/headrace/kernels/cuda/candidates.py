@@ -32,7 +32,7 @@ def _decode_step(site: Site) -> Callable[..., Any] | Declined:
         return Declined(reason, by_choice=True)
     from headrace.kernels.cuda.decode_step import DecodeSteps
 
-    return DecodeSteps(spec, site.device)
+    return DecodeSteps(spec, site.device, programmatic=site.programmatic)
 
 
 def _rehearse(site: Site, made: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cuda import compiler
-from headrace.kernels.cuda.driver import Module, NotLoadable
+from headrace.kernels.cuda.driver import Function, Module, NotLoadable
 from headrace.kernels.cuda.step_shape import SOURCES, WARPS, StepShape
 from headrace.kernels.whole_step import MOST_ROWS, StepWeights, longest_context
 from headrace.layers.inputs import ForwardInputs
@@ -27,10 +27,9 @@ _NAME = "decode_step"
 _THREADS = 32 * WARPS
 _POINTERS = (
     "layers", "embedding", "final_norm", "token_ids", "positions", "slots", "context", "block_table", "cos_sin", "kv", "out",
-    "exchange", "parts", "peaks", "sync",
+    "exchange", "parts", "peaks", "tickets",
 )  # fmt: skip
 _KEYS = 16  # that a warp takes from one block at once
-_TICKETS = 64  # where they begin among the words programs count in
 
 
 class _Parameters(ctypes.Structure):
@@ -48,22 +47,24 @@ class _Parameters(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What programs leave for each other within one launch; ``sync`` is zero between launches."""
+    """What programs leave for each other within one launch, which leaves it as it was made: for the next one, which may begin early."""
 
-    exchange: Tensor  # bytes
+    exchange: Tensor  # bytes; all ones say that nothing has come yet
     parts: Tensor  # [programs, group, head_dim], float32
     peaks: Tensor  # [programs, 2, group], float32
-    sync: Tensor  # int32
+    tickets: Tensor  # [rows, kv_heads], int32
 
 
 class DecodeSteps:
     """Makes the decode step of a decoder from its weights; its machine code is built once for each block size.
 
-    Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it.
+    Where it cannot be built or loaded, every step is declined: the decoder's own layers stand behind it. ``programmatic``: it begins while
+    the kernel before still runs.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device, *, programmatic: bool = False) -> None:
         self.spec = spec
+        self.programmatic = programmatic
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
         self._modules: dict[int, Module | None] = {}  # by block size; None: it cannot be built
@@ -117,8 +118,7 @@ class DecodeStep:
         assert self._scratch.exchange.numel() >= module.number("exchange_bytes")
         out = torch.empty((tokens, embedding.shape[1]), dtype=embedding.dtype, device=embedding.device)
         parameters = self._parameters(inputs, cache, out, self._scratch)
-        function = module.function(_NAME, module.number("shared_bytes"))
-        function.launch_together(self._steps.programs, _THREADS, torch.cuda.current_stream(embedding.device).cuda_stream, parameters)
+        self._launch(module.function(_NAME, module.number("shared_bytes")), torch.cuda.current_stream(embedding.device).cuda_stream, parameters)
         return out
 
     def longest(self, rows: int, block_size: int) -> int:
@@ -126,11 +126,22 @@ class DecodeStep:
         most = longest_context(rows)
         return most if most and self._steps.prepare(block_size) is not None else 0
 
+    def _launch(self, function: Function, stream: int, parameters: _Parameters) -> None:
+        """Programs wait for each other, so all of them have to come to be on the device at once. A launch that says so begins when the one
+        before has ended. One that begins earlier says nothing: there are as many programs as processors and each takes a whole one, so the
+        last of them comes when the kernel before has left its processor, which waits for nobody here. The kernel after this one is let in
+        by programs that run, that is, once all of them do.
+        """
+        if self._steps.programmatic:
+            function.launch(self._steps.programs, _THREADS, stream, parameters, programmatic=True)
+        else:
+            function.launch_together(self._steps.programs, _THREADS, stream, parameters)
+
     def _parameters(self, inputs: ForwardInputs, cache: Tensor, out: Tensor, scratch: _Scratch) -> _Parameters:
         weights, attention = self._weights, inputs.attention[0]
         tensors: Iterable[Tensor] = (
             self._layers, weights.embedding, weights.norm, inputs.token_ids, inputs.positions, attention.slots, attention.context_len,
-            attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.sync,
+            attention.block_table, weights.cos_sin, cache, out, scratch.exchange, scratch.parts, scratch.peaks, scratch.tickets,
         )  # fmt: skip
         table_stride = attention.block_table.stride(0)
         return _Parameters(*(each.data_ptr() for each in tensors), cache.stride(0), table_stride, len(out), weights.eps, weights.scale)
@@ -139,10 +150,11 @@ class DecodeStep:
 def _make_scratch(spec: DecoderSpec, programs: int, device: torch.device) -> _Scratch:
     group, wide = spec.num_heads // spec.num_kv_heads, spec.num_heads * spec.head_dim
     handed = 2 * wide + 2 * spec.num_kv_heads * spec.head_dim + 2 * spec.hidden_size + spec.intermediate_size  # values of a row in a layer
-    size = 2 * (2 * MOST_ROWS * (handed + 4 * programs) + 16)  # two layers' buffers: values of two bytes, and sums of squares
+    layer = 2 * MOST_ROWS * (handed + 4 * programs) + 16  # bytes: values, and sums of squares twice
+    size = 2 * layer + 4 * MOST_ROWS * programs  # layers take turns; and the last norm's sums
     return _Scratch(
-        torch.empty(size, dtype=torch.uint8, device=device),
+        torch.full((size,), 0xFF, dtype=torch.uint8, device=device),
         torch.empty((programs, group, spec.head_dim), dtype=torch.float32, device=device),
         torch.empty((programs, 2, group), dtype=torch.float32, device=device),
-        torch.zeros(_TICKETS + MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(MOST_ROWS * spec.num_kv_heads, dtype=torch.int32, device=device),
     )

@@ -7,18 +7,13 @@ template <int P> __device__ __forceinline__ void deal(Shared& s) {
   s.tiles[P] = (int)((long long)(blockIdx.x + 1) * Shape<P>::TILES / GRID) - s.first[P];
 }
 
-__device__ __forceinline__ void prepare(const Params& p, Shared& s, Ring& ring, int warp, int lane) {
+// The rings and their first weights: all of it is of this launch alone, so that it may begin while the kernel before still runs.
+__device__ __forceinline__ void fill_rings(const Params& p, Shared& s, Ring& ring, int warp, int lane) {
   for (int i = threadIdx.x; i < LAYERS * 6; i += THREADS) (&s.weights[0][0])[i] = ((const bf16* const*)p.layers)[i];
   if (threadIdx.x == 0) { deal<0>(s); deal<1>(s); deal<2>(s); deal<3>(s); }
   if (lane < SLOTS) barrier_init(&s.full[warp][lane]);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  if (threadIdx.x < ROWS) {
-    int row = threadIdx.x;
-    s.context[row] = row < p.batch ? max(p.context[row], 0) : 0;
-    s.slot[row] = row < p.batch ? (int)p.slots[row] : -1;
-    s.position[row] = row < p.batch ? (int)p.positions[row] : 0;
-  }
   __syncthreads();
   ring.base = address(memory) + SHARED_BYTES + warp * SLOTS * SLOT_BYTES;
   ring.full = s.full[warp];
@@ -31,6 +26,15 @@ __device__ __forceinline__ void prepare(const Params& p, Shared& s, Ring& ring, 
   for (int i = 0; i < SLOTS; ++i) {
     refill(ring, s, warp, lane);
   }
+}
+
+// The first of what kernels before this one write.
+__device__ __forceinline__ void read_rows(const Params& p, Shared& s) {
+  int row = threadIdx.x;
+  if (row >= ROWS) return;
+  s.context[row] = row < p.batch ? max(p.context[row], 0) : 0;
+  s.slot[row] = row < p.batch ? (int)p.slots[row] : -1;
+  s.position[row] = row < p.batch ? (int)p.positions[row] : 0;
 }
 
 // Items of attention: the shortest span for which every program has one at most, but not less than SPAN keys.
@@ -53,11 +57,6 @@ __device__ __forceinline__ void cut_keys(Shared& s) {  // one thread
 
 __device__ __forceinline__ void embed(const Params& p, Shared& s, Stream& stream, u32 live, int warp, int lane) {
   int first_tile = s.first[DOWN_P], tiles = s.tiles[DOWN_P], g = lane / 4, t = lane % 4;
-  forget(p, 0);
-  forget(p, 1);
-  __syncthreads();
-  if (threadIdx.x == 0) { arrive(p); await(p, GRID); }  // what is embedded is written by others than those who forget
-  __syncthreads();
   if (warp < tiles) {
     int at = (first_tile + warp) * 8 + t;
     Ahead ahead;
@@ -81,7 +80,7 @@ __device__ __forceinline__ void last_norm(const Params& p, Shared& s, const Stre
   int at = (first_tile + warp) * 8 + lane % 4;
   float scale0 = 0.0f, scale1 = 0.0f;
   if (warp < tiles) { scale0 = widen(__ldg(p.final_norm + at)); scale1 = widen(__ldg(p.final_norm + at + 4)); }
-  const float* from = (const float*)handed(p, LAYERS - 1, NEXT_SQUARES_AT);
+  const float* from = final_squares(p);
   Squares squares;
   look_at_squares(squares, from, GRID, warp, lane);
   add_squares(squares, p, s, from, warp, lane);
@@ -102,7 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Ring ring;
   Stream stream;
-  prepare(p, s, ring, warp, lane);
+  fill_rings(p, s, ring, warp, lane);
+  wait_for_before();
+  read_rows(p, s);
+  forget_final(p);
+  __syncthreads();
   u32 live = 0;
   for (int row = 0; row < ROWS; ++row) live |= (s.context[row] > 0 ? 1u : 0u) << row;
   embed(p, s, stream, live, warp, lane);
@@ -113,12 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
       if (phase == OUT_P) {
         attention(p, s, layer, warp, lane);
       }
+      if (layer == LAYERS - 1 && phase == DOWN_P) let_next_in();  // it waits for this launch's end, but its own weights can come
       product(p, s, ring, layer, phase, stream, live, warp, lane);
     }
   last_norm(p, s, stream, live, warp, lane);
-  if (threadIdx.x == 0) {  // whoever leaves last sets the counters back
-    u32 count;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(count) : "l"(p.sync + 32) : "memory");
-    if (count == GRID - 1) { p.sync[0] = 0; p.sync[32] = 0; }
-  }
+  forget_last(p);
 }

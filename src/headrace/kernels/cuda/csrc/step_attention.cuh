@@ -172,7 +172,7 @@ __device__ __forceinline__ void join_warps(Softmax& a, const Params& p, Shared& 
 
 // The last of the programs that share a sequence's head adds up their parts, in the order of the keys.
 __device__ __forceinline__ void join_parts(const Params& p, Shared& s, int layer, const Item& item) {
-  u32* ticket = p.sync + 64 + item.row * HK + item.head;
+  u32* ticket = p.tickets + item.row * HK + item.head;
   __syncthreads();
   if (threadIdx.x == 0) {
     u32 count;

@@ -58,7 +58,7 @@ template <int P> __device__ __forceinline__ void finish(const Params& p, Shared&
   } else {
     stream.first[half] += first; stream.second[half] += second;
     first = stream.first[half]; second = stream.second[half];
-    if (here) {
+    if (here && sum_at >= 0) {
       bf16* at = handed(p, layer, sum_at) + row * HIDDEN + tile * 8 + t;
       at[0] = narrow(first * ahead.first[half]); at[4] = narrow(second * ahead.second[half]);
     }
@@ -122,7 +122,8 @@ __device__ __forceinline__ void end_group(const Params& p, Shared& s, int layer,
       int tile = first_tile + warp, g = lane / 4, t = lane % 4;
       if (phase == QKV_P) finish<QKV_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live);
       else if (phase == UP_P) finish<UP_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live);
-      else finish<DOWN_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live, phase == OUT_P ? MIDDLE_AT : NEXT_AT);
+      else finish<DOWN_P>(p, s, layer, tile, g, t, half, first, second, stream, ahead, live,
+                          phase == OUT_P ? MIDDLE_AT : layer + 1 < LAYERS ? NEXT_AT : -1);
     }
   }
   __syncthreads();
@@ -173,5 +174,8 @@ __device__ __forceinline__ void product(const Params& p, Shared& s, Ring& ring, 
       }
     } while (d.chunks == 1 && group < tiles);
   }
-  if (adds && warp == 0) leave_squares((float*)handed(p, layer, phase == OUT_P ? MIDDLE_SQUARES_AT : NEXT_SQUARES_AT), s, tiles, lane);
+  if (adds && warp == 0) {
+    bool last = phase == DOWN_P && layer + 1 == LAYERS;
+    leave_squares(last ? final_squares(p) : (float*)handed(p, layer, phase == OUT_P ? MIDDLE_SQUARES_AT : NEXT_SQUARES_AT), s, tiles, lane);
+  }
 }

@@ -85,24 +85,24 @@ __device__ __forceinline__ void whole(const Shared& s, int shift, int slot, int 
 
 // --- between programs
 
-__device__ __forceinline__ void arrive(const Params& p) {  // one thread, after a barrier of its program
-  asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(p.sync) : "memory");
-}
-__device__ __forceinline__ void await(const Params& p, u32 target) {  // one thread
-  u32 count;
-  Patience patience;
-  for (;;) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(p.sync) : "memory");
-    if (count >= target) return;
-    patience.spend();
-  }
-}
-
 __device__ __forceinline__ bf16* handed(const Params& p, int layer, int at) { return p.exchange + (layer & 1) * EXCHANGE + at; }
 
-// This program's share of a layer's buffers becomes NOTHING.
-__device__ __forceinline__ void forget(const Params& p, int layer) {
+__device__ __forceinline__ float* final_squares(const Params& p) { return (float*)(p.exchange + 2 * EXCHANGE); }
+
+// This program's share of the first so many values of a layer's buffers becomes NOTHING.
+template <int COUNT> __device__ __forceinline__ void forget_some(const Params& p, int layer) {
+  static_assert(COUNT % 8 == 0, "whole vectors");
   Vec* all = (Vec*)handed(p, layer, 0);
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < EXCHANGE / 8; i += GRID * THREADS) all[i] = Vec{NOTHING, NOTHING, NOTHING, NOTHING};
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < COUNT / 8; i += GRID * THREADS) all[i] = Vec{NOTHING, NOTHING, NOTHING, NOTHING};
+}
+__device__ __forceinline__ void forget(const Params& p, int layer) {
+  forget_some<EXCHANGE>(p, layer);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+// Of the last layer's, when the step is done: nobody hands on x there, and its sums of squares have a place of their own.
+__device__ __forceinline__ void forget_last(const Params& p) { forget_some<NEXT_SQUARES_AT>(p, LAYERS - 1); }
+// What the last launch left there is this program's alone to take back: others look there when they have had its part of every product.
+__device__ __forceinline__ void forget_final(const Params& p) {
+  if (threadIdx.x < ROWS) ((u32*)final_squares(p))[blockIdx.x * ROWS + threadIdx.x] = NOTHING;
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

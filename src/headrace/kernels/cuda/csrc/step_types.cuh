@@ -46,10 +46,10 @@ struct Params {
   const float* cos_sin;         // [positions, D]
   bf16* kv;                     // [blocks, LAYERS, 2, HK, BLOCK, D]
   bf16* out;                    // [batch, HIDDEN]
-  bf16* exchange;               // [2, Exchange]: what programs hand each other, by the layer's parity
+  bf16* exchange;               // [2, Exchange]: what programs hand each other, by the layer's parity; then the last norm's sums of squares
   float* parts;                 // [items, G, D]
   float* peaks;                 // [items, 2, G]
-  u32* sync;                    // [0] barrier, [32] exit, [64 + row * HK + head] tickets; zero between launches
+  u32* tickets;                 // [row * HK + head]; zero between launches
   long long block_stride;       // elements of kv from block to block
   int table_stride;
   int batch;
@@ -86,6 +86,8 @@ template <int P> __host__ __device__ constexpr Deal deal_of(int x_at, int square
 // Nobody waits at a barrier: a value that has not come yet is NOTHING, a NaN that no conversion makes, and readers look again until it is
 // something else. Each layer has the buffers that the one before it does not use; while a layer's last product runs, those of the layer
 // before it become NOTHING again: by then everybody has read them, and nobody can write or read them before what this program does next.
+// The last layer's become so at the end, when the sums of squares of all programs say that all have read them. So a launch finds NOTHING
+// everywhere but in those sums; each program takes its own back before it hands out anything, and without that nobody comes to the end.
 constexpr u32 NOTHING = 0xffffffffu;  // two values of 16 bits, or one of 32
 constexpr int WIDTH = (HQ + 2 * HK) * D;
 constexpr int QKV_AT = 0, ATTENDED_AT = QKV_AT + ROWS * WIDTH, MIDDLE_AT = ATTENDED_AT + ROWS * HQ * D, INNER_AT = MIDDLE_AT + ROWS * HIDDEN,
@@ -117,4 +119,4 @@ constexpr int SHARED_BYTES = (sizeof(Shared) + 127) / 128 * 128;
 static_assert(SHARED_BYTES + WARPS * SLOTS * SLOT_BYTES <= 232448, "shared memory");
 extern __shared__ __align__(128) unsigned char memory[];
 extern "C" __device__ const int shared_bytes = SHARED_BYTES + WARPS * SLOTS * SLOT_BYTES;
-extern "C" __device__ const int exchange_bytes = 2 * EXCHANGE * 2;
+extern "C" __device__ const int exchange_bytes = 2 * EXCHANGE * 2 + GRID * ROWS * 4;
