@@ -14,7 +14,7 @@ import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.around import Around
-from headrace.kernels.triton import embedding, flat, norm, rotary
+from headrace.kernels.triton import embedding, flat, norm, rotary, rows, sampling
 from headrace.kernels.triton.flat_forms import Form, Shape, vector
 from headrace.kernels.triton.flat_forms import flat as flat_form
 from headrace.kernels.triton.flat_linear import FusedLinear, Product, make_scratch
@@ -61,7 +61,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (embedding, flat, norm, rotary):
+    for module in (embedding, flat, norm, rotary, rows, sampling):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -102,6 +102,40 @@ def test_the_others_wait_before_they_touch_what_another_kernel_wrote(programs: P
     assert_in_order(programs, [weight])
 
 
+def gather() -> None:
+    ids, table, every = torch.zeros(4, 32).int(), torch.zeros(4, 8).int(), torch.arange(3).int()
+    rows.gather_inputs(ids, table, every, every, every, every + 1, 4, 8, programmatic=True)
+
+
+def store() -> None:
+    every = torch.arange(3).int()
+    rows.store_tokens(torch.zeros(4, 32).int(), every, every + 1, every.long(), torch.zeros(3), programmatic=True)
+
+
+def pick() -> None:
+    sampling.greedy_tokens(torch.randn(3, 3000), programmatic=True)
+
+
+@pytest.mark.parametrize("around", [gather, store, pick])
+def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(around: Callable[[], None], programs: Programs) -> None:
+    around()
+    assert_in_order(programs, [])
+
+
+def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that fetches it does not wait, so it is the one that may not be launched early: all others of the step follow it."""
+    named: list[dict[str, Any]] = []
+
+    class Launched:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **given: named.append(given)
+
+    monkeypatch.setattr(rows, "_fetch_kernel", Launched())
+    rows.fetch_step(torch.zeros(4, 7, 8).int(), torch.zeros(1).int(), torch.zeros(3, 8).int(), torch.zeros(4, 8).int(), programmatic=True)
+    assert named[0]["PDL"] and "launch_pdl" not in named[0]
+
+
 def test_no_other_kernel_begins_early() -> None:
     files = Path(norm.__file__).parent.glob("*.py")
-    assert {path.stem for path in files if "**dependent(" in path.read_text()} == {"embedding", "flat_linear", "norm", "rotary"}
+    early = {"embedding", "flat_linear", "norm", "rotary", "rows", "sampling"}
+    assert {path.stem for path in files if "**dependent(" in path.read_text()} == early

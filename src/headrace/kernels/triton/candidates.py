@@ -197,10 +197,10 @@ PAGED_ATTENTION = _candidate(_cascade, "attentions", CASCADE, batch_invariant=Fa
     _kernel("attention", "create_paged_attention", _heads), "attentions"
 )
 MOE = _candidate(_kernel("moe", "create_moe", _experts), "experts")
-GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens"), "picks")
+GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens", chained=sys.maxsize), "picks")  # so do those around a step's products
 GUMBEL_ARGMAX = _candidate(_kernel("sampling", "gumbel_argmax"), None)  # pick_tokens does the same and more
-PICK_TOKENS = _candidate(_kernel("sampling", "pick_tokens"), "picks")
+PICK_TOKENS = _candidate(_kernel("sampling", "pick_tokens", chained=sys.maxsize), "picks")
 SCORE_TOKENS = _candidate(_kernel("sampling", "score_tokens"), "picks")
-GATHER_INPUTS = _candidate(_kernel("rows", "gather_inputs", dtypes=INTEGERS), "gathers")
-STORE_TOKENS = _candidate(_kernel("rows", "store_tokens", dtypes=INTEGERS), "stores")
-FETCH_STEP = _candidate(_kernel("rows", "fetch_step", dtypes=INTEGERS), "fetches")
+GATHER_INPUTS = _candidate(_kernel("rows", "gather_inputs", dtypes=INTEGERS, chained=sys.maxsize), "gathers")
+STORE_TOKENS = _candidate(_kernel("rows", "store_tokens", dtypes=INTEGERS, chained=sys.maxsize), "stores")
+FETCH_STEP = _candidate(_kernel("rows", "fetch_step", dtypes=INTEGERS, chained=sys.maxsize), "fetches")

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 
 _TOKENS = 128
 _BLOCKS = 256  # entries of a block table copied at once
@@ -24,9 +25,12 @@ _BLOCKS = 256  # entries of a block table copied at once
 @launchable(do_not_specialize=["ids_row", "table_row", "out_row", "chunks", "tokens"])
 def _gather_kernel(
     ids_ptr, table_ptr, row_ptr, chunk_ptr, position_ptr, context_ptr, out_ids_ptr, out_position_ptr, slots_ptr, out_table_ptr,
-    ids_row, table_row, out_row, chunks, tokens, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    ids_row, table_row, out_row, chunks, tokens, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if program < chunks:
         source = tl.load(row_ptr + program).to(tl.int64)
         count = tl.minimum(tl.cdiv(tl.load(context_ptr + program), BLOCK_SIZE), out_row)
@@ -49,23 +53,40 @@ def _gather_kernel(
 
 
 def gather_inputs(
-    token_ids: Tensor, table: Tensor, row: Tensor, chunk: Tensor, position: Tensor, context: Tensor, block_size: int, width: int
+    token_ids: Tensor,
+    table: Tensor,
+    row: Tensor,
+    chunk: Tensor,
+    position: Tensor,
+    context: Tensor,
+    block_size: int,
+    width: int,
+    *,
+    programmatic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As kernels/rows.py says. Rows, chunks and positions are not checked."""
+    """As kernels/rows.py says. Rows, chunks and positions are not checked.
+
+    ``programmatic``: what is launched early behind it may run before it has ended. Attention looks at block tables before it waits, and may:
+    its plan is made by a launch that is not early.
+    """
     chunks, tokens, device = row.shape[0], position.shape[0], row.device
     ids, positions, slots = (torch.empty(tokens, dtype=torch.int64, device=device) for _ in range(3))  # each aligned
     block_table = torch.empty((chunks, width), dtype=torch.int32, device=device)
     _gather_kernel[(chunks + triton.cdiv(tokens, _TOKENS),)](
         token_ids, table, row, chunk, position, context, ids, positions, slots, block_table,
-        token_ids.stride(0), table.stride(0), width, chunks, tokens, BLOCK_SIZE=block_size, TOKENS=_TOKENS, BLOCKS=_BLOCKS, num_warps=2,
+        token_ids.stride(0), table.stride(0), width, chunks, tokens, BLOCK_SIZE=block_size, TOKENS=_TOKENS, BLOCKS=_BLOCKS,
+        PDL=programmatic, num_warps=2, **dependent(programmatic),
     )  # fmt: skip
     return ids, positions, slots, block_table
 
 
 @launchable(do_not_specialize=["ids_row", "length", "slots", "out_slot", "count"])
 def _store_kernel(
-    ids_ptr, row_ptr, place_ptr, tokens_ptr, peak_ptr, out_ptr, turn_ptr, ids_row, length, slots, out_slot, count, BLOCK: tl.constexpr
+    ids_ptr, row_ptr, place_ptr, tokens_ptr, peak_ptr, out_ptr, turn_ptr, ids_row, length, slots, out_slot, count, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     each = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = each < count
     place = tl.load(place_ptr + each, mask=live, other=-1)
@@ -79,7 +100,15 @@ def _store_kernel(
 
 
 def store_tokens(
-    token_ids: Tensor, row: Tensor, place: Tensor, tokens: Tensor, peak: Tensor, ring: Tensor | None = None, turn: Tensor | None = None
+    token_ids: Tensor,
+    row: Tensor,
+    place: Tensor,
+    tokens: Tensor,
+    peak: Tensor,
+    ring: Tensor | None = None,
+    turn: Tensor | None = None,
+    *,
+    programmatic: bool = False,
 ) -> Tensor:
     """As kernels/rows.py says."""
     count = row.shape[0]
@@ -87,13 +116,17 @@ def store_tokens(
     slots, slot = (1, 0) if ring is None else (ring.shape[0], ring.stride(0))
     _store_kernel[(triton.cdiv(count, 128),)](
         token_ids, row, place, tokens, peak, picked, row if turn is None else turn, token_ids.stride(0), token_ids.shape[1],
-        slots, slot, count, BLOCK=128, num_warps=1,
+        slots, slot, count, BLOCK=128, PDL=programmatic, num_warps=1, **dependent(programmatic),
     )  # fmt: skip
     return picked
 
 
 @launchable(do_not_specialize=["slots", "ring_slot", "ring_row", "step_row", "table_row", "count"])
-def _fetch_kernel(ring_ptr, turn_ptr, step_ptr, table_ptr, slots, ring_slot, ring_row, step_row, table_row, count, COLUMNS: tl.constexpr):
+def _fetch_kernel(
+    ring_ptr, turn_ptr, step_ptr, table_ptr, slots, ring_slot, ring_row, step_row, table_row, count, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
     turn = tl.load(turn_ptr)
     tl.debug_barrier()  # every thread has read it before one writes it
     # The host's memory, which it changes between launches: never out of a cache.
@@ -114,9 +147,9 @@ def _fetch_kernel(ring_ptr, turn_ptr, step_ptr, table_ptr, slots, ring_slot, rin
     tl.store(turn_ptr, (turn + 1) % slots)
 
 
-def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> None:
-    """As kernels/rows.py says."""
+def fetch_step(ring: Tensor, turn: Tensor, step: Tensor, table: Tensor, *, programmatic: bool = False) -> None:
+    """As kernels/rows.py says. It begins when everything before it has ended: what comes after may look at nothing but this step."""
     _fetch_kernel[(1,)](
         ring, turn, step, table, ring.shape[0], ring.stride(0), ring.stride(1), step.stride(0), table.stride(0), step.shape[1],
-        COLUMNS=256, num_warps=4,
+        COLUMNS=256, PDL=programmatic, num_warps=4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.sampling import best_tokens
-from headrace.kernels.triton.launch import launchable
+from headrace.kernels.triton.launch import dependent, launchable
 from headrace.kernels.triton.thresholds import keep_thresholds, scaled
 
 _BLOCK = 1024  # tokens a program looks at together; a multiple of the noise's span of 256
@@ -131,6 +131,7 @@ def _largest_kernel(
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, BLOCK)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     end = tl.minimum((part + 1) * blocks * BLOCK, vocab)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -144,22 +145,19 @@ def _largest_kernel(
     value, token = _best_of(best, best_token)
     tl.store(best_ptr + row * parts + part, value)
     tl.store(token_ptr + row * parts + part, token)
-    if PDL:
-        gdc_launch_dependents()
 
 
 @launchable(do_not_specialize=["parts"])
 def _best_kernel(best_ptr, token_ptr, peak_ptr, out_ptr, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     values = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
     tokens = tl.load(token_ptr + row * parts + part, mask=part < parts, other=_NO_TOKEN)
     value, token = _best_of(values, tokens)
     tl.store(peak_ptr + row, value)
     tl.store(out_ptr + row, tl.where(token == _NO_TOKEN, 0, token).to(tl.int64))
-    if PDL:
-        gdc_launch_dependents()
 
 
 @launchable()
@@ -187,7 +185,7 @@ def _score_kernel(logits_ptr, chosen_ptr, total_ptr, rank_ptr, row_stride, vocab
         gdc_launch_dependents()
 
 
-def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_tokens(logits: Tensor, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
     """Each row's largest logit and the first token that has it: ``logits`` [rows, vocab] → [rows] float32, [rows] int64.
 
     Logits may be float32, bfloat16 or float16: as the head gives them, no copy is made. A NaN anywhere in a row makes its peak NaN and its token 0.
@@ -198,9 +196,10 @@ def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     best, tokens = _empty_parts(rows, parts, logits.device)
     if rows:
         _largest_kernel[(rows, parts)](
-            logits, best, tokens, logits.stride(0), vocab, span // _WIDE_BLOCK, BLOCK=_WIDE_BLOCK, TURNS=_WIDE_TURNS, PDL=False, num_warps=4
+            logits, best, tokens, logits.stride(0), vocab, span // _WIDE_BLOCK, BLOCK=_WIDE_BLOCK, TURNS=_WIDE_TURNS,
+            PDL=programmatic, num_warps=4, **dependent(programmatic),
         )  # fmt: skip
-    return _best(best, tokens, vocab)
+    return _best(best, tokens, vocab, programmatic=programmatic)
 
 
 def gumbel_argmax(scores: Tensor, thresholds: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -219,11 +218,13 @@ def pick_tokens(
     filters: tuple[Tensor, Tensor, Tensor] | None,  # top_k [rows] int64, top_p [rows] float32, min_p [rows] float32
     seeds: Tensor,  # [rows], int64
     positions: Tensor,  # [rows], int64
+    *,
+    programmatic: bool = False,
 ) -> Tensor:
     """One token a row of softmax((logits − peak) / temperature) after min-p, top-k and top-p: [rows], int64. Scores are never stored."""
     heat = temperature.clamp(min=1e-5)
     thresholds = None if filters is None else keep_thresholds(logits, *filters, scale=(peak, heat))
-    return _launch(logits, (peak, heat), thresholds, seeds, positions)[1]
+    return _launch(logits, (peak, heat), thresholds, seeds, positions, programmatic=programmatic)[1]
 
 
 def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,7 +247,13 @@ def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor,
 
 
 def _launch(
-    logits: Tensor, scale: tuple[Tensor, Tensor] | None, thresholds: Tensor | None, seeds: Tensor | None, positions: Tensor | None
+    logits: Tensor,
+    scale: tuple[Tensor, Tensor] | None,
+    thresholds: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    *,
+    programmatic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The best value [rows] float32 and token [rows] int64 of each row, with noise where there are seeds."""
     rows, vocab = logits.shape
@@ -262,7 +269,7 @@ def _launch(
             best, best_tokens, logits.stride(0), vocab, span,
             HAS_NOISE=seeds is not None, HAS_SCALE=scale is not None, HAS_THRESHOLD=thresholds is not None, BLOCK=_BLOCK, PDL=False, num_warps=4,
         )  # fmt: skip
-    return _best(best, best_tokens, vocab)
+    return _best(best, best_tokens, vocab, programmatic=programmatic)
 
 
 def _division(rows: int, vocab: int, block: int, programs: int) -> tuple[int, int]:
@@ -276,11 +283,11 @@ def _empty_parts(rows: int, parts: int, device: torch.device) -> tuple[Tensor, T
     return torch.empty((rows, parts), dtype=torch.float32, device=device), torch.empty((rows, parts), dtype=torch.int32, device=device)
 
 
-def _best(best: Tensor, best_tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def _best(best: Tensor, best_tokens: Tensor, vocab: int, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
     """The best of each row's parts: value [rows] float32, token [rows] int64."""
     rows, parts = best.shape
     most = triton.next_power_of_2(min(triton.cdiv(vocab, _BLOCK), _PROGRAMS))  # parts, for any number of rows: one kernel for all
     peaks, tokens = torch.empty(rows, dtype=torch.float32, device=best.device), torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
-        _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=False, num_warps=1)
+        _best_kernel[(rows,)](best, best_tokens, peaks, tokens, parts, BLOCK=most, PDL=programmatic, num_warps=1, **dependent(programmatic))
     return peaks, tokens
