@@ -127,6 +127,27 @@ def test_decode_steps_are_replayed_and_others_are_not(monkeypatch: pytest.Monkey
             run(executor, planner.plan([plain.next, (third, 0, 2)]))
 
 
+def test_a_greedy_step_is_one_graph_where_its_forward_pass_is_brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[RecordedGraph] = []
+    real = RecordedGraph.replay
+    with recorded_executor(graphed=True) as (executor, _, _):
+        planner = Planner(executor.info.kv_groups)
+        plain, other, warm, counted, late = sequences(5, 5, (GREEDY, GREEDY, SAMPLED, PENALISED, GREEDY))
+        late.prompt.extend([7] * 24)
+        for each in (plain, other, warm, counted):
+            del each.prompt[3:]
+        prefill(executor, planner, [plain, other, warm, counted, late])
+        monkeypatch.setattr(RecordedGraph, "replay", lambda self: (replays.append(self), real(self)))
+        counts = []
+        for some in ([plain], [plain, other], [warm], [plain, warm], [counted], [late], [plain, other, late], [plain]):
+            replays.clear()
+            decode(executor, planner, some)
+            counts.append(len(replays))
+    assert counts == [1, 1, 2, 2, 1, 2, 2, 1], "one with penalties is left to the sampler, its forward pass alone is a graph"
+    found = [plain, other, warm, counted, late]
+    assert [each.output for each in found] == alone(found)
+
+
 def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_such_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which one computes is seen by what the decoder was told when it was captured."""
     told: list[int | None] = []
@@ -474,10 +495,15 @@ def _early(self: DecodeGraphs, bucket: int, count: int, how: Any) -> Any:
     return self._mailbox._answers[self._mailbox._at - 1][:count]
 
 
-def _ahead(self: DecodeGraphs, bucket: int) -> None:
+def _ahead(self: DecodeGraphs, bucket: int, how: Draw | None = None) -> None:
     """The host counts one step more than the device."""
     self._mailbox._at = (self._mailbox._at + 1) % len(self._mailbox.slots)
-    _real_compute(self, bucket)
+    _real_compute(self, bucket, how)
+
+
+def _always_greedy(self: DecodeGraphs, bucket: int, how: Draw | None = None) -> None:
+    """The graph that draws, too, whatever is drawn."""
+    _real_compute(self, bucket, Draw.GREEDY)
 
 
 _real_write, _real_compute, _real_draw, _real_gathered = DecodeGraphs.write, DecodeGraphs.compute, DecodeGraphs.draw, Gather.gathered
@@ -488,6 +514,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "stale lengths": (DecodeGraphs, "write", _stale_contexts),
     "edits of block tables are lost": (Rows, "edits_of", lambda self, plan: None if plan.rows_added else ((), (), ())),
     "the host is a step ahead": (DecodeGraphs, "compute", _ahead),
+    "whole graphs for other draws": (DecodeGraphs, "compute", _always_greedy),
     "a bucket too small": (DecodeGraphs, "_bucket", _too_small),
     "the last step's tokens": (DecodeGraphs, "draw", _early),
     "every row is drawn greedily": (model_runner, "draw_of", lambda traits: Draw.GREEDY),

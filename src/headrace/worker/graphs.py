@@ -3,9 +3,10 @@
 A decode step of a small model is a few hundred kernels of a few microseconds each; launched one by one they wait for the host. For
 every batch bucket graphs are captured when an engine starts: one fetches what the host has written (pinned.py), gathers the inputs from
 rows and computes the forward pass, others go from there to tokens written into rows and delivered to the host, one for each kind of draw
-(rows with more on their minds are sampled eagerly, and so are buckets whose logits would be more than a step may hold). Rows that fill a
-batch up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token. Steps whose rows share keys that are
-worth reading once for all have a graph of their own, captured when the first of them comes.
+(rows with more on their minds are sampled eagerly, and so are buckets whose logits would be more than a step may hold). Where the forward
+pass is brief, one graph does both for greedy steps: from graph to graph the device waits some microseconds, and no kernel begins early. Rows
+that fill a batch up to its bucket are of no sequence: they see no keys, write none (slot -1) and store no token. Steps whose rows share keys
+that are worth reading once for all have a graph of their own, captured when the first of them comes.
 
 What lives here: the buckets, their static inputs, capture and replay. What may not: what a step computes (models/), row state.
 """
@@ -96,6 +97,8 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(rows.device)
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
         self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
+        self._whole: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket: the brief forward pass and the greedy draw
+        self._drawn_already = False  # the step just computed has its tokens
         self._long: dict[int, tuple[int, torch.cuda.CUDAGraph]] = {}  # by bucket: above which context another graph writes the same
         self._longest = 0  # context of the step just written
         self._least_shared: dict[int, int] = {}  # by bucket: from how many shared tokens on another graph writes the same
@@ -136,6 +139,7 @@ class DecodeGraphs:
                 raise
             self._forward.clear()
             self._draw.clear()
+            self._whole.clear()
             self._long.clear()
             self._least_shared.clear()
 
@@ -187,9 +191,12 @@ class DecodeGraphs:
             host[_EDITS, : len(edits[0])] = edits
         return bucket
 
-    def compute(self, bucket: int) -> None:
-        """The forward pass of the step just written."""
-        self._graph_of(bucket).replay()
+    def compute(self, bucket: int, how: Draw | None = None) -> None:
+        """The forward pass of the step just written. ``how``: ``draw`` will follow with it; where one graph does both, this is all of it, and
+        hidden states are nowhere."""
+        graph, whole = self._graph_of(bucket), self._whole.get(bucket)
+        self._drawn_already = whole is not None and how is Draw.GREEDY and graph is self._forward[bucket].graph
+        (whole if whole is not None and self._drawn_already else graph).replay()
         self._mailbox.queued()
 
     def _graph_of(self, bucket: int) -> torch.cuda.CUDAGraph:
@@ -209,7 +216,8 @@ class DecodeGraphs:
     def draw(self, bucket: int, count: int, how: Draw) -> Ints:
         """Tokens of the step just computed, written into its rows. Returns where (token, usable) of each will be on the host once the step
         has ended, [count, 2] int32, until more steps are queued than can be in flight."""
-        self._draw[bucket, how].replay()
+        if not self._drawn_already:
+            self._draw[bucket, how].replay()
         return self._mailbox.answer[:count]
 
     def _bucket(self, count: int) -> int | None:
@@ -241,7 +249,7 @@ class DecodeGraphs:
     def _capture(self, bucket: int) -> None:
         forward, brief = torch.cuda.CUDAGraph(), self._decoder.brief(bucket, self._rows.block_sizes[0])
         with self._recorded(forward):
-            hidden = self._hidden(bucket, min(brief or self._max_model_len, self._max_model_len))
+            hidden = self._hidden(bucket, self._covered(brief))
         self._forward[bucket] = _Captured(forward, hidden)
         if 0 < brief < self._max_model_len:
             self._long[bucket] = brief, self._capture_again(bucket, hidden)
@@ -252,6 +260,8 @@ class DecodeGraphs:
             with self._recorded(graph):
                 self._drawn(bucket, hidden, how)
             self._draw[bucket, how] = graph
+        if brief and self._draws_of(bucket):
+            self._whole[bucket] = self._capture_whole(bucket, brief)
 
     def _capture_again(self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0) -> torch.cuda.CUDAGraph:
         """For contexts of any length: what draws look at is in the same place."""
@@ -259,6 +269,17 @@ class DecodeGraphs:
         with self._recorded(graph):
             hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens))
         return graph
+
+    def _capture_whole(self, bucket: int, brief: int) -> torch.cuda.CUDAGraph:
+        """A few launches: it takes a start no time that could be noticed, as it would with layers of their own."""
+        graph = torch.cuda.CUDAGraph()
+        with self._recorded(graph):
+            self._drawn(bucket, self._hidden(bucket, self._covered(brief)), Draw.GREEDY)
+        return graph
+
+    def _covered(self, brief: int) -> int:
+        """Contexts of a bucket's forward pass."""
+        return min(brief or self._max_model_len, self._max_model_len)
 
     def _try_shared(self, bucket: int) -> torch.cuda.CUDAGraph | None:
         """Some milliseconds, once a bucket; where it fails, every row reads its keys by itself."""

@@ -186,7 +186,7 @@ class ModelRunner:
             bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1, edits, shared_tokens=plan.shared_tokens)
             if begun is not None:
                 begun.record(self._stream)
-            self.graphs.compute(bucket)
+            self.graphs.compute(bucket, drawn.how)
             return Forwarded(plan, started, None, None, drawn, bucket)
         return self._compute(plan, started, begun)
 
