@@ -87,7 +87,7 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune_vendor, "Products", _Offers)
     monkeypatch.setattr(tune_vendor, "Operands", lambda *shape: None)
-    monkeypatch.setattr(tune_vendor, "_held", measured)
+    monkeypatch.setattr(tune_vendor, "held", measured)
     monkeypatch.setattr(tune_vendor, "_timed", measured)
     monkeypatch.setattr(tune_vendor, "_buckets", lambda: [72, 80])
     monkeypatch.setattr(tune_vendor, "CLASSES", ((4096, 4100), (4200, 4300)))
