@@ -31,7 +31,8 @@ from headrace.spec import Activation
 from headrace.worker.card import cuda_time
 from headrace.worker.graphs import buckets_up_to
 
-MANY = (1024, 2048, 4096, 8192, 16384)  # rows of prompts: each stands for those above the one before
+# Rows of prompts: each stands for those above the one before. Tiles in turns are counted in pairs of 128 rows: the fewer, the more it matters.
+MANY = (640, 768, 896, 1024, 1152, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
 SECONDS = 0.005
 LEAST_GAIN, LEAST_LONG_GAIN = 1.02, 1.0  # times quicker than product and activation; a prompt needs less memory without the latter
 TITLES = ("gate", "rows", "tile", "µs", "vendor's and activation's µs")

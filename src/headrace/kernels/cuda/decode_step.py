@@ -130,7 +130,8 @@ class DecodeStep:
         """Programs wait for each other, so all of them have to come to be on the device at once. A launch that says so begins when the one
         before has ended. One that begins earlier says nothing: there are as many programs as processors and each takes a whole one, so the
         last of them comes when the kernel before has left its processor, which waits for nobody here. The kernel after this one is let in
-        by programs that run, that is, once all of them do.
+        by programs that run, that is, once all of them do. This holds for one stream: of two such launches at once each might have some of
+        the processors.
         """
         if self._steps.programmatic:
             function.launch(self._steps.programs, _THREADS, stream, parameters, programmatic=True)
