@@ -116,7 +116,7 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(dim: int, gro
     from headrace.kernels.cuda.rope_attention import Variant
 
     source = tmp_path / "rope.cu"
-    source.write_text(compiler.source("rope_attention.cu") + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
+    source.write_text(compiler.source("early.cuh", "rope_attention.cu") + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
     options = Variant(dim, group, 8, block_size, keys).options((9, 0))
     made = subprocess.run(
         [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)], capture_output=True, text=True, timeout=110

@@ -33,7 +33,7 @@ def machine_code(form: RingForm, gate: Activation | None) -> bytes:
     """Built, or kept from before. Raises CompileError."""
     kind = -1 if gate is None else KINDS[gate]
     sizes = {"ROWS": form.rows, "GROUPS": form.columns // 64, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
-    text = compiler.source("matrix.cuh", "activation.cuh") + instruction(form.rows) + compiler.source("ring.cu")
+    text = compiler.source("matrix.cuh", "early.cuh", "activation.cuh") + instruction(form.rows) + compiler.source("ring.cu")
     return compiler.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
 
 

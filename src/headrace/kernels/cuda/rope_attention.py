@@ -87,7 +87,7 @@ class Builds:
 
     def _try(self, variant: Variant) -> Function | None:
         try:
-            module = Module(compiler.build(compiler.source(f"{_NAME}.cu"), variant.options(self._capability)), self.device.index)
+            module = Module(compiler.build(compiler.source("early.cuh", f"{_NAME}.cu"), variant.options(self._capability)), self.device.index)
             return module.function(_NAME, module.number("shared_bytes"))
         except (compiler.CompileError, NotLoadable) as error:
             _log.warning("attention with rotary embedding inside cannot be built here (%s); both are kernels of their own", error)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headrace.spec import Activation, DecoderSpec, NormKind
 
-SOURCES = ("step_types.cuh", "step_machine.cuh", "step_product.cuh", "step_attention.cuh", "step_ends.cuh", "decode_step.cu")
+SOURCES = ("early.cuh", "step_types.cuh", "step_machine.cuh", "step_product.cuh", "step_attention.cuh", "step_ends.cuh", "decode_step.cu")
 WARPS = 8
 HEAD_DIMS = (64, 128)
 _ROWS = 8  # sequences of a step, at most

@@ -13,11 +13,6 @@ __device__ __forceinline__ void load_both(u32 to, const Map *map, int k, int row
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
     ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((u16)3) : "memory");
 }
-__device__ __forceinline__ u32 of_program(u32 at, u32 rank) {  // the same place in the memory of a program of the cluster
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  return there;
-}
 __device__ __forceinline__ void arrive_at(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
 __device__ __forceinline__ void together() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

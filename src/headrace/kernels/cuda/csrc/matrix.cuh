@@ -17,6 +17,11 @@ __device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
     ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
 }
+__device__ __forceinline__ u32 of_program(u32 at, int rank) {  // the same place in the memory of another program of the cluster
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
 __device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
   return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }

@@ -11,7 +11,7 @@
 //
 // With a gate, a tile has 8 rows of W and the 8 of V that belong to them in turn: both meet in one thread.
 //
-// Behind matrix.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
+// Behind matrix.cuh and early.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define DEPTH 64
 #define TALL (64 * GROUPS)
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
@@ -37,8 +37,6 @@ __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %5, %5, %4}], [%2], %6;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row / 16), "r"(0), "l"(ONCE) : "memory");
 }
-__device__ __forceinline__ void let_next_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ u16 narrow(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
@@ -51,11 +49,6 @@ __device__ __forceinline__ u16 seen(const u16 *p) {
   u16 v;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
   return v;
-}
-__device__ __forceinline__ u32 of_program(u32 at, int part) {  // the same place in the memory of another program of the tile
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(part));
-  return there;
 }
 __device__ __forceinline__ void hand_over(u32 to, const float *v, u32 bar) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"

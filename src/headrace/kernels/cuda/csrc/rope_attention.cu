@@ -90,7 +90,6 @@ __device__ __forceinline__ void put_word(bf16* p, u32 v) { *reinterpret_cast<u32
 template <class T> __device__ __forceinline__ T from_l2(const T* p) { return __ldcg(p); }  // what other programs write
 template <class T> __device__ __forceinline__ T given(const T* p) { return __ldg(p); }     // what nobody writes while layers follow each other
 __device__ __forceinline__ void keep(int v) { asm volatile("" :: "r"(v) : "memory"); }  // so that it is loaded, into the first-level cache
-__device__ __forceinline__ void wait_for_the_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- the line of units
 
@@ -469,7 +468,7 @@ __device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest
   find_first<TEAM>(first, copies, p, warp);
   if (p.early) copy_first<TEAM>(first, p, ring, warp, lane);
   load_angles(angles, p, at.sequence, position, lane);
-  wait_for_the_kernel_before();
+  wait_for_before();
   load_newest<TEAM>(following, angles, p, at, ends, warp, lane);
   if (!p.early) copy_first<TEAM>(first, p, ring, warp, lane);  // behind all those keys the query would come late
 }
@@ -480,7 +479,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
   Shared& s = *reinterpret_cast<Shared*>(memory + WARPS * RING);
   const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * RING;
   if (mine.begin >= mine.end) {
-    wait_for_the_kernel_before();
+    wait_for_before();
     return;
   }
   Place at = {mine.sequence, mine.head, mine.step};
@@ -624,6 +623,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
     keep(entry);
     take_pairs(p, {sequence, pair % HK, 0}, context, position, pairs, (u32)__cvta_generic_to_shared(memory) + warp * RING, lane);
   } else {
-    wait_for_the_kernel_before();
+    wait_for_before();
   }
 }

@@ -46,8 +46,6 @@ __device__ __forceinline__ bool arrived(u64* at, u32 parity) {
                : "=r"(done) : "r"(address(at)), "r"(parity) : "memory");
   return done;
 }
-__device__ __forceinline__ void let_next_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void give_up() { asm volatile("trap;"); }
 struct Patience {  // a bound on waiting: a program that never comes must not keep the device for ever
   u32 spins = 0;
