@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from headrace.bench import tune_gated
 from headrace.bench.tune_gated import TunedGate
-from headrace.kernels import Kernels
+from headrace.kernels import Kernels, reference
 from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
 from headrace.kernels.cuda.gated_measured import Tile
@@ -103,6 +105,30 @@ def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(m
     assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), (8, 32): ((72, Tile(128)),)}
     assert "64 x 32" in tune_gated.render(found)
     assert tune_gated.gates_of([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == ((64, 32),)
+
+
+def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second tile computes something else, whatever its time."""
+    weight, (first, second), asked = torch.randn(16, 8), gated_measured.TOGETHER[:2], []
+    real = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **given: real(*shape))
+    monkeypatch.setitem(sys.modules, "headrace.kernels.triton.activation", SimpleNamespace(gated_activation=reference.gated_activation))
+    monkeypatch.setattr(tune_gated, "_vendor", lambda weight: torch.nn.functional.linear)
+
+    def compute(x: Tensor, activation: Activation, tile: Tile) -> Tensor:
+        right = reference.gated_activation(torch.nn.functional.linear(x, weight), activation)
+        return right if tile is first else right + 1
+
+    def best(seconds: float, least_gain: float) -> Tile | None:
+        def timed(calls: dict[Any, Any]) -> dict[Any, float]:
+            asked.append(set(calls))
+            return {None: 1.0, first: seconds}
+
+        layers = [SimpleNamespace(weight=weight, compute=compute)]
+        return tune_gated._best((8, 8), 70, layers, Activation.SILU, (first, second), timed, least_gain).tile
+
+    found = [best(seconds, gain) for seconds, gain in ((0.9, 1.02), (0.99, 1.02), (0.99, 1.0), (1.0, 1.0))]
+    assert found == [first, None, first, None] and asked == [{None, first}] * 4
 
 
 def test_the_source_compiles_for_every_tile() -> None:
