@@ -80,9 +80,12 @@ def test_gates_equal_their_twin(form: Form, everything: bool) -> None:
 def test_the_product_alone_takes_any_rows_and_leaves_many_to_the_vendor(dtype: torch.dtype) -> None:
     layer = product(FORMS[4], 48, 192)
     layer = replace(layer, weight=layer.weight.to(dtype), forms=((1, FORMS[1]), (16, FORMS[4])))
+    vendors, left = reference.linear(layer.weight, None), list[int]()
+    linear = FlatLinear(layer, lambda x: (left.append(len(x)), vendors(x))[1])
     for x in (torch.randn(1, 192), torch.randn(2, 5, 192), torch.randn(9, 400)[:, 3:195], torch.randn(40, 192)):
-        assert_close(FlatLinear(layer)(x.to(dtype)), reference.linear(layer.weight, None)(x.to(dtype)), dtype)
-    assert FlatLinear(layer)(torch.randn(0, 192).to(dtype)).shape == (0, 48)
+        assert_close(linear(x.to(dtype)), vendors(x.to(dtype)), dtype)
+    assert linear(torch.randn(0, 192).to(dtype)).shape == (0, 48)
+    assert left == [40, 0]
 
 
 @pytest.mark.parametrize("shape", [Shape(6144, 4096), Shape(14336, 4096, True), Shape(2048, 8192), Shape(1024, 448), Shape(151936, 1024)], ids=str)

@@ -129,7 +129,7 @@ def _forced(case: KernelCase, name: str, device: torch.device, *, batch_invarian
         kernel = kernels.choose(case.op, **case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant
         return None, str(error)
-    choice = kernels.choices[0]
+    choice = kernels.choices[-1]  # before it stands who serves what this one leaves
     return (kernel, "") if choice.chosen == name else (None, dict(choice.declined).get(name, "not for this device"))
 
 

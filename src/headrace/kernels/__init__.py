@@ -109,7 +109,7 @@ _TWINS_THAT_READ = frozenset({"paged_attention", "rope_attention", "moe", "rotar
 _MAKERS = frozenset({"linear", "fused_linear", "added_linear", "gated_linear", "decode_step"})
 
 Facts = tuple[tuple[str, Any], ...]
-Key = tuple[str, Facts]
+Key = tuple[str, Facts, str | None]  # the last: behind which candidate, for what that one leaves; None: before all
 
 
 class StrictKernelError(HeadraceError):
@@ -118,12 +118,16 @@ class StrictKernelError(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Who carries out an operation at call sites with these facts, and why the ones before it do not."""
+    """Who carries out an operation at call sites with these facts, and why the ones before it do not.
+
+    ``behind``: of what comes from there, what this candidate leaves to those after it; None: all of it.
+    """
 
     op: str
     facts: Facts
     chosen: str
     declined: tuple[tuple[str, str], ...]  # (candidate, reason), best first
+    behind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,8 @@ class Kernels:
     a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
-    its facts; with ``strict`` the call that found out raises StrictKernelError.
+    its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of what comes from a call site is
+    told who serves the rest (Site.behind), which is chosen, rehearsed and gives way as any other.
     """
 
     def __init__(
@@ -201,11 +206,7 @@ class Kernels:
 
     def choose(self, op: str, **facts: Any) -> Callable[..., Any]:
         """The callable for ``op`` at a call site with these facts. Equal facts share one. Raises StrictKernelError, ConfigError."""
-        key = (op, tuple(sorted(facts.items())))
-        with self._lock:
-            if key not in self._chosen:
-                self._chosen[key] = self._choose(key)
-            return self._chosen[key].call
+        return self._call((op, tuple(sorted(facts.items())), None))
 
     @property
     def passed(self) -> tuple[KernelChoice, ...]:
@@ -217,7 +218,7 @@ class Kernels:
 
         ``reported``: why there is nobody is kept for ``passed``.
         """
-        key = (op, tuple(sorted(facts.items())))
+        key = (op, tuple(sorted(facts.items())), None)
         with self._lock:
             if key not in self._chosen:
                 chosen = self._choose(key, optional=True)
@@ -237,23 +238,28 @@ class Kernels:
                 site = f"{key[0]} {chosen.site.facts.get('dtype')}"
                 yield from (Rehearsal(f"{site}: {name}", call, give_way) for name, call in candidate.rehearse(chosen.site, made, sizes))
 
+    def _call(self, key: Key) -> Callable[..., Any]:
+        with self._lock:
+            if key not in self._chosen:
+                self._chosen[key] = self._choose(key)
+            return self._chosen[key].call
+
     def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
-        op, facts = key
+        op, facts, before = key
         flags = (self.batch_invariant, self._programmatic, self._unified_maximum, self._cuda_prefill)
         site = Site(op, self.device, dict(facts), *flags)
         declined: list[tuple[str, Declined]] = []
-        for candidate in CANDIDATES[op]:
+        for candidate in _after(before, CANDIDATES[op]):
             if self.device.type not in candidate.devices:
                 continue  # no news to anybody
-            made = self._try(candidate, site, key)
+            made = self._try(candidate, replace(site, behind=partial(self._call, (op, facts, candidate.name))), key)
             if not isinstance(made, Declined):
-                return _Chosen(
-                    site, KernelChoice(op, facts, candidate.name, _reasons(declined)), self._guarded(key, candidate, made), candidate, made
-                )
+                choice = KernelChoice(op, facts, candidate.name, _reasons(declined), before)
+                return _Chosen(site, choice, self._guarded(key, candidate, made), candidate, made)
             declined.append((candidate.name, made))
         if not optional:
             self._check_twin(op, declined)
-        return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined)), TWINS[op])
+        return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined), before), TWINS[op])
 
     def _try(self, candidate: Candidate, site: Site, key: Key) -> Callable[..., Any] | Declined:
         if candidate.name in self._disabled:
@@ -292,6 +298,11 @@ class Kernels:
             raise ConfigError(f"No batch-invariant kernel for {op} ({reasons}). Mend what it lacks or drop --batch-invariant.")
         if self._strict and any(not each.by_choice for name, each in declined if name not in self._disabled):
             raise StrictKernelError(f"{op} would fall back to its torch twin ({reasons}). Mend that or drop --strict-kernels.")
+
+
+def _after(before: str | None, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    names = [candidate.name for candidate in candidates]
+    return candidates if before is None else candidates[names.index(before) + 1 :]
 
 
 def _reasons(declined: Sequence[tuple[str, Declined]]) -> tuple[tuple[str, str], ...]:

@@ -25,13 +25,18 @@ class Declined:
     by_choice: bool = False
 
 
+def _unknown() -> Callable[..., Any]:
+    raise LookupError("this call site was not made by the registry, which alone knows who stands behind a candidate")
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there.
 
     ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
     need not look for its maximum where a guard finds out whether that was needed. ``cuda_prefill``: prompts are attended to in CUDA C++
-    where there is a kernel for it.
+    where there is a kernel for it. ``behind``: what the candidates after this one, or the twin, make of the same call site, for one that
+    serves a part of what comes from there; who asks has accepted.
     """
 
     op: str
@@ -41,6 +46,7 @@ class Site:
     programmatic: bool = False
     unified_maximum: bool = False
     cuda_prefill: bool = False
+    behind: Callable[[], Callable[..., Any]] = _unknown
 
 
 @dataclass(frozen=True, slots=True)

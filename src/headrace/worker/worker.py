@@ -328,5 +328,6 @@ def _kernel_decisions(kernels: Kernels) -> tuple[Decision, ...]:
     said: dict[tuple[str, str, str], None] = {}
     for choice in (*kernels.choices, *kernels.passed):
         declined = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined)
-        said[(choice.op, choice.chosen, declined or "the first that serves this device")] = None
+        op = choice.op if choice.behind is None else f"{choice.op}, what {choice.behind} leaves"
+        said[(op, choice.chosen, declined or "the first that serves this device")] = None
     return tuple(Decision(f"kernel {op}", chosen, reason) for op, chosen, reason in said)

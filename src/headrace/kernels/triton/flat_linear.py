@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -104,16 +103,17 @@ def _launch(form: Form, x: Tensor, product: Product, around: Around, y: Tensor, 
 class FlatLinear:
     """y = x · Wᵀ (+ bias). ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], bfloat16 or float16; float32 sums, one rounding.
 
-    Where the table says so, and beyond its last row, the vendor's product.
+    Where the table says so, and beyond its last row, who stands behind it: the vendor's product.
     """
 
     product: Product
+    behind: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens = x.numel() // max(x.shape[-1], 1)
         form = self.product.form(tokens) if tokens else None
         if form is None:
-            return F.linear(x, self.product.weight, self.product.bias)
+            return self.behind(x)
         return self.compute(x, form)
 
     def compute(self, x: Tensor, form: Form) -> Tensor:
@@ -151,8 +151,13 @@ def _products(site: Site, shape: Shape, *, fused: bool) -> Callable[[Tensor, Ten
 
 
 def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], FlatLinear]:
-    make = _products(site, Shape(site.facts["out_features"], site.facts["in_features"]), fused=False)
-    return lambda weight, bias: FlatLinear(make(weight, bias))
+    make, behind = _products(site, Shape(site.facts["out_features"], site.facts["in_features"]), fused=False), site.behind()
+
+    def linear(weight: Tensor, bias: Tensor | None) -> FlatLinear:
+        product = make(weight, bias)
+        return FlatLinear(product, behind(product.weight, bias))
+
+    return linear
 
 
 def create_fused(site: Site) -> Callable[[Tensor, Tensor | None], FusedLinear]:
