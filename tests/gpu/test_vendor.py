@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels import Kernels
+from headrace.bench.tune_vendor import WIDEST
+from headrace.kernels import TWIN, Kernels
+from headrace.kernels.triton.candidates import FLAT
 from headrace.kernels.vendor.candidates import TUNED
 from headrace.kernels.vendor.cublaslt import Operands, Products
 from headrace.kernels.vendor.measured import measured_choices
@@ -49,10 +51,30 @@ def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows
         assert kernels.choices[-1].chosen == TUNED, (outs, ins)
         weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
         linear, add = pack(weight, None), kernels.choose("added_linear", **facts)(weight, None)
-        for tokens in (1, 100, 4096, 5001, 8192, 12300):
+        for tokens in (1, 100, *((4096, 5001, 8192, 12300) if outs < WIDEST else (500, 600))):
             x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
             want, residual = F.linear(x, weight).float(), torch.randn(tokens, outs, device="cuda", dtype=torch.bfloat16)
             assert error(linear(x), want) < 4e-3
             assert error(add(x, residual.clone()), want + residual.float()) < 4e-3
         for choice in choices:
             assert (linear.chooser.find(choice.measured) is not None) == bool(choice.settings)
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+@pytest.mark.parametrize(("outs", "ins"), [(128256, 2048), (2048, 8192)])  # a head; a layer whose products are not fused
+def test_rows_that_the_flat_kernels_leave_are_computed_by_what_stands_behind_them(outs: int, ins: int, tuned: bool) -> None:
+    kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset() if tuned else frozenset({TUNED}))
+    pack = kernels.choose("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, shared_weight=True, fused=False)
+    measured = (outs, ins) in measured_choices(torch.cuda.get_device_name())
+    behind = TUNED if tuned and measured else TWIN
+    assert [(choice.behind, choice.chosen) for choice in kernels.choices] == [(FLAT, behind), (None, FLAT)]
+    weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
+    linear = pack(weight, None)
+    assert linear.product.weight.data_ptr() == weight.data_ptr(), "a shared weight is held once"
+    for tokens in (1, 64, 65, 256, 300, 512):
+        x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
+        want, y = F.linear(x, weight), linear(x)
+        assert y.shape == want.shape and error(y, want.float()) < 4e-3
+        assert tuned or tokens <= 64 or torch.equal(y, want)
+    if behind == TUNED:
+        assert linear.behind.weight.data_ptr() == weight.data_ptr()

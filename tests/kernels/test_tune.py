@@ -99,8 +99,21 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
     assert "6 x 8" in tune_vendor.render(tuned)
 
 
-def test_weights_of_long_products_are_the_layers_and_not_the_head() -> None:
-    assert tune_vendor.weights_of(tune.shapes_of(DEFAULT_SPEC)) == ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+def test_the_head_s_algorithms_are_looked_for_as_the_layers_but_for_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tune_vendor.weights_of(tune.shapes_of(DEFAULT_SPEC))
+    assert set(weights) == {(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)}
+    asked: list[tuple[Any, bool]] = []
+
+    def best(weight: Any, least: int, rows: int, matrices: Any, *, few: bool) -> tune_vendor.TunedProduct:
+        asked.append((weight, few))
+        return tune_vendor.TunedProduct(weight, least + 1 if few else least, rows, (rows,), 1.0, 2.0)
+
+    monkeypatch.setattr(tune_vendor, "_best", best)
+    monkeypatch.setattr(tune_vendor, "_matrices", lambda weight, size: [])
+    monkeypatch.setattr(tune_vendor, "_buckets", lambda: [72, 512])
+    choices = tune_vendor.choices_of(tune_vendor.tune_products([(2048, 8192), (128256, 2048)], 1000, lambda line: None))
+    assert [asked.count(each) for each in (((2048, 8192), True), ((2048, 8192), False), ((128256, 2048), True))] == [2, 2, 2] and len(asked) == 6
+    assert choices[128256, 2048] == (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))
 
 
 class _CpuTorch:

@@ -2,9 +2,9 @@
 
 What lives here: holding products under load, the choice. What may not: the library's calls (kernels/vendor/), products of few rows (tune.py).
 
-Products of decode steps are timed over weights that no cache holds, for the numbers of rows that steps are padded to. A long step is bound
-by the card's power, so its algorithms are compared when the card has been at work for a while, each held for a tenth of a second, in turn,
-twice: what came before weighs on all of them alike. Where torch's own choice is nearly the best, it stays.
+Products of decode steps, the head's too, are timed over weights that no cache holds, for the numbers of rows that steps are padded to. A
+long step is bound by the card's power, so its algorithms are compared when the card has been at work for a while, each held for a tenth of a
+second, in turn, twice: what came before weighs on all of them alike. Where torch's own choice is nearly the best, it stays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.worker.graphs import buckets_up_to
 
 MOST_FEW = 512  # rows of a decode step, as far as each number of rows is looked at
 CLASSES = ((4096, 8192), (12288, 16384))  # from so many rows on; measured with so many
-LONGEST = 65536  # columns: a wider weight is a head, which computes few rows
+WIDEST = 65536  # columns: a wider weight is a head, of which long steps compute few rows
 SECONDS, WARM_SECONDS, ROUNDS = 0.1, 0.3, 2
 FEW_SECONDS = 0.004
 LEAST_GAIN, LEAST_FEW_GAIN = 1.01, 1.03  # times quicker than torch's choice
@@ -51,9 +51,8 @@ class TunedProduct:
 
 
 def weights_of(shapes: Sequence[Shape]) -> tuple[Weight, ...]:
-    """[outs, ins] of the layers among ``shapes``, each once."""
-    whole = ((shape.outs * (2 if shape.gated else 1), shape.ins) for shape in shapes)
-    return tuple(dict.fromkeys(weight for weight in whole if weight[0] < LONGEST))
+    """[outs, ins] of ``shapes``, each once."""
+    return tuple(dict.fromkeys((shape.outs * (2 if shape.gated else 1), shape.ins) for shape in shapes))
 
 
 def tune_products(weights: Sequence[Weight], working_set: int, say: Callable[[str], None]) -> list[TunedProduct]:
@@ -63,7 +62,8 @@ def tune_products(weights: Sequence[Weight], working_set: int, say: Callable[[st
         matrices = _matrices(weight, working_set)
         own = [_best(weight, least, rows, matrices, few=True) for least, rows in pairwise((MOST_ROWS, *_buckets()))]
         own.append(TunedProduct(weight, own[-1].rows + 1, own[-1].rows + 1, None, 0.0, 0.0))
-        own += [_best(weight, least, rows, matrices[:2], few=False) for least, rows in CLASSES]
+        classes = CLASSES if weight[0] < WIDEST else ()
+        own += [_best(weight, least, rows, matrices[:2], few=False) for least, rows in classes]
         say(f"{weight[0]} x {weight[1]}: torch's choice for {sum(each.settings is None for each in own)} of {len(own)} numbers of rows")
         tuned += own
     return tuned
