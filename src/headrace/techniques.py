@@ -256,6 +256,15 @@ TECHNIQUES = (
         ablation="decode_steps",
     ),
     Technique(
+        name="activation_arena",
+        source="TurboTransformers (Fang et al., PPoPP 21), section 4.2: the sequence-length-aware allocator; greedy by size "
+        "(Pisarchyk and Lee 2020)",
+        switch="device.activation_arena",
+        off=False,
+        improves="host time of steps that no graph computes, and what they hold: a step's results lie in one buffer, planned by lifetime",
+        off_means="each result is a request to torch's caching allocator, a few hundred a step",
+    ),
+    Technique(
         name="batch_invariant",
         source="Defeating Nondeterminism in LLM Inference (He and Thinking Machines Lab, 2025)",
         switch="device.batch_invariant",

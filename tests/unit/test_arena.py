@@ -7,7 +7,8 @@ import random
 import pytest
 
 from headrace.bench.arena import uses_of
-from headrace.bench.arena_plan import ALIGNED, CachingAllocator, Use, between, compare, most_alive, plan, replay, rounded
+from headrace.bench.arena_model import CachingAllocator, between, compare, replay
+from headrace.worker.arena_plan import ALIGNED, Use, most_alive, plan, rounded
 
 
 def step(draw: random.Random, count: int = 60) -> list[Use]:

@@ -3,7 +3,7 @@
 Steps of two lengths are recorded as the engine takes them; from these every other length follows. Then the same requests go to torch's
 caching allocator, really, and to a plan of lifetimes.
 
-What lives here: recording, replaying on the card, the table. What may not: planning (arena_plan.py).
+What lives here: recording, replaying on the card, the table. What may not: planning (worker/arena_plan.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from headrace.bench.arena_plan import Use, between, compare, most_alive, plan
+from headrace.bench.arena_model import between, compare
 from headrace.bench.arguments import count, output
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.worker.arena_plan import Use, most_alive, plan
 
 LENGTHS = 64  # steps of a run
 _MOST_EVENTS = 2**20

@@ -28,7 +28,7 @@ import torch
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import reference, rows, sampling, whole_step
-from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
+from headrace.kernels.candidate import Candidate, Declined, Empty, Site, Sizes, plainly_empty
 from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
@@ -161,7 +161,7 @@ class Kernels:
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
-    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``: see Site.
+    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``, ``empty``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of what comes from a call site is
@@ -178,12 +178,14 @@ class Kernels:
         programmatic: bool = False,
         unified_maximum: bool = False,
         cuda_prefill: bool = False,
+        empty: Empty = plainly_empty,
     ) -> None:
         self.device = device
         self.batch_invariant = batch_invariant
         self._programmatic = programmatic
         self._unified_maximum = unified_maximum
         self._cuda_prefill = cuda_prefill
+        self._empty = empty
         self._strict = strict
         self._disabled = disabled
         self._chosen: dict[Key, _Chosen] = {}
@@ -247,7 +249,7 @@ class Kernels:
     def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
         op, facts, before = key
         flags = (self.batch_invariant, self._programmatic, self._unified_maximum, self._cuda_prefill)
-        site = Site(op, self.device, dict(facts), *flags)
+        site = Site(op, self.device, dict(facts), *flags, empty=self._empty)
         declined: list[tuple[str, Declined]] = []
         for candidate in _after(before, CANDIDATES[op]):
             if self.device.type not in candidate.devices:

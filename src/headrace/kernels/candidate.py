@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace.spec import DecoderSpec
+
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # memory for a result; its first dimension counts rows of the step
+
+
+def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Site:
     ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
     need not look for its maximum where a guard finds out whether that was needed. ``cuda_prefill``: prompts are attended to in CUDA C++
     where there is a kernel for it. ``behind``: what the candidates after this one, or the twin, make of the same call site, for one that
-    serves a part of what comes from there; who asks has accepted.
+    serves a part of what comes from there; who asks has accepted. ``empty``: where results of many rows get their memory.
     """
 
     op: str
@@ -47,6 +54,7 @@ class Site:
     unified_maximum: bool = False
     cuda_prefill: bool = False
     behind: Callable[[], Callable[..., Any]] = _unknown
+    empty: Empty = plainly_empty
 
 
 @dataclass(frozen=True, slots=True)

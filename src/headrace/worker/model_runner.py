@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.kernels import Kernels
+from headrace.layers.inputs import ForwardInputs
 from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from headrace.worker.arena import Arena
 from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import Computes, DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
@@ -92,7 +95,8 @@ class ModelRunner:
     """Runs plans over one decoder, one KV cache and one set of rows.
 
     ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
-    ``prune``: the last layer computes no more than is read (of a prompt, its last token).
+    ``prune``: the last layer computes no more than is read (of a prompt, its last token). ``arena``: what ``kernels`` take their results' memory
+    from, in steps that no graph computes.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class ModelRunner:
         prune: bool = False,
         clock: Clock,
         graphs: DecodeGraphs | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self._decoder = decoder
+        self._arena = arena
         self.graphs = graphs
         self._kv_caches = tuple(kv_caches)
         self._rows = rows
@@ -202,10 +208,18 @@ class ModelRunner:
         if packing is None:
             return Forwarded(plan, started)
         if inputs is not None:
-            return Forwarded(plan, started, packing, self._decoder.forward(inputs, self._kv_caches))
+            return Forwarded(plan, started, packing, self._computed(inputs))
         assert self.graphs is not None
         self.graphs.compute(bucket)
         return Forwarded(plan, started, packing, self.graphs.hidden(bucket, len(plan.rows)))
+
+    def _computed(self, inputs: ForwardInputs) -> Tensor:
+        """Hidden states. Nothing else of the forward pass is read when another has been queued."""
+        compute = partial(self._decoder.forward, inputs, self._kv_caches)
+        if self._arena is None:
+            return compute()
+        wanted = None if inputs.wanted is None else len(inputs.wanted)
+        return self._arena.run(compute, len(inputs.token_ids), wanted, kind=inputs.attention[0].max_query_len == 1)
 
     def _graphed(self, plan: StepPlan, packing: Packing) -> bool:
         """Whether every chunk is one token and there is a graph for so many."""

@@ -22,7 +22,7 @@ from headrace.head_start import HeadStart
 from headrace.kernels import Kernels
 from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.around import MOST_ROWS
-from headrace.kernels.candidate import Sizes
+from headrace.kernels.candidate import Sizes, plainly_empty
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.cuda import ring_candidates as ring
@@ -35,6 +35,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.spec import DecoderSpec
 from headrace.worker.allotment import Allotment, allocate_kv, create_demand
+from headrace.worker.arena import Arena, sees_lifetimes
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
@@ -134,6 +135,7 @@ class _Start:
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
         self._head_start = head_start
+        self._arena = Arena(setting.device) if config.device.activation_arena and sees_lifetimes() else None
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,
@@ -142,6 +144,7 @@ class _Start:
             programmatic=config.device.programmatic_launch,
             unified_maximum=config.device.unified_maximum,
             cuda_prefill=config.device.cuda_prefill,
+            empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         self._demand = create_demand(
             config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size
@@ -271,6 +274,7 @@ class _Start:
             prune=self._config.device.last_layer_pruning,
             clock=RealClock(),
             graphs=graphs,
+            arena=self._arena,
         )
 
     def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: DecodeGraphs | None) -> None:

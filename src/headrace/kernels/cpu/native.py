@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels import reference
-from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.candidate import Declined, Empty, Site, plainly_empty
 from headrace.kernels.cpu.compiler import Native, native_library
 from headrace.layers.inputs import AttentionInputs
 from headrace.spec import Activation
@@ -67,17 +67,17 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def create_rms_norm(native: Native, site: Site) -> Callable[..., Any]:
-    function = _function(native, "headrace_rms_norm", "iiqqPqPqPfPPi")
+    function, empty = _function(native, "headrace_rms_norm", "iiqqPqPqPfPPi"), site.empty
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if weight.dtype not in (x.dtype, torch.float32) or (residual is not None and residual.dtype != x.dtype):
             return reference.rms_norm(x, weight, eps, residual)  # mixed types: the twin knows torch's promotion
         rows = _rows(x)
-        y = torch.empty(x.shape, dtype=x.dtype)
+        y = empty(x.shape, x.dtype, x.device)
         if residual is None:
             total, added, added_row, total_at = x, None, 0, None
         else:
-            add, total = _rows(residual), torch.empty(x.shape, dtype=x.dtype)
+            add, total = _rows(residual), empty(x.shape, x.dtype, x.device)
             added, added_row, total_at = add.data_ptr(), add.stride(0), total.data_ptr()
         shape = rows.shape
         function(
@@ -90,21 +90,21 @@ def create_rms_norm(native: Native, site: Site) -> Callable[..., Any]:
 
 
 def create_gated_activation(native: Native, site: Site) -> Callable[..., Any]:
-    return _elementwise(native, "headrace_gated_activation", 2)
+    return _elementwise(native, "headrace_gated_activation", 2, site.empty)
 
 
 def create_activation(native: Native, site: Site) -> Callable[..., Any]:
     """torch's own computes the last elements of a tensor another way than those before, so that they show where a batch ends."""
-    return _elementwise(native, "headrace_activation", 1)
+    return _elementwise(native, "headrace_activation", 1, site.empty)
 
 
-def _elementwise(native: Native, name: str, parts: int) -> Callable[..., Any]:
+def _elementwise(native: Native, name: str, parts: int, empty: Empty) -> Callable[..., Any]:
     """``parts`` elements of a row make one of the result."""
     function = _function(native, name, "iqqPqiPi")
 
     def activation(x: Tensor, kind: Activation) -> Tensor:
         rows, width = _rows(x), x.shape[-1] // parts
-        y = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+        y = empty((*x.shape[:-1], width), x.dtype, x.device)
         function(
             TYPES[x.dtype], rows.shape[0], width, rows.data_ptr(), rows.stride(0), ACTIVATIONS[kind], y.data_ptr(), torch.get_num_threads()
         )  # fmt: skip
@@ -153,13 +153,13 @@ def create_paged_attention(native: Native, site: Site) -> Callable[..., Any] | D
         return Declined(f"head_dim {head_dim} is above {MAX_HEAD_DIM}")
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return Declined(f"{heads} heads over {kv_heads} KV heads are no group of 1 to {MAX_GROUP}")
-    function = _function(native, "headrace_attention", "si", c_int)
+    function, empty = _function(native, "headrace_attention", "si", c_int), site.empty
 
     def paged_attention(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
         q = q if q.stride(2) == 1 else q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = empty(q.shape, q.dtype, q.device)
         table = inputs.block_table
         failed = function(
             _ATTENTION.pack(
@@ -188,10 +188,11 @@ class Product:
 
     function: Any
     invariant: bool  # the bits of a row must not depend on how many there are
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = _rows(x)
-        y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype)
+        y = self.empty((*x.shape[:-1], weight.shape[0]), x.dtype, x.device)
         self.function(
             TYPES[x.dtype], rows.shape[0], weight.shape[0], weight.shape[1], rows.data_ptr(), rows.stride(0), weight.data_ptr(), weight.stride(0),
             None if bias is None else bias.data_ptr(), y.data_ptr(), weight.shape[0], self.invariant, torch.get_num_threads(),
@@ -199,14 +200,14 @@ class Product:
         return y
 
 
-def create_product(native: Native, invariant: bool) -> Product:
-    return Product(_function(native, "headrace_linear", "iqqqPqPqPPqii"), invariant)
+def create_product(native: Native, invariant: bool, empty: Empty = plainly_empty) -> Product:
+    return Product(_function(native, "headrace_linear", "iqqqPqPqPPqii"), invariant, empty)
 
 
 def create_linear(native: Native, site: Site) -> Callable[..., Any] | Declined:
     if not native.threads and torch.get_num_threads() > 1:
         return Declined("built without OpenMP (one thread only); torch's own product uses them all")
-    product = create_product(native, site.batch_invariant)
+    product = create_product(native, site.batch_invariant, site.empty)
     always = site.batch_invariant or site.facts["dtype"] is torch.float16  # torch's float16 product is slower still
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -230,12 +231,12 @@ def create_moe(native: Native, site: Site) -> Callable[..., Any] | Declined:
     if num_experts is None or top_k is None:
         return Declined("the call site does not state num_experts and top_k")
     function = _function(native, "headrace_moe", "si", c_int)
-    invariant = site.batch_invariant
+    invariant, empty = site.batch_invariant, site.empty
     always = invariant or site.facts["dtype"] is torch.float16
 
     def few(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, renormalize: bool, kind: Activation) -> Tensor:
         x, router_logits, gate_up, down = _rows(x), _rows(router_logits), gate_up.contiguous(), down.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = empty(x.shape, x.dtype, x.device)
         failed = function(
             _SPARSE.pack(
                 TYPES[x.dtype], ACTIVATIONS[kind], x.shape[0], x.shape[1], down.shape[2], gate_up.shape[0], top_k,

@@ -1,10 +1,6 @@
-"""Activations of a step planned by lifetime into one buffer, and what a caching allocator does with the same requests.
+"""What torch's caching allocator does with the requests of steps, and what a plan of their lifetimes takes in its place.
 
-A step's intermediate tensors come and go in an order that the model fixes; only their sizes follow the number of tokens. So the order is
-learned once, and offsets follow for any length: the largest tensor first, each at the lowest place that is free for as long as it lives
-(greedy by size: Pisarchyk and Lee 2020; with sequence lengths: TurboTransformers, Fang et al. 2021, section 4.2).
-
-What lives here: traces, plans, a model of torch's caching allocator. What may not: torch, recording (arena.py).
+What lives here: traces of two lengths and those between, a model of that allocator. What may not: torch, recording (arena.py), planning.
 """
 
 from __future__ import annotations
@@ -13,54 +9,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ALIGNED = 512  # bytes: what torch's allocator rounds to, too
+from headrace.worker.arena_plan import ALIGNED, Use, most_alive, plan, rounded
+
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, ROUNDED = 2**20, 2 * 2**20, 20 * 2**20, 2 * 2**20
 ALMOST_LARGE = 10 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One tensor of a step: bytes, and the events between which it lives: made at ``first``, gone at ``last``."""
-
-    size: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    offsets: tuple[int, ...]  # one a use
-    size: int  # of the buffer
-
-
-def rounded(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
-
-def plan(uses: Sequence[Use]) -> Plan:
-    """Greedy by size."""
-    offsets, placed = [0] * len(uses), []  # type: list[int], list[tuple[int, int, Use]]
-    for index in sorted(range(len(uses)), key=lambda index: -uses[index].size):
-        use, at = uses[index], 0
-        for begin, end, other in placed:  # by offset
-            if other.last <= use.first or use.last <= other.first:
-                continue
-            if at + rounded(use.size) <= begin:
-                break
-            at = max(at, end)
-        offsets[index] = at
-        insort(placed, (at, at + rounded(use.size), use), key=lambda entry: entry[0])
-    return Plan(tuple(offsets), max((end for _, end, _ in placed), default=0))
-
-
-def most_alive(uses: Sequence[Use]) -> int:
-    """Bytes alive at once: no plan is smaller."""
-    changes = sorted([(use.first, 1, rounded(use.size)) for use in uses] + [(use.last, 0, -rounded(use.size)) for use in uses])
-    alive = most = 0
-    for _, _, change in changes:
-        alive += change
-        most = max(most, alive)
-    return most
 
 
 def between(shorter: Sequence[Use], longer: Sequence[Use], tokens: tuple[int, int], wanted: int) -> list[Use]:

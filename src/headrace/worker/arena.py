@@ -1,0 +1,375 @@
+"""The activation arena: results of a step's operations lie in one buffer, at places planned by how long each of them lives.
+
+A step asks for the same results in the same order as the last one of its kind; only their rows differ. So one step is recorded on torch's
+allocator: what is asked for, and when the memory of each result is let go (a weak reference to the storage says so; views keep it alive).
+From then on steps like it are handed places in one buffer, whose views are kept: asking again costs a comparison in place of an allocation.
+
+    operation --empty(shape, dtype)--> Arena --- no step, another thread --------------> torch's allocator
+                                         |-- recorded: torch's allocator, and watched --> Trace (requests, lifetimes)
+                                         '-- planned: as the trace expects? --- yes ----> view of the buffer
+                                                                            '-- no -----> torch's allocator, for the rest of the step
+
+Which trace a step follows is known from its number of rows: that of the nearest number seen. Where kernels change with the rows, and with
+them what they ask for, the first such step finds out, and one near it is recorded. What outlives a step never lies in the buffer. On a GPU
+the buffer is torch's own memory, borrowed for each step and given back behind its last launch, so that sampling finds it free.
+
+What lives here: recording, handing out, when a trace holds. What may not: plans (arena_plan.py), operations, what a step is.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.candidate import plainly_empty
+from headrace.worker.arena_plan import Plan, Use, plan
+
+_MOST_SIZES = 32  # numbers of rows of one trace whose views are kept
+_MOST_RECORDED = 64  # steps of one kind: one that never settles stays with torch's allocator
+_ROUNDING = 8  # plans are made for a number of rows that is at most an eighth larger
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows a step's results have: all ``tokens``, or those that somebody reads, ``wanted`` (None: there is no difference)."""
+
+    tokens: int
+    wanted: int | None
+
+    def of(self, request: Request) -> int:
+        return self.tokens if self.wanted is None or not request.by_wanted else self.wanted
+
+    def fits(self, other: Rows) -> bool:
+        """Whether a plan for ``other`` serves."""
+        return self.tokens <= other.tokens and (self.wanted or 0) <= (other.wanted or 0)
+
+    def with_room(self) -> Rows:
+        return Rows(_rounded_up(self.tokens), None if self.wanted is None else _rounded_up(self.wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One result that steps of a trace ask for."""
+
+    by_wanted: bool  # its rows are the wanted ones
+    row: Shape  # the shape of one
+    dtype: torch.dtype
+
+    def bytes(self, rows: Rows) -> int:
+        return rows.of(self) * math.prod(self.row) * self.dtype.itemsize
+
+
+class Trace:
+    """What steps ask for, in order. ``ends``: how many had been asked for when each was let go; None: it outlived the step."""
+
+    def __init__(self, requests: tuple[Request, ...], ends: tuple[int | None, ...]) -> None:
+        self.requests = requests
+        self.ends = ends
+        self._planned: tuple[Rows, Plan] | None = None
+        self._results: OrderedDict[Rows, Results] = OrderedDict()
+
+    def extend(self, ends: tuple[int | None, ...]) -> None:
+        """Another step asked for the same; what lived longer there may live so long anywhere."""
+        longer = tuple(None if a is None or b is None else max(a, b) for a, b in zip(self.ends, ends, strict=True))
+        if longer != self.ends:
+            self.ends = longer
+            self._forget()
+
+    def plan(self, rows: Rows) -> Plan:
+        """One that was made for more rows serves fewer."""
+        if self._planned is None or not rows.fits(self._planned[0]):
+            self._forget()
+            room = rows.with_room()
+            uses = [
+                Use(0 if end is None else request.bytes(room), at, at + 1 if end is None else end)
+                for at, (request, end) in enumerate(zip(self.requests, self.ends, strict=True))
+            ]
+            self._planned = room, plan(uses)
+        return self._planned[1]
+
+    def results(self, rows: Rows) -> Results:
+        plan = self.plan(rows)
+        found = self._results.get(rows)
+        if found is None:
+            if len(self._results) >= _MOST_SIZES:
+                self._results.popitem(last=False)
+            found = self._results[rows] = Results(self, plan, rows)
+        else:
+            self._results.move_to_end(rows)
+        return found
+
+    def _forget(self) -> None:
+        self._planned = None
+        self._results.clear()
+
+
+class Results:
+    """What a step of so many rows asks for, and the places of it, as far as they have been asked for."""
+
+    def __init__(self, trace: Trace, plan: Plan, rows: Rows) -> None:
+        self.shapes: list[Shape | None] = [(rows.of(request), *request.row) for request in trace.requests]
+        self.dtypes = [request.dtype for request in trace.requests]
+        self.offsets = [None if end is None else offset for offset, end in zip(plan.offsets, trace.ends, strict=True)]  # None: not planned
+        self.views: list[Tensor | None] = [None] * len(self.shapes)
+        self.shapes.append(None)  # no shape is the one behind the last
+        self.size = plan.size
+
+
+class Buffer:
+    """One storage under all views. On a GPU it has memory while a step is queued alone, wherever torch's allocator finds it: views follow."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storage: torch.UntypedStorage | None = None  # nothing is made on a device before it is used
+        self._whole: dict[torch.dtype, Tensor] = {}
+        self.size = 0  # bytes: never less than before, so that it lies in the same place as a rule
+
+    def borrow(self, size: int) -> None:
+        self.size = max(self.size, size)
+        if self._storage is None:
+            self._storage = torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
+        if self._storage.nbytes() < self.size:
+            self._storage.resize_(0)  # what it held is of no use
+            self._storage.resize_(self.size)
+
+    def give_back(self) -> None:
+        """A CPU's stays: its pages have been touched, fresh ones would have to be."""
+        if self._device.type != "cpu" and self._storage is not None:
+            self._storage.resize_(0)
+
+    def view(self, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """While there is memory."""
+        assert self._storage is not None, "nothing has been borrowed"
+        if dtype not in self._whole:
+            self._whole[dtype] = torch.empty(0, dtype=dtype, device=self._device).set_(self._storage, 0, (0,), (1,))
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        return self._whole[dtype].as_strided(shape, strides, offset // dtype.itemsize)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._storage is not None and tensor.untyped_storage().data_ptr() == self._storage.data_ptr() != 0
+
+
+class Recorded:
+    """A step on torch's allocator, watched."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._requests: list[Request] = []
+        self._ends: list[int | None] = []
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = plainly_empty(shape, dtype, device)
+        if (by_wanted := _by_wanted(shape, self._rows)) is not None:
+            self._watched.append(weakref.ref(made.untyped_storage(), partial(self._ended, len(self._requests))))
+            self._requests.append(Request(by_wanted, tuple(shape[1:]), dtype))
+            self._ends.append(None)
+        return made
+
+    def _ended(self, at: int, _: object) -> None:
+        self._ends[at] = len(self._requests)
+
+    def trace(self) -> Trace:
+        """While the step's result is alive."""
+        return Trace(tuple(self._requests), tuple(self._ends))
+
+
+class Planned:
+    """A step whose results lie in the buffer for as long as it asks for what its trace expects."""
+
+    def __init__(self, trace: Trace, rows: Rows, buffer: Buffer) -> None:
+        self.trace = trace
+        self.differed = False
+        self.results = trace.results(rows)
+        self._rows = rows
+        self._buffer = buffer
+        self._shapes, self._dtypes, self._views = self.results.shapes, self.results.dtypes, self.results.views
+        self._at = 0
+        self._given = 0
+
+    @property
+    def given(self) -> int:
+        """Results as the trace expects them."""
+        return self._given if self.differed else self._at
+
+    @property
+    def as_expected(self) -> bool:
+        """To the end."""
+        return self.given == len(self._views) and not self.differed
+
+    def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        at = self._at
+        if self._shapes[at] == shape and self._dtypes[at] is dtype:
+            self._at = at + 1
+            view = self._views[at]
+            return view if view is not None else self._first(at, shape, dtype, device)
+        if not self.differed and _by_wanted(shape, self._rows) is not None:
+            self.differed, self._given, self._at = True, at, len(self._views)  # where nothing is as expected
+        return plainly_empty(shape, dtype, device)
+
+    def _first(self, at: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """With so many rows for the first time; of what outlives a step, each time."""
+        offset = self.results.offsets[at]
+        if offset is None:
+            return plainly_empty(shape, dtype, device)
+        view = self._views[at] = self._buffer.view(offset, shape, dtype)
+        return view
+
+
+class Kind:
+    """Steps that may follow one trace, or some, by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._traces: list[Trace] = []
+        self._seen: dict[int, Trace | None] = {}  # by tokens; None: they did not follow what was expected
+        self._tokens: list[int] = []  # ascending
+        self._recorded = 0
+
+    def expected(self, tokens: int) -> Trace | None:
+        """What steps of so many are likely to follow; None: that is to be recorded."""
+        near = self._nearest(tokens)
+        return None if near is None else self._seen[near]
+
+    @property
+    def settled(self) -> bool:
+        """No step will be recorded any more."""
+        return self._recorded >= _MOST_RECORDED
+
+    def learn(self, tokens: int, found: Trace) -> None:
+        self._recorded += 1
+        trace = next((known for known in self._traces if known.requests == found.requests), None)
+        if trace is None:
+            self._traces.append(trace := found)
+        trace.extend(found.ends)
+        near = self._nearest(tokens)
+        if near is not None and self._seen[near] is None:
+            self._drop(near)
+        self._put(tokens, trace)
+
+    def doubt(self, tokens: int) -> None:
+        """A step of so many tokens did something else."""
+        if not self.settled:
+            self._put(tokens, None)
+
+    def _nearest(self, tokens: int) -> int | None:
+        at = bisect_left(self._tokens, tokens)
+        return min(self._tokens[max(0, at - 1) : at + 1], key=lambda seen: abs(seen - tokens), default=None)
+
+    def _put(self, tokens: int, trace: Trace | None) -> None:
+        if tokens not in self._seen:
+            insort(self._tokens, tokens)
+        self._seen[tokens] = trace
+
+    def _drop(self, tokens: int) -> None:
+        self._tokens.remove(tokens)
+        del self._seen[tokens]
+
+
+@dataclass(slots=True)
+class Served:
+    """Steps so far, and results that lay in the buffer."""
+
+    planned: int = 0  # to the end
+    recorded: int = 0
+    differed: int = 0  # from what was expected, or the buffer had no memory
+    results: int = 0
+
+
+class Arena:
+    """Where results of operations lie. ``empty`` is what operations are given; ``run`` takes a step.
+
+    Steps must follow each other on the device; ``empty`` gives plain memory to threads other than the one that runs a step.
+    """
+
+    PLANNED: type[Planned] = Planned
+
+    def __init__(self, device: torch.device) -> None:
+        self.served = Served()
+        self.buffer = Buffer(device)
+        self._kinds: dict[Hashable, Kind] = {}
+        self._step: Recorded | Planned | None = None
+        self._thread = 0
+
+    def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As ``torch.empty``. Who asks within a step asks for rows: the first dimension counts tokens of the step, or those that are wanted."""
+        step = self._step
+        if step is None or get_ident() != self._thread:
+            return plainly_empty(shape, dtype, device)
+        return step.take(shape, dtype, device)
+
+    def run(self, compute: Callable[[], Tensor], tokens: int, wanted: int | None = None, kind: Hashable = None) -> Tensor:
+        """The result of a step, which is the caller's. ``kind``: whatever else makes steps of so many tokens differ."""
+        rows, kind = Rows(tokens, wanted), self._kinds.setdefault((kind, wanted is None), Kind())
+        step = self._begin(rows, kind)
+        if step is None:
+            return compute()
+        self._step, self._thread = step, get_ident()
+        try:
+            result = compute()
+            return self._learnt(step, rows, kind, result)
+        finally:
+            self._step = None
+            if isinstance(step, Planned):
+                self.buffer.give_back()
+
+    def _begin(self, rows: Rows, kind: Kind) -> Recorded | Planned | None:
+        trace = kind.expected(rows.tokens)
+        if trace is None:
+            return None if kind.settled or rows.tokens == rows.wanted else Recorded(rows)
+        step = self.PLANNED(trace, rows, self.buffer)
+        try:
+            self.buffer.borrow(step.results.size)
+        except torch.OutOfMemoryError:  # in one piece; there may be room for the step all the same
+            self.served.differed += 1
+            return None
+        return step
+
+    def _learnt(self, step: Recorded | Planned, rows: Rows, kind: Kind, result: Tensor) -> Tensor:
+        if isinstance(step, Recorded):
+            self.served.recorded += 1
+            kind.learn(rows.tokens, step.trace())
+            return result
+        self.served.results += step.given
+        if step.as_expected:
+            self.served.planned += 1
+        else:
+            self.served.differed += 1
+            kind.doubt(rows.tokens)
+        if self.buffer.holds(result):  # never, unless a result outlives a step that did not when it was recorded
+            return result.clone()
+        return result
+
+
+def sees_lifetimes() -> bool:
+    """Whether this torch tells when memory is let go that a view holds. Nothing is planned where it does not."""
+    ended: list[object] = []
+    made = torch.empty(2, 2)
+    watched = weakref.ref(made.untyped_storage(), ended.append)
+    view = made[1:]
+    del made
+    before = bool(ended)
+    del view
+    return not before and bool(ended) and watched() is None
+
+
+def _by_wanted(shape: Shape, rows: Rows) -> bool | None:
+    """Whose rows these are; None: nobody's."""
+    if not shape or shape[0] not in (rows.tokens, rows.wanted):
+        return None
+    return shape[0] != rows.tokens
+
+
+def _rounded_up(count: int) -> int:
+    step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * _ROUNDING))
+    return -(-count // step) * step
