@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import Kernels
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.vendor import cublaslt, measured, tuned
+from headrace.kernels import Kernels, reference
+from headrace.kernels.candidate import Declined, Site, plainly_empty
+from headrace.kernels.vendor import cublaslt, into, measured, tuned
 from headrace.kernels.vendor.measured import Choice
 
 GOOD, OTHER = (66, 201, 1, 0, 0, 2, 35, 0, 5), (66, 24, 1, 0, 0, 7, 35, 0, 5)
@@ -49,7 +49,25 @@ def operands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layer(products: Products, *choices: Choice, bias: bool = False) -> tuned.TunedLinear:
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    return tuned.TunedLinear(weight, torch.ones(6) if bias else None, products, tuned.Chooser(products, choices))  # type: ignore[arg-type]
+    bias_of, chooser = torch.ones(6) if bias else None, tuned.Chooser(products, choices)  # type: ignore[arg-type]
+    return tuned.TunedLinear(weight, bias_of, products, chooser, reference.linear(weight, bias_of))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_torchs_product_lies_where_it_is_told(bias: bool) -> None:
+    weight, made = torch.randn(6, 8), []
+
+    def empty(*how: Any) -> Tensor:
+        made.append(plainly_empty(*how))
+        return made[-1]
+
+    given = torch.randn(6) if bias else None
+    linear, twin = into.linear_into(weight, given, empty), reference.linear(weight, given)
+    for rows in (1, 5):
+        x = torch.randn(rows, 8)
+        assert torch.equal(y := linear(x), twin(x)) and y is made[-1] and y.shape == (rows, 6)
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(linear(x), twin(x)) and len(made) == 2
 
 
 def test_each_number_of_rows_gets_the_algorithm_of_its_class_or_torchs_product() -> None:

@@ -37,6 +37,7 @@ from headrace.kernels.cuda import rope_candidates as rope
 from headrace.kernels.fallback import guarded
 from headrace.kernels.triton import candidates as triton
 from headrace.kernels.vendor import candidates as vendor
+from headrace.kernels.vendor.into import linear_into
 
 TWIN = "torch"
 NOBODY = "nobody"  # takes a shortcut
@@ -261,7 +262,13 @@ class Kernels:
             declined.append((candidate.name, made))
         if not optional:
             self._check_twin(op, declined)
-        return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined), before), TWINS[op])
+        return _Chosen(site, KernelChoice(op, facts, TWIN, _reasons(declined), before), self._twin(op))
+
+    def _twin(self, op: str) -> Callable[..., Any]:
+        """On a GPU the library's product is no makeshift, and lies where others do."""
+        if op == "linear" and self.device.type == "cuda" and self._empty is not plainly_empty:
+            return partial(linear_into, empty=self._empty)
+        return TWINS[op]
 
     def _try(self, candidate: Candidate, site: Site, key: Key) -> Callable[..., Any] | Declined:
         if candidate.name in self._disabled:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable, TensorMap, tensor_map
 from headrace.kernels.cuda.gated_measured import Tile, Tiles, measured_tiles
@@ -83,6 +83,7 @@ class GatedLinear:
     kernels: Kernels
     tiles: Tiles
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, activation: Activation) -> Tensor | None:
         tile = self.tile(x.shape[0])
@@ -94,7 +95,7 @@ class GatedLinear:
 
     def compute(self, x: Tensor, activation: Activation, tile: Tile) -> Tensor:
         rows, outs, columns = x.contiguous(), self.weight.shape[0] // 2, tile.columns
-        y = torch.empty((rows.shape[0], outs), dtype=x.dtype, device=x.device)
+        y = self.empty((rows.shape[0], outs), x.dtype, x.device)
         if columns not in self.maps:
             self.maps[columns] = tensor_map(self.weight, columns // 2, _DEPTH)
         cluster = 2 if tile.turns else 1  # programs with tiles below each other
@@ -110,7 +111,7 @@ class GatedLinear:
 def create_gated(site: Site) -> Callable[[Tensor, Tensor | None], GatedLinear]:
     kernels, shape = Kernels(site.device), (site.facts["out_features"] // 2, site.facts["in_features"])
     tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get(shape, ())
-    return lambda weight, bias: GatedLinear(weight.contiguous(), kernels, tiles, {})
+    return lambda weight, bias: GatedLinear(weight.contiguous(), kernels, tiles, {}, site.empty)
 
 
 def build_failure(error: Exception) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.around import Around, Fused
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable, TensorMap, tensor_map
 from headrace.kernels.cuda.gated import instruction
@@ -89,6 +89,7 @@ class RingLinear:
     programmatic: bool
     others: FusedLinear
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, around: Around) -> Fused:
         form = form_of(self.forms, x.shape[0])
@@ -97,10 +98,11 @@ class RingLinear:
     def compute(self, x: Tensor, around: Around, form: RingForm) -> Fused:
         x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
         tokens, ins = x.shape
-        y = torch.empty((tokens, outs), dtype=x.dtype, device=x.device)
+        y = self.empty((tokens, outs), x.dtype, x.device)
         scaled = sums = None
         if around.scale is not None:
-            scaled, sums = torch.empty_like(y), torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)
+            scaled = self.empty((tokens, outs), x.dtype, x.device)
+            sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
         pieces = 0 if around.squares is None else around.squares.shape[0]
         kernels.function(form, around.gate).launch(
             form.programs(self.shape, kernels.processors), 2 * form.columns + 32, torch.cuda.current_stream(x.device).cuda_stream,
@@ -147,7 +149,7 @@ def create_ring(site: Site) -> Callable[[Tensor, Tensor | None], RingLinear]:
 
     def make(weight: Tensor, bias: Tensor | None) -> RingLinear:
         weight = weight.contiguous()
-        return RingLinear(weight, bias, shape, forms, kernels, site.programmatic, others(weight, bias), {})
+        return RingLinear(weight, bias, shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty)
 
     return make
 

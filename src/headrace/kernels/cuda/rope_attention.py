@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.around import MOST_ROWS
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable
 from headrace.kernels.triton.attention import Tiles
@@ -119,6 +119,7 @@ class RopeAttention:
     builds: Builds
     cascade: bool
     programmatic: bool
+    empty: Empty = plainly_empty
     _scratch: _Scratch = field(init=False, repr=False)
     _plan: tuple[AttentionInputs, Plan] | None = field(init=False, default=None, repr=False)  # the last
 
@@ -143,7 +144,7 @@ class RopeAttention:
         # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the others, which do not.
         early = self.programmatic and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
         spans = self._planned(inputs).spans
-        out = torch.empty((rows, self.group * self.kv_heads, self.head_dim), dtype=qkv.dtype, device=qkv.device)
+        out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
         tensors = (
             qkv, out, k_cache, v_cache, spans, inputs.context_len, inputs.block_table, positions, inputs.slots, cos_sin,
             self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
@@ -197,4 +198,4 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
 def create(site: Site, *, cascade: bool) -> RopeAttention:
     head_dim, heads, kv_heads = (int(site.facts[name]) for name in ("head_dim", "num_heads", "num_kv_heads"))
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
-    return RopeAttention(head_dim, heads // kv_heads, kv_heads, processors, Builds(site.device), cascade, can_chain(site))
+    return RopeAttention(head_dim, heads // kv_heads, kv_heads, processors, Builds(site.device), cascade, can_chain(site), site.empty)

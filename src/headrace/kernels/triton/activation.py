@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.triton.launch import launchable
 from headrace.spec import Activation
 
@@ -46,18 +46,18 @@ def _activation_kernel(
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def gated_activation(x: Tensor, kind: Activation) -> Tensor:
+def gated_activation(x: Tensor, kind: Activation, *, empty: Empty = plainly_empty) -> Tensor:
     """act(first half) · second half (Shazeer 2020): ``x`` [..., 2I] → [..., I], float32, bfloat16 or float16; float32 inside."""
-    return _launch(x, x.shape[-1] // 2, kind, gated=True)
+    return _launch(x, x.shape[-1] // 2, kind, empty, gated=True)
 
 
-def activation(x: Tensor, kind: Activation) -> Tensor:
+def activation(x: Tensor, kind: Activation, *, empty: Empty = plainly_empty) -> Tensor:
     """SiLU x·σ(x), GELU x·Φ(x) or its tanh form (Hendrycks and Gimpel 2016), elementwise over any shape; types as ``gated_activation``."""
-    return _launch(x, x.shape[-1], kind, gated=False)
+    return _launch(x, x.shape[-1], kind, empty, gated=False)
 
 
-def _launch(x: Tensor, width: int, kind: Activation, *, gated: bool) -> Tensor:
-    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+def _launch(x: Tensor, width: int, kind: Activation, empty: Empty, *, gated: bool) -> Tensor:
+    y = empty((*x.shape[:-1], width), x.dtype, x.device)
     if y.numel() == 0:
         return y
     rows = x.reshape(-1, x.shape[-1])

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda.prefill import Prompts, why_not
 from headrace.kernels.triton import decode, plan, prefill
 from headrace.kernels.triton.cascade import Common, make_common
@@ -105,6 +105,7 @@ class PagedAttention:
     cascade: bool = False
     unified: bool = False
     prompts: Prompts | None = None
+    empty: Empty = plainly_empty
     _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
     _ticket: Tensor | None = field(init=False, repr=False, compare=False)
@@ -129,7 +130,7 @@ class PagedAttention:
         soft_cap: float | None,
     ) -> Tensor:
         q = q if q.stride(2) == 1 else q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = self.empty(q.shape, q.dtype, q.device)
         if q.shape[0] == 0:
             return out
         few = 0 if self.batch_invariant else _rows(self.group) // self.group
@@ -224,7 +225,8 @@ def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     dtype, unified = site.facts["dtype"], site.unified_maximum
     wanted = site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
     prompts = Prompts(head_dim, group, site.device) if wanted else None
-    return PagedAttention(head_dim, group, processors, site.batch_invariant, bulk, dtype, site.device, unified=unified, prompts=prompts)
+    flags = site.batch_invariant, bulk, dtype, site.device
+    return PagedAttention(head_dim, group, processors, *flags, unified=unified, prompts=prompts, empty=site.empty)
 
 
 def create_cascade_attention(site: Site) -> Callable[..., Tensor]:

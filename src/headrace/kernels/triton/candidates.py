@@ -17,7 +17,7 @@ import torch
 
 from headrace.builders import Builders
 from headrace.kernels.around import MOST_ROWS
-from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
+from headrace.kernels.candidate import Candidate, Declined, Site, Sizes, plainly_empty
 
 TRITON = "triton"
 CASCADE = "cascade"  # paged attention that reads shared prefixes once
@@ -50,11 +50,13 @@ def can_chain(site: Site) -> bool:
     return site.programmatic and not site.batch_invariant and torch.cuda.get_device_capability(site.device) >= (9, 0)
 
 
-def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: int = 0) -> Accept:
+def _kernel(
+    module: str, name: str, accept: Accept | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES, *, chained: int = 0, takes: bool = False
+) -> Accept:
     """``name`` of a file here, for call sites of a known element type that ``accept`` does not decline.
 
     A name that starts with ``create_`` makes the callable from the site; any other is the callable. ``chained``: for so many rows it can
-    be launched while the kernel before still runs.
+    be launched while the kernel before still runs. ``takes``: it is told where results get their memory.
     """
 
     def create(site: Site) -> Callable[..., Any] | Declined:
@@ -66,6 +68,8 @@ def _kernel(module: str, name: str, accept: Accept | None = None, dtypes: tuple[
         if isinstance(declined, Declined):
             return declined
         found = getattr(import_module(f"headrace.kernels.triton.{module}"), name)
+        if takes and site.empty is not plainly_empty:
+            found = partial(found, empty=site.empty)
         if chained and can_chain(site):
             return partial(_chained, found, chained)
         made: Callable[..., Any] = found(site) if name.startswith("create_") else found
@@ -188,12 +192,12 @@ def _candidate(create: Accept, rehearse: str | None, name: str = TRITON, *, batc
 FLAT_LINEAR = _candidate(_flat, "flat_linears", FLAT, batch_invariant=False)
 INVARIANT_LINEAR = _candidate(_linear, "linears")
 FUSED_LINEAR = _candidate(_fused, "fused_linears", FUSED, batch_invariant=False)
-RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=MOST_ROWS), "norms")
-LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=MOST_ROWS), "norms")
+RMS_NORM = _candidate(_kernel("norm", "rms_norm", chained=MOST_ROWS, takes=True), "norms")
+LAYER_NORM = _candidate(_kernel("norm", "layer_norm", chained=MOST_ROWS, takes=True), "norms")
 ROTARY_WRITE = _candidate(_kernel("rotary", "rotary_write", chained=MOST_ROWS), "rotary_writes")
-ACTIVATION = _candidate(_kernel("activation", "activation"), "activations")
-GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation"), "activations")
-EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=sys.maxsize), "embeddings")  # one kernel for all rows
+ACTIVATION = _candidate(_kernel("activation", "activation", takes=True), "activations")
+GATED_ACTIVATION = _candidate(_kernel("activation", "gated_activation", takes=True), "activations")
+EMBEDDING = _candidate(_kernel("embedding", "embedding", chained=sys.maxsize, takes=True), "embeddings")  # one kernel for all rows
 PAGED_ATTENTION = _candidate(_cascade, "attentions", CASCADE, batch_invariant=False) + _candidate(
     _kernel("attention", "create_paged_attention", _heads), "attentions"
 )

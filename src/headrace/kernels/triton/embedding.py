@@ -6,12 +6,12 @@ What lives here: the lookup and its scale. What may not: positions (another tabl
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.triton.launch import dependent, launchable
 
 _BLOCK = 2048
@@ -33,10 +33,10 @@ def _embedding_kernel(
     tl.store(y_ptr + token * WIDTH + column, x.to(y_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
-def embedding(ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, scale: float | None, *, programmatic: bool = False, empty: Empty = plainly_empty) -> Tensor:
     """y[t] = table[ids[t]] · scale. ``ids`` [T] of any integer type, ``table`` [rows, H] → [T, H] in the table's type. Ids are not checked."""
     width = table.shape[1]
-    y = torch.empty((*ids.shape, width), dtype=table.dtype, device=table.device)
+    y = empty((*ids.shape, width), table.dtype, table.device)
     if y.numel() == 0:
         return y
     block = min(_BLOCK, triton.next_power_of_2(width))

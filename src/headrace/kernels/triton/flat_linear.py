@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.around import Around, Fused
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.triton.activation import KINDS
 from headrace.kernels.triton.flat import _flat_kernel, _vector_kernel
 from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Forms, Shape, forms_for, without_vendor
@@ -51,16 +51,18 @@ class Product:
     forms: Forms
     scratch: Scratch
     programmatic: bool
+    empty: Empty = plainly_empty
 
     def form(self, tokens: int) -> Form | None:
         return next((form for most, form in self.forms if tokens <= most), None)
 
     def launch(self, form: Form, x: Tensor, around: Around) -> Fused:  # x [T, in], rows one behind the other
-        y = torch.empty((x.shape[0], self.shape.outs), dtype=x.dtype, device=x.device)
+        y = self.empty((x.shape[0], self.shape.outs), x.dtype, x.device)
         scaled = squares = None
         if around.scale is not None:
             pieces = triton.cdiv(self.shape.outs, form.columns)
-            scaled, squares = torch.empty_like(y), torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)
+            scaled = self.empty(y.shape, y.dtype, y.device)
+            squares = torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
         _launch(form, x, self, around, y, scaled, squares)
         return y, scaled, squares
 
@@ -147,7 +149,7 @@ def _products(site: Site, shape: Shape, *, fused: bool) -> Callable[[Tensor, Ten
     forms = forms_for(shape, processors, measured_forms(site.device))
     forms = without_vendor(forms, shape, processors) if fused else forms
     scratch = make_scratch(shape, forms, site.device)
-    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic)
+    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic, site.empty)
 
 
 def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], FlatLinear]:

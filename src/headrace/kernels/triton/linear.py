@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.triton.launch import launchable
 
 _BAND = 8  # tiles of rows that share a column of weights while it is in the second-level cache
@@ -118,6 +118,7 @@ class InvariantLinear:
     processors: int
     one_order: bool
     bulk: bool
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x, self.tile(x.numel() // x.shape[-1], self.weight.shape[0]))
@@ -129,7 +130,7 @@ class InvariantLinear:
     def compute(self, x: Tensor, tile: Tile) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        y = torch.empty((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype, device=x.device)
+        y = self.empty((*x.shape[:-1], self.weight.shape[0]), x.dtype, x.device)
         if y.numel():
             launch(rows, self.weight, self.bias, y, tile, bulk=self.bulk and _aligned(rows) and _aligned(self.weight))
         return y
@@ -157,6 +158,6 @@ def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], Callable[[Ten
     processors = torch.cuda.get_device_properties(site.device).multi_processor_count
 
     def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return InvariantLinear(weight.contiguous(), bias, processors, one_order=hopper, bulk=hopper)
+        return InvariantLinear(weight.contiguous(), bias, processors, one_order=hopper, bulk=hopper, empty=site.empty)
 
     return pack

@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.candidate import Site
+from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.triton.activation import KINDS, act
 from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.moe_few import moe_few
@@ -224,6 +224,7 @@ class Moe:
 
     batch_invariant: bool
     bulk: bool = False
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
         x, router_logits = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (x, router_logits))
@@ -231,19 +232,28 @@ class Moe:
         if x.shape[0] == 0:
             return torch.empty_like(x)
         if x.shape[0] <= _FEW and not self.batch_invariant:
-            return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind)
+            return moe_few(x, router_logits, gate_up, down, top_k, renormalize, kind, self.empty)
         tiles = tiles_for(x.dtype, x.shape[0] * top_k, down.shape[0], invariant=self.batch_invariant)
-        return moe_grouped(x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk)
+        return moe_grouped(x, router_logits, gate_up, down, top_k, renormalize, kind, tiles, self.bulk, self.empty)
 
 
 def moe_grouped(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, tiles: Tiles, bulk: bool
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool,
+    kind: Activation,
+    tiles: Tiles,
+    bulk: bool,
+    empty: Empty = plainly_empty,
 ) -> Tensor:
     """As ``Moe``, with these tiles."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
-    expanded = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=device)
-    contracted = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=device)
+    out = empty((tokens, hidden), x.dtype, device)
+    expanded = empty((tokens, top_k, inner), x.dtype, device)
+    contracted = empty((tokens, top_k, hidden), x.dtype, device)
     weights, counts, listed = _routed(router_logits, top_k, renormalize)
     map_, product = _product(gate_up, tiles.expand, bulk)
     _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand, inner)](
@@ -297,4 +307,4 @@ def _routed(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tenso
 
 
 def create_moe(site: Site) -> Callable[..., Tensor]:
-    return Moe(site.batch_invariant, torch.cuda.get_device_capability(site.device)[0] == 9)
+    return Moe(site.batch_invariant, torch.cuda.get_device_capability(site.device)[0] == 9, site.empty)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.triton.activation import KINDS, act
 from headrace.kernels.triton.launch import launchable
 from headrace.kernels.triton.moe_routing import order_of, share_of
@@ -81,12 +82,21 @@ def _contract_few_kernel(
         gdc_launch_dependents()
 
 
-def moe_few(x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation) -> Tensor:
+def moe_few(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool,
+    kind: Activation,
+    empty: Empty = plainly_empty,
+) -> Tensor:
     """The sparse feed-forward as moe.py defines it. An expert's weights are read once for each token that takes it."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
     pairs = tokens * top_k
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
-    expanded = torch.empty((pairs, inner), dtype=x.dtype, device=device)
+    out = empty((tokens, hidden), x.dtype, device)
+    expanded = empty((tokens, top_k, inner), x.dtype, device)
     weights = torch.empty(pairs, dtype=torch.float32, device=device)
     experts = torch.empty(pairs, dtype=torch.int32, device=device)
     _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](

@@ -6,12 +6,12 @@ What lives here: RMS norm and layer norm. What may not: other operations.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.kernels.candidate import Empty, plainly_empty
 from headrace.kernels.triton.launch import dependent, launchable
 
 _TILE = 4096  # elements a program works on, if rows are not longer
@@ -49,32 +49,41 @@ def _norm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, programmatic: bool = False) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, programmatic: bool = False, empty: Empty = plainly_empty
+) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = residual' / sqrt(mean(residual'²) + eps) · weight (Zhang and Sennrich 2019). Returns (y, residual').
 
     ``x``, ``residual`` [..., H] in float32, bfloat16 or float16 (the sum is rounded to it), ``weight`` [H] of any float type;
     float32 inside. Rows may be strided. Without a residual, residual' is x itself.
     """
-    return _launch(x, weight, None, eps, residual, is_layer=False, programmatic=programmatic)
+    return _launch(x, weight, None, eps, residual, empty, is_layer=False, programmatic=programmatic)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, *, programmatic: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    *,
+    programmatic: bool = False,
+    empty: Empty = plainly_empty,
 ) -> tuple[Tensor, Tensor]:
     """residual' = x + residual; y = (residual' − mean) / sqrt(variance + eps) · weight + bias (Ba et al. 2016). Returns (y, residual').
 
     Shapes and types as ``rms_norm``; ``bias`` [H].
     """
-    return _launch(x, weight, bias, eps, residual, is_layer=True, programmatic=programmatic)
+    return _launch(x, weight, bias, eps, residual, empty, is_layer=True, programmatic=programmatic)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, *, is_layer: bool, programmatic: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, empty: Empty, *, is_layer: bool, programmatic: bool
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows = x.numel() // max(width, 1)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty(x.shape, x.dtype, x.device)
+    total = x if residual is None else empty(x.shape, x.dtype, x.device)
     if rows == 0:
         return y, total
     chained = programmatic and residual is None and x.dim() == 2  # sums of few rows are parts of products; heads come after a product

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.candidate import Declined, Site
+from headrace.kernels.candidate import Declined, Empty, Site, plainly_empty
 from headrace.kernels.vendor.cublaslt import TYPES, Algorithm, LtError, Operands, Products
+from headrace.kernels.vendor.into import linear_into
 from headrace.kernels.vendor.measured import Choice, measured_choices
 
 _log = logging.getLogger(__name__)
@@ -69,12 +70,14 @@ class TunedLinear:
     bias: Tensor | None
     products: Products
     chooser: Chooser
+    others: Callable[[Tensor], Tensor]  # what torch chooses
+    empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor) -> Tensor:
         found = self.found(x)
         if found is None:
-            return F.linear(x, self.weight, self.bias)
-        y = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
+            return self.others(x)
+        y = self.empty((x.shape[0], self.weight.shape[0]), x.dtype, x.device)
         self.products.multiply(*found, x, self.weight, y, add=False)
         return y
 
@@ -128,7 +131,7 @@ def create_linear(site: Site) -> Callable[[Tensor, Tensor | None], TunedLinear] 
     chooser = _chooser(site, products)
     if not chooser.chooses:
         return Declined("nothing was measured to be better than torch's choice for this weight", by_choice=True)
-    return lambda weight, bias: TunedLinear(weight.contiguous(), bias, products, chooser)
+    return partial(_tuned, products, chooser, site.empty)
 
 
 def create_sum(site: Site) -> Callable[[Tensor, Tensor | None], TunedSum] | Declined:
@@ -136,4 +139,9 @@ def create_sum(site: Site) -> Callable[[Tensor, Tensor | None], TunedSum] | Decl
     if isinstance(products, Declined):
         return products
     chooser = _chooser(site, products)
-    return lambda weight, bias: TunedSum(TunedLinear(weight.contiguous(), bias, products, chooser))
+    return lambda weight, bias: TunedSum(_tuned(products, chooser, site.empty, weight, bias))
+
+
+def _tuned(products: Products, chooser: Chooser, empty: Empty, weight: Tensor, bias: Tensor | None) -> TunedLinear:
+    weight = weight.contiguous()
+    return TunedLinear(weight, bias, products, chooser, linear_into(weight, bias, empty), empty)
