@@ -87,7 +87,9 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = option(None, "sequences running at once; automatic by device", minimum=1)
     max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True, minimum=1)
-    max_logits_rows: int = option(2048, "positions a step whose logits may be materialised (prompt_logprobs spend it)", minimum=1)
+    max_logits_rows: int | None = option(
+        None, "positions a step whose logits may be materialised (prompt_logprobs spend it); automatic: 512, and one a sequence", minimum=1
+    )
     max_step_ms: float | None = option(
         None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
@@ -153,6 +155,14 @@ class SchedulerConfig:
         if self.max_num_seqs is None:
             raise ConfigError("max_num_seqs must be resolved before an engine is made; resolve the config first.")
         return self.max_num_seqs
+
+    @property
+    def logits_rows(self) -> int:
+        """``max_logits_rows``, or what it is by default: more would be set aside for prompts' scores alone, and gain them nothing."""
+        return self.max_logits_rows or max(_LOGITS_ROWS, self.max_num_seqs or 0)
+
+
+_LOGITS_ROWS = 512
 
 
 def _read_weight(entry: str) -> tuple[str, float]:

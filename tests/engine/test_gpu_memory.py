@@ -174,6 +174,13 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
     assert [plan.num_tokens for plan in runner.plans] == [2000, 2048] and runner.masked == [0, 2000]
 
 
+@pytest.mark.parametrize(("tokens", "shown"), [(2048, 2048), (16384, 4096)])
+def test_the_arena_is_shown_a_step_like_the_largest_before_that_is_measured(card: Card, tokens: int, shown: int) -> None:
+    _, _, runner = _settled(card, _demand(arena=True, tokens_a_step=tokens), lambda plan: None)
+    assert [plan.num_tokens for plan in runner.plans] == [64, shown, tokens] and len(runner.masked) == 2
+    assert all(plan.prompt_logprobs for plan in runner.plans[1:])
+
+
 def test_graphs_get_what_some_of_them_were_seen_to_take(card: Card) -> None:
     """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is on top."""
     made: list[list[int]] = []

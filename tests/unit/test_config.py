@@ -61,3 +61,8 @@ def test_configs_are_frozen_and_hold_no_state_in_common() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.scheduler.max_num_seqs = 3  # type: ignore[misc]
     assert (first.scheduler.max_num_seqs, second.scheduler.max_num_seqs) == (None, 3)
+
+
+def test_logits_of_each_sequence_fit_unless_they_may_not() -> None:
+    assert SchedulerConfig().logits_rows == SchedulerConfig(max_num_seqs=256).logits_rows == 512
+    assert SchedulerConfig(max_num_seqs=1024).logits_rows == 1024 and SchedulerConfig(max_num_seqs=1024, max_logits_rows=3).logits_rows == 3

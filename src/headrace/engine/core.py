@@ -293,7 +293,7 @@ def create_scheduler(
         max_model_len=info.max_model_len,
         max_num_seqs=min(config.max_num_seqs or info.max_num_seqs, info.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET,
-        max_logits_rows=config.max_logits_rows,
+        max_logits_rows=config.logits_rows,
         paged_allocation=cache.paged_allocation,
         kv_caching=cache.kv_caching,
         padded=info.padded,

@@ -81,7 +81,7 @@ def _purposes(spec: DecoderSpec, config: EngineConfig, device: Device, element_b
 
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens or 1
-    logits_rows = min(scheduler.max_logits_rows, max(scheduler.rows, tokens))
+    logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
     purposes = {"weights": weight_bytes(spec, element_bytes), "activations": activation_bytes(spec, tokens, logits_rows, element_bytes)}
     return purposes | ({"context, kernels and graphs": CARD_BYTES} if device.overlaps else {})
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headrace.config import CacheConfig, EngineConfig
 from headrace.errors import OutOfMemory
 from headrace.head_start import HeadStart
+from headrace.kernels.around import LEAST_ADDED
 from headrace.models import families
 from headrace.spec import DecoderSpec, KVGroup, kv_groups
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
@@ -80,6 +81,7 @@ class Demand:
     max_logits_rows: int
     requested_len: int | None
     graphs: bool
+    arena: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -107,9 +109,10 @@ def create_demand(
         block_size,
         tokens_a_step,
         scheduler.rows,
-        scheduler.max_logits_rows,
+        scheduler.logits_rows,
         config.model.max_model_len,
         graphs,
+        config.device.activation_arena,
     )
 
 
@@ -238,6 +241,8 @@ class Allotment:
             with measured_peak(demand.device) as peaks:
                 rehearse(runner, decode_step(limits))
             graphs = self._try_graphs(partial(create_graphs, longest, rows, caches))
+            if demand.arena:
+                self._record(runner, limits)
             with measured_peak(demand.device) as peaks_of_all:
                 largest = largest_step(limits)
                 rehearse(runner, largest, all_masked(largest, demand.spec.vocab_size))
@@ -246,6 +251,11 @@ class Allotment:
         del runner, rows, caches
         torch.cuda.empty_cache()
         return graphs, max(peaks[0].held, peaks_of_all[0].held)
+
+    def _record(self, runner: RunsSteps, limits: Limits) -> None:
+        """A step of the largest one's kind, so that the arena plans that one: what steps hold is measured as they will hold it."""
+        runner.begin(largest_step(replace(limits, tokens_a_step=min(limits.tokens_a_step, LEAST_ADDED))))
+        runner.forget()
 
     def _try_graphs(self, create_graphs: Callable[[], Captures | None]) -> int:
         """Bytes that all graphs will take beside what is in use when these are gone again."""

@@ -260,7 +260,7 @@ class _Start:
             kv_caches,
             max_num_seqs=self._demand.most_rows,
             max_model_len=max_model_len,
-            max_logits_rows=self._config.scheduler.max_logits_rows,
+            max_logits_rows=self._config.scheduler.logits_rows,
         )
 
     def _create_runner(self, decoder: Decoder, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None) -> ModelRunner:
@@ -269,7 +269,7 @@ class _Start:
             kv_caches,
             rows,
             self._kernels,
-            max_logits_rows=self._config.scheduler.max_logits_rows,
+            max_logits_rows=self._config.scheduler.logits_rows,
             padded=not self._config.device.token_concatenation,
             prune=self._config.device.last_layer_pruning,
             clock=RealClock(),
