@@ -114,6 +114,16 @@ class EngineCore:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
         return [*(event.request.request_id for event in self._events if isinstance(event, AddRequest)), *self.scheduler.requests]
 
+    @property
+    def begins_in_order(self) -> bool:
+        """Those who came first may be given to ``step`` before the others have come: the step does not depend on these, and goes on meanwhile."""
+        return self.depth > 0 and self.scheduler.serves_by_arrival
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step."""
+        return self.scheduler.limits.max_num_batched_tokens
+
     def observe(self, observer: StepObserver | None) -> None:
         """Tells this one of the steps from now on, instead of the one before; None: nobody."""
         self._observer = observer

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
+from headrace.engine.token_ids import try_pack
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs, check_token_ids, shown
@@ -64,12 +65,13 @@ def derived_seed(seed: int, ordinal: int) -> int:
 
 @dataclass(slots=True)
 class ParsedPrompt:
-    """One prompt as it was given: text or ids (or both: then the text is only shown)."""
+    """One prompt as it was given: text or ids (or both: then the text is only shown). ``given``: the caller's own list of these ids."""
 
     text: str | None
     token_ids: array[int] | None
     cache_salt: str = ""
     priority: int | None = None
+    given: Sequence[int] | None = None
 
 
 def parse_prompt(prompt: Prompt, param: str = "prompt") -> ParsedPrompt:
@@ -79,7 +81,7 @@ def parse_prompt(prompt: Prompt, param: str = "prompt") -> ParsedPrompt:
     if isinstance(prompt, Mapping):
         return _parse_mapping(prompt, param)
     if isinstance(prompt, (list, tuple, array)):
-        return ParsedPrompt(None, _id_array(prompt, param))
+        return ParsedPrompt(None, _id_array(prompt, param), given=prompt)
     forms = 'a text, {"prompt": text} or {"prompt_token_ids": [ids]}'
     raise InvalidRequest(f"{param} is of type {type(prompt).__name__}; give {forms}.", param=param)
 
@@ -93,12 +95,15 @@ def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
         raise InvalidRequest(f'{param} has neither "prompt" nor "prompt_token_ids"; give one of them.', param=param)
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"prompt is of type {type(text).__name__}; give a text.", param="prompt")
-    return ParsedPrompt(text, None if ids is None else _id_array(ids, "prompt_token_ids"), "" if salt is None else salt, priority)
+    return ParsedPrompt(text, None if ids is None else _id_array(ids, "prompt_token_ids"), "" if salt is None else salt, priority, ids)
 
 
 def _id_array(ids: Any, param: str) -> array[int]:
     if isinstance(ids, array) and ids.typecode == "i":
         return ids
+    packed = try_pack(ids) if type(ids) in (list, tuple) else None
+    if packed is not None:
+        return packed
     if not isinstance(ids, (list, tuple)) or any(type(i) is not int for i in ids):
         raise InvalidRequest(f"{param} must be a list of token ids (integers); give one.", param=param)
     try:
@@ -112,12 +117,14 @@ class InputProcessor:
     """``request()`` either returns a Request that the engine can serve or raises InvalidRequest naming the field.
 
     ``seed``: requests without their own seed get one derived from it in order of arrival (offline: runs repeat); None: a random one.
+    ``all_below``: whether all of these ids are from 0 to that limit, it excluded; where somebody knows a quicker way than looking at each.
     """
 
     info: EngineInfo
     tokenizer: Encoder | None
     seed: int | None
     grammars: GrammarCheck | None = None  # None: this engine follows none
+    all_below: Callable[[array[int], int], bool] | None = None
     _ordinal: int = 0
     _bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
@@ -202,7 +209,8 @@ class InputProcessor:
             raise InvalidRequest(f"{param} is empty; give at least one token.", param=param)
         if len(ids) >= limit:  # before the ids are looked at: they may be millions
             raise ContextLengthExceeded(len(ids), limit, param=param)
-        check_token_ids(param, ids, info.vocab_size)
+        if self.all_below is None or not self.all_below(ids, info.vocab_size):
+            check_token_ids(param, ids, info.vocab_size)
         params.check_token_ids(info.vocab_size)
         if params.n > info.max_num_seqs:
             raise InvalidRequest(

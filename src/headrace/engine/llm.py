@@ -9,13 +9,19 @@ import itertools
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
 
+import numpy as np
+
 from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
+from headrace.engine.batch import first_part
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
@@ -25,11 +31,40 @@ from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelt
 from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDead, InvalidRequest
+from headrace.garbage import no_collections
 from headrace.request import Request, RequestOutput
 from headrace.sampling_params import SamplingParams
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
+Given = tuple[ParsedPrompt, Request]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests of one call, and what becomes of them by their ids. ``running``: those that have come in and not ended."""
+
+    given: list[Given]
+    bar: Progress | None
+    collectors: dict[int, OutputCollector] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+
+    def sink(self, prompt: ParsedPrompt, request: Request, tokenizer: Tokenizer | None) -> Sink:
+        """Of one that comes in now."""
+        request_id, bar, running = request.request_id, self.bar, self.running
+        collector = self.collectors[request_id] = _collector(prompt, request, tokenizer)
+        running.add(request_id)
+
+        def sink(delta: RequestDelta) -> None:
+            collector.add(delta)
+            if isinstance(bar, ProgressLine):
+                bar.add_tokens(len(delta.token_ids))
+            if delta.last:
+                running.discard(request_id)
+                if bar is not None:
+                    bar.update(1)
+
+        return sink
 
 
 class LLM:
@@ -56,7 +91,7 @@ class LLM:
         self._engine: Engine | None = None
         engine = create_engine(config, watched=False)
         self._engine = engine
-        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer))
+        self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below)
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)
         self._sinks: dict[int, Sink] = {}
         self._ids = itertools.count()
@@ -94,8 +129,12 @@ class LLM:
         ``truncate_prompt_tokens`` keeps that many tokens at the end of each prompt (-1: as many as the context allows).
         Raises InvalidRequest before anything runs when one cannot be served, naming its index.
         """
-        parsed = _for_each(_as_list(prompts), parse_prompt)
-        return self._run(parsed, self._requests(parsed, sampling_params, priority, truncate_prompt_tokens), use_tqdm)
+
+        def read() -> list[Given]:
+            parsed = _for_each(_as_list(prompts), parse_prompt)
+            return self._requests(parsed, sampling_params, priority, truncate_prompt_tokens)
+
+        return self._run(read, use_tqdm)
 
     def chat(
         self,
@@ -115,8 +154,7 @@ class LLM:
         def render(conversation: Conversation) -> ParsedPrompt:
             return self._inputs.chat_prompt(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {}))
 
-        parsed = _for_each(conversations, render)
-        return self._run(parsed, self._requests(parsed, sampling_params, priority), use_tqdm)
+        return self._run(lambda: self._requests(_for_each(conversations, render), sampling_params, priority), use_tqdm)
 
     def stream(
         self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, *, clamp: bool = False, **chat_options: Any
@@ -168,21 +206,34 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.shutdown()
 
-    def _run(self, prompts: list[ParsedPrompt], requests: list[Request], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
-        collectors = [OutputCollector(str(r.request_id), p.text, r, self.engine.tokenizer) for p, r in zip(prompts, requests, strict=True)]
-        bar = _progress(use_tqdm, len(requests))
-        running: set[int] = set()
-        try:
-            for request, collector in zip(requests, collectors, strict=True):
-                running.add(request.request_id)
-                self._submit(request, _watched(collector, request.request_id, running, bar), whole=bar is None)
-            while running:
+    def _run(self, read: Callable[[], list[Given]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
+        with ExitStack() as calm:
+            calm.enter_context(no_collections())
+            given = read()
+            bar = _progress(use_tqdm, len(given))
+            batch = _Batch(given, bar)
+            try:
+                self._enter(batch)
+                calm.close()
+                while batch.running:
+                    self.turn()
+            finally:
+                self._leave(batch.running)
+                if bar is not None:
+                    bar.close()
+        with no_collections():
+            return [batch.collectors[request.request_id].output() for _, request in given]
+
+    def _enter(self, batch: _Batch) -> None:
+        """All requests of a call. The first of them that fill a step begin, and the others come in while that is computed."""
+        core, tokenizer, order = self.engine.core, self.engine.tokenizer, [request for _, request in batch.given]
+        begin = first_part(order, tokens=core.step_tokens, rows=core.executor.info.max_num_seqs) if core.begins_in_order else len(order)
+        for part in (batch.given[:begin], batch.given[begin:]):
+            with self._lock, deferred_interrupts():
+                for prompt, request in part:
+                    self._add(request, batch.sink(prompt, request, tokenizer), whole=batch.bar is None)
+            if begin < len(batch.given):
                 self.turn()
-        finally:
-            self._leave(running)
-            if bar is not None:
-                bar.close()
-        return [collector.output() for collector in collectors]
 
     def _stream(self, request: Request) -> Generator[RequestDelta, None, None]:
         arrived: deque[RequestDelta] = deque()  # filled by whichever thread takes a turn
@@ -213,7 +264,7 @@ class LLM:
 
     def _collected(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool) -> OutputCollector:
         request = self._request(prompt, params, clamp=clamp)
-        collector = OutputCollector(str(request.request_id), prompt.text, request, self.engine.tokenizer)
+        collector = _collector(prompt, request, self.engine.tokenizer)
         self._submit(request, collector.add)
         return collector
 
@@ -223,7 +274,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         truncate: int | None = None,
-    ) -> list[Request]:
+    ) -> list[Given]:
         """All validated before the first one runs."""
         count = len(prompts)
         single = sampling_params is None or isinstance(sampling_params, SamplingParams)
@@ -234,13 +285,16 @@ class LLM:
             _one_each("priority", [0] * count if priority is None else list(priority), count),
             strict=True,
         )
-        return _for_each(list(jobs), lambda job: self._request(job[0], job[1], priority=job[2], truncate=truncate))
+        return _for_each(list(jobs), lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate)))
 
-    def _submit(self, request: Request, sink: Sink, *, whole: bool = False) -> None:
+    def _submit(self, request: Request, sink: Sink) -> None:
         with self._lock, deferred_interrupts():
-            self._sinks[request.request_id] = sink
-            self._outputs.add(request, whole=whole)
-            self.engine.core.add(request)
+            self._add(request, sink, whole=False)
+
+    def _add(self, request: Request, sink: Sink, *, whole: bool) -> None:
+        self._sinks[request.request_id] = sink
+        self._outputs.add(request, whole=whole)
+        self.engine.core.add(request)
 
     def _leave(self, request_ids: Iterable[int]) -> None:
         """Aborts these requests. Once nobody waits any more the steps in flight may end, so that blocks and rows are free again."""
@@ -252,6 +306,15 @@ class LLM:
                     self._engine.core.abort(request_id)
             while not self._sinks and self._engine is not None and self._engine.core.has_work:
                 self._engine.core.step()
+
+
+def _all_below(ids: array[int], limit: int) -> bool:
+    """Of at least one id: as numbers without a sign, negative ones are large."""
+    return bool(np.frombuffer(ids, dtype=np.uintc).max() < limit)
+
+
+def _collector(prompt: ParsedPrompt, request: Request, tokenizer: Tokenizer | None) -> OutputCollector:
+    return OutputCollector(str(request.request_id), prompt.text, request, tokenizer, prompt.given)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -285,16 +348,3 @@ def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress 
     if callable(use_tqdm):
         return use_tqdm(total=total, desc="Processed prompts")
     return ProgressLine(total, "Processed prompts") if use_tqdm else None
-
-
-def _watched(collector: OutputCollector, request_id: int, running: set[int], bar: Progress | None) -> Sink:
-    def sink(delta: RequestDelta) -> None:
-        collector.add(delta)
-        if isinstance(bar, ProgressLine):
-            bar.add_tokens(len(delta.token_ids))
-        if delta.last:
-            running.discard(request_id)
-            if bar is not None:
-                bar.update(1)
-
-    return sink

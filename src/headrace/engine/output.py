@@ -345,11 +345,15 @@ class _Completion:
 class OutputCollector:
     """Adds up one request's deltas; ``output()`` is a RequestOutput that later deltas do not change."""
 
-    def __init__(self, request_id: str, prompt: str | None, request: Request, tokenizer: TextSource | None) -> None:
+    def __init__(
+        self, request_id: str, prompt: str | None, request: Request, tokenizer: TextSource | None, given: Sequence[int] | None = None
+    ) -> None:
+        """``given``: a list that ends with the prompt's ids; taking them from there makes no objects."""
         params = request.params
         self._request_id = request_id
         self._prompt = prompt
-        self._prompt_token_ids = list(request.prompt_token_ids)
+        ids = request.prompt_token_ids
+        self._prompt_token_ids = list(ids if given is None else given[-len(ids) :])
         self._token_text = tokenizer.token_text if tokenizer is not None and params.detokenize else None
         self._completions = [_Completion(params.logprobs is not None) for _ in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]

@@ -32,6 +32,7 @@ from headrace.scheduler.log import DecisionLog, Kind
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
+from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result, take_unseen
 from headrace.scheduler.roster import Roster
 from headrace.sequence import NEVER, Sequence
@@ -63,6 +64,7 @@ class Scheduler:
         self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
         self._roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
+        self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
         self._planner = Planner(config, limits, self._roster, cache, self.policy, forecast)
         self._next_step = 0
         self._num_requests = 0

@@ -1,0 +1,138 @@
+"""What the host does before a batch's first step: little for each id, nothing for requests that step does not need, no collection."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from headrace.engine.executor import KeyedHashExecutor, Ticket
+from headrace.engine.llm import LLM
+from headrace.errors import InvalidRequest
+from headrace.garbage import no_collections
+from headrace.request import StepPlan
+from headrace.sampling_params import SamplingParams
+
+FOUR = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def create(**keywords: Any) -> LLM:
+    return LLM(executor="keyed-hash", **{"max_model_len": 4096, "num_blocks": 4096, "overlap": 1, "max_num_batched_tokens": 64, **keywords})
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with create() as made:
+        yield made
+
+
+def prompts(count: int, length: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [(number * 31 + place * place) % 8000 for place in range(length)]} for number in range(count)]
+
+
+class AtFirstStep:
+    """What ``look`` finds when the first step of a call is submitted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
+        self.found: list[Any] = []
+        submit = KeyedHashExecutor.submit
+
+        def stamped(executor: KeyedHashExecutor, plan: StepPlan) -> Ticket:
+            if not self.found:
+                self.found.append(look())
+            return submit(executor, plan)
+
+        monkeypatch.setattr(KeyedHashExecutor, "submit", stamped)
+
+
+def test_calls_before_the_first_step_do_not_grow_with_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, so that a slow machine is no failure: a loop over ids in Python shows as calls, of generators too."""
+
+    def calls(length: int) -> int:
+        asked, count = prompts(8, length), 0
+
+        def note(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        with monkeypatch.context() as patch:
+            AtFirstStep(patch, lambda: sys.setprofile(None))
+            sys.setprofile(note)
+            try:
+                llm.generate(asked, FOUR, use_tqdm=False)
+            finally:
+                sys.setprofile(None)
+        return count
+
+    calls(64)  # what is made once
+    short, long = calls(64), calls(2048)
+    assert 0 < long < short + 50 * 8, "some calls for each block of the first prompts, not for each id"
+
+
+def test_the_first_step_begins_when_its_tokens_are_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = AtFirstStep(monkeypatch, lambda: llm._outputs.num_live)
+    outputs = llm.generate(prompts(40, 32), FOUR, use_tqdm=False)
+    assert seen.found == [2]
+    with create(overlap=0) as whole:
+        expected = whole.generate(prompts(40, 32), FOUR, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
+    assert [each.prompt_token_ids for each in outputs] == [each["prompt_token_ids"] for each in prompts(40, 32)]
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"overlap": 0}, {"scheduling_policy": "priority"}, {"technique": {"continuous_batching": False}}, {"max_num_batched_tokens": 4096}]
+)
+def test_where_the_first_step_depends_on_all_it_waits_for_all(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with create(**keywords) as llm:
+        seen = AtFirstStep(monkeypatch, lambda: llm._outputs.num_live)
+        llm.generate(prompts(40, 32), FOUR, use_tqdm=False)
+    assert seen.found == [40]
+
+
+def test_rows_are_enough_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with create(max_num_seqs=4) as llm:
+        seen = AtFirstStep(monkeypatch, lambda: llm._outputs.num_live)
+        llm.generate(prompts(40, 2), SamplingParams(max_tokens=4, n=2, ignore_eos=True), use_tqdm=False)
+    assert seen.found == [2]
+
+
+def test_nothing_is_collected_until_the_first_step_and_then_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = AtFirstStep(monkeypatch, gc.isenabled)
+    llm.generate(prompts(40, 32), FOUR, use_tqdm=False)
+    assert seen.found == [False] and gc.isenabled()
+    with pytest.raises(InvalidRequest):
+        llm.generate([*prompts(3, 32), {"prompt_token_ids": [8192]}], FOUR, use_tqdm=False)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled(), "who has switched them off keeps them off"
+    finally:
+        gc.enable()
+
+
+def test_the_last_of_many_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = AtFirstStep(monkeypatch, lambda: 1)
+    for bad in (True, 1.0, -1, 8192, 2**31, "7"):
+        with pytest.raises(InvalidRequest, match="prompt 40: prompt"):
+            llm.generate([*prompts(40, 32), {"prompt_token_ids": [1, bad, 2]}], FOUR, use_tqdm=False)
+    assert not seen.found and not llm._sinks
+
+
+def test_an_answer_shows_the_ids_that_were_given(llm: LLM) -> None:
+    """The caller's list is looked at when it is given and not afterwards."""
+    ids, shown = list(range(50)), SamplingParams(max_tokens=2)
+    (cut,) = llm.generate([ids], shown, truncate_prompt_tokens=7, use_tqdm=False)
+    assert cut.prompt_token_ids == list(range(43, 50)) and type(cut.prompt_token_ids) is list
+    (tupled,) = llm.generate([{"prompt_token_ids": tuple(ids)}], shown, use_tqdm=False)
+    assert tupled.prompt_token_ids == ids and type(tupled.prompt_token_ids) is list
+    waiting = llm.submit(ids, shown)
+    ids[0] = 99
+    while not waiting.finished:
+        llm.turn()
+    assert waiting.output().prompt_token_ids == list(range(50))
