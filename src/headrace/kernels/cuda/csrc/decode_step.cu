@@ -38,9 +38,6 @@ __device__ __forceinline__ void read_rows(const Params& p, Shared& s) {
 }
 
 // Items of attention: the shortest span for which every program has one at most, but not less than SPAN keys.
-#ifndef SPAN
-#define SPAN 256
-#endif
 __device__ __forceinline__ void cut_keys(Shared& s) {  // one thread
   int all = 0, items;
   for (int row = 0; row < ROWS; ++row) all += s.context[row];
@@ -48,7 +45,7 @@ __device__ __forceinline__ void cut_keys(Shared& s) {  // one thread
   for (;; span += 128) {
     items = 0;
     int most = 0;
-    for (int row = 0; row < ROWS; ++row) { items += (s.context[row] + span - 1) / span * HK; most = max(most, s.context[row]); }
+    for (int row = 0; row < ROWS; ++row) { items += parts_of(s.context[row], span) * HK; most = max(most, s.context[row]); }
     if (items <= GRID || span >= most) break;
   }
   s.span = span;

@@ -2,17 +2,21 @@
 
 // --- attention
 
+constexpr int WHOLE = 512, SPAN = 256;  // up to WHOLE keys are one item: another round of keys is quicker than joining parts
+
+__device__ __forceinline__ int parts_of(int context, int span) { return context <= WHOLE ? context > 0 : (context + span - 1) / span; }
+
 struct Item { int row, head, begin, end, splits, index, first; };
 
 __device__ __forceinline__ Item item_of(const Shared& s, int index) {
   int base = 0;
   Item item = {-1, 0, 0, 0, 1, index, 0};
   for (int row = 0; row < ROWS; ++row) {
-    int splits = (s.context[row] + s.span - 1) / s.span, count = splits * HK;
+    int splits = parts_of(s.context[row], s.span), count = splits * HK;
     if (index >= base && index < base + count) {
       int within = index - base, part = within % splits;
       item.row = row; item.head = within / splits; item.splits = splits;
-      item.begin = part * s.span; item.end = min(item.begin + s.span, s.context[row]);
+      item.begin = part * s.span; item.end = splits == 1 ? s.context[row] : min(item.begin + s.span, s.context[row]);
       item.first = index - part;
     }
     base += count;
