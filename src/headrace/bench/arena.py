@@ -1,9 +1,10 @@
-"""``headrace bench arena``: what planning a step's activations would save, over a run of changing lengths (GPU).
+"""``headrace bench arena``: what planning a step's activations saves, over a run of changing lengths (GPU).
 
-Steps of two lengths are recorded as the engine takes them; from these every other length follows. Then the same requests go to torch's
+First the engine with its arena and without: prompts one after the other, what they ask torch's allocator for, what the host takes for each.
+Then a step by itself: two lengths are recorded without the arena, from these every other length follows, and the same requests go to torch's
 caching allocator, really, and to a plan of lifetimes.
 
-What lives here: recording, replaying on the card, the table. What may not: planning (worker/arena_plan.py).
+What lives here: running, recording, replaying on the card, the tables. What may not: planning (worker/arena_plan.py).
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any
 
 from headrace.bench.arena_model import between, compare
 from headrace.bench.arguments import count, output
+from headrace.bench.driver import drive
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.workload import Dialogue, Lengths, random_dialogues
 from headrace.config import EngineConfig
+from headrace.engine.assembly import Engine
 from headrace.errors import ConfigError
+from headrace.techniques import find_technique
 from headrace.worker.arena_plan import Use, most_alive, plan
 
 LENGTHS = 64  # steps of a run
+RANGES = ((64, 1024), (4096, 8192))  # tokens of its prompts: few, which the host bounds, and many
 _MOST_EVENTS = 2**20
 
 
@@ -38,14 +45,69 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         raise ConfigError("bench arena replays on a GPU's allocator; run it where torch finds a CUDA device, without --device cpu.")
     facts = machine_facts("not measured: bytes and counts, no rates")
     print_facts(facts)
+    draw, served = random.Random(0), []
+    for low, high in RANGES:
+        asked = [draw.randint(low, high) for _ in range(args.steps)]
+        served += [{"tokens": f"{low} to {high}", "arena": mode, **run_engine(config, mode, asked)} for mode in ("off", "on")]
+    print(table(tuple(served[0]), [tuple(each.values()) for each in served]))
     tokens, traces = _record(config)
-    draw = random.Random(0)
     lengths = [draw.randint(tokens[0], tokens[1]) for _ in range(args.steps)]
     figures = measure(tokens, traces, lengths)
     print(table(("over the run", "figure"), list(figures.items())))
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "lengths": lengths, "figures": figures, "uses": [asdict(use) for use in traces[1]]})
+        uses = [asdict(use) for use in traces[1]]
+        write_json(args.output_json, {"facts": facts, "served": served, "lengths": lengths, "figures": figures, "uses": uses})
     return 0
+
+
+def run_engine(config: EngineConfig, mode: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Prompts of these lengths, as far as a step takes them, one step each; all twice, the second time is measured. Bytes are MiB."""
+    import torch
+
+    from headrace.engine.assembly import create_engine
+
+    technique = find_technique("activation_arena")
+    value = technique.on if mode == "on" else technique.off
+    engine = create_engine(replace(config, device=replace(config.device, activation_arena=value, overlap=0)), with_tokenizer=False)
+    try:
+        most = min(engine.info.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
+        host = _timed_submissions(engine)
+        for turn in range(2):
+            prompts = [_prompt(engine, min(length, most), 1000 * turn + at) for at, length in enumerate(lengths)]
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, alive = torch.cuda.memory_stats(), torch.cuda.memory_allocated()
+            host.clear()
+            for prompt in prompts:
+                drive(engine.core, prompt)
+        after = torch.cuda.memory_stats()
+        return {
+            "MiB alive at once": _mib(torch.cuda.max_memory_allocated() - alive),
+            "requests a step": round((after["allocation.all.allocated"] - before["allocation.all.allocated"]) / len(lengths), 1),
+            "segments taken": after["num_device_alloc"] - before["num_device_alloc"],
+            "host ms a step": round(1e3 * median(host), 3),
+            "MiB set aside at start": _mib(engine.info.memory["activations"]),
+        }
+    finally:
+        engine.close()
+
+
+def _prompt(engine: Engine, length: int, seed: int) -> list[Dialogue]:
+    return random_dialogues(1, Lengths(length, 1), vocab_size=engine.info.vocab_size, seed=seed)
+
+
+def _timed_submissions(engine: Engine) -> list[float]:
+    """Seconds that the host takes for each step to be queued, from now on."""
+    submit, seconds = engine.core.executor.submit, []  # type: Any, list[float]
+
+    def timed(plan: Any) -> Any:
+        begin = time.perf_counter()
+        ticket = submit(plan)
+        seconds.append(time.perf_counter() - begin)
+        return ticket
+
+    engine.core.executor.submit = timed  # type: ignore[method-assign]
+    return seconds
 
 
 def measure(tokens: tuple[int, int], traces: tuple[Sequence[Use], Sequence[Use]], lengths: Sequence[int]) -> dict[str, float]:
@@ -112,11 +174,9 @@ def _events(uses: Sequence[Use]) -> Iterator[tuple[int, bool]]:
 
 def _record(config: EngineConfig) -> tuple[tuple[int, int], tuple[list[Use], list[Use]]]:
     """Prompts of half a step and of a whole one, launched kernel by kernel, one step at a time."""
-    from headrace.bench.driver import drive
-    from headrace.bench.workload import Lengths, random_dialogues
     from headrace.engine.assembly import create_engine
 
-    config = replace(config, device=replace(config.device, enforce_eager=True, overlap=0))
+    config = replace(config, device=replace(config.device, enforce_eager=True, overlap=0, activation_arena=False))
     engine = create_engine(config, with_tokenizer=False)
     try:
         most = min(engine.info.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
