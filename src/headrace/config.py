@@ -112,6 +112,7 @@ class SchedulerConfig:
     tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
+    longest_first: bool = switch(True, "off: requests of one offline call begin in the order given, also where the lengths of all answers are known")
 
     def __post_init__(self) -> None:
         check_fields(self)

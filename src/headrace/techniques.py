@@ -101,6 +101,14 @@ TECHNIQUES = (
         off_means="a prompt is computed whole, before any decoding",
     ),
     Technique(
+        name="longest_first",
+        source="list scheduling, longest processing time first (Graham, SIAM J. Appl. Math. 17, 1969: Bounds on multiprocessing timing anomalies)",
+        switch="scheduler.longest_first",
+        off=False,
+        improves="time of an offline batch whose answers differ in length and all have known lengths (ignore_eos, or min_tokens = max_tokens)",
+        off_means="requests of one call begin in the order given",
+    ),
+    Technique(
         name="step_budget",
         source="Sarathi-Serve (Agrawal et al., OSDI 24), section 4.3: steps sized by the bound on the time between tokens; here each is priced",
         switch="scheduler.max_step_ms",
@@ -263,6 +271,7 @@ TECHNIQUES = (
         off=False,
         improves="host time of steps that no graph computes, and what they hold: a step's results lie in one buffer, planned by lifetime",
         off_means="each result is a request to torch's caching allocator, a few hundred a step",
+        needs_gpu=True,
     ),
     Technique(
         name="batch_invariant",

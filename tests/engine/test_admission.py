@@ -136,3 +136,31 @@ def test_an_answer_shows_the_ids_that_were_given(llm: LLM) -> None:
     while not waiting.finished:
         llm.turn()
     assert waiting.output().prompt_token_ids == list(range(50))
+
+
+def test_the_longest_answers_begin_first_and_results_come_as_asked() -> None:
+    """Of one call: what is submitted by itself goes in turn. ``n`` answers of one request begin together."""
+    lengths = [3, 9, 3, 30, 9, 17]
+    params = [SamplingParams(max_tokens=length, n=1 + (length == 17), seed=length, ignore_eos=True) for length in lengths]
+    answers = []
+    for on in (True, False):
+        with create(max_num_seqs=2, technique={"longest_first": on}) as llm:
+            outputs = llm.generate(prompts(6, 40), params, use_tqdm=False)
+            begun = [output.metrics.first_scheduled or 0.0 for output in outputs if output.metrics is not None]
+            assert sorted(range(6), key=begun.__getitem__) == ([3, 5, 1, 4, 0, 2] if on else [0, 1, 2, 3, 4, 5])
+            waiting = [llm.submit(prompt, each) for prompt, each in zip(prompts(6, 40), params, strict=True)]
+            while not all(each.finished for each in waiting):
+                llm.turn()
+            alone = [each.output().metrics for each in waiting]
+            assert [times.first_scheduled for times in alone if times] == sorted(times.first_scheduled or 0.0 for times in alone if times)
+        answers.append([[each.token_ids for each in output.outputs] for output in outputs])
+        assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert answers[0] == answers[1]
+
+
+def test_one_answer_that_may_end_early_leaves_the_order_as_given() -> None:
+    params = [SamplingParams(max_tokens=length, ignore_eos=length != 9) for length in (3, 9, 30)]
+    with create(max_num_seqs=1) as llm:
+        outputs = llm.generate(prompts(3, 40), params, use_tqdm=False)
+    begun = [output.metrics.first_scheduled or 0.0 for output in outputs if output.metrics is not None]
+    assert begun == sorted(begun)

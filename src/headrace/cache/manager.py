@@ -108,6 +108,11 @@ class CacheManager:
         return longest
 
     @property
+    def num_tokens(self) -> int:
+        """Of sequences that every group holds at once, if nothing slides out of a window."""
+        return min(spec.block_size * pool.num_blocks for spec, pool in zip(self.specs, self.pools, strict=True))
+
+    @property
     def num_blocks(self) -> int:
         return sum(pool.num_blocks for pool in self.pools)
 

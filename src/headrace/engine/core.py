@@ -119,6 +119,10 @@ class EngineCore:
         """Those who came first may be given to ``step`` before the others have come: the step does not depend on these, and goes on meanwhile."""
         return self.depth > 0 and self.scheduler.serves_by_arrival
 
+    def batch_order(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """In which order requests that are all there at once are best added; for callers whose answers nobody reads before all have ended."""
+        return self.scheduler.batch_order(requests)
+
     @property
     def step_tokens(self) -> int:
         """The most tokens of a step."""

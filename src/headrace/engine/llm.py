@@ -126,6 +126,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list of those.
 
+        Which of them begins first is the engine's choice (technique longest_first).
         ``truncate_prompt_tokens`` keeps that many tokens at the end of each prompt (-1: as many as the context allows).
         Raises InvalidRequest before anything runs when one cannot be served, naming its index.
         """
@@ -226,13 +227,15 @@ class LLM:
 
     def _enter(self, batch: _Batch) -> None:
         """All requests of a call. The first of them that fill a step begin, and the others come in while that is computed."""
-        core, tokenizer, order = self.engine.core, self.engine.tokenizer, [request for _, request in batch.given]
+        core, tokenizer = self.engine.core, self.engine.tokenizer
+        prompts = {request.request_id: prompt for prompt, request in batch.given}
+        order = core.batch_order([request for _, request in batch.given])
         begin = first_part(order, tokens=core.step_tokens, rows=core.executor.info.max_num_seqs) if core.begins_in_order else len(order)
-        for part in (batch.given[:begin], batch.given[begin:]):
+        for part in (order[:begin], order[begin:]):
             with self._lock, deferred_interrupts():
-                for prompt, request in part:
-                    self._add(request, batch.sink(prompt, request, tokenizer), whole=batch.bar is None)
-            if begin < len(batch.given):
+                for request in part:
+                    self._add(request, batch.sink(prompts[request.request_id], request, tokenizer), whole=batch.bar is None)
+            if begin < len(order):
                 self.turn()
 
     def _stream(self, request: Request) -> Generator[RequestDelta, None, None]:

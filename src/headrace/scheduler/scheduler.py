@@ -29,6 +29,7 @@ from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog, Kind
+from headrace.scheduler.longest_first import longest_first
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
@@ -64,6 +65,7 @@ class Scheduler:
         self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
         self._roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
+        self._longest_first = config.longest_first
         self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
         self._planner = Planner(config, limits, self._roster, cache, self.policy, forecast)
         self._next_step = 0
@@ -123,6 +125,13 @@ class Scheduler:
     @property
     def log(self) -> DecisionLog:
         return self._roster.log
+
+    def batch_order(self, requests: Seq[Request]) -> Seq[Request]:
+        """How requests are best added that are all there at once, if nobody reads along; another policy than arrival orders them by itself."""
+        if not (self._longest_first and self.serves_by_arrival):
+            return requests
+        capacity = self.cache.num_tokens if self.cache.prefix_caching else math.inf  # where no prefix is found, none is lost
+        return longest_first(requests, block_tokens=self.cache.block_tokens, capacity=capacity)
 
     # --- planning
 

@@ -17,6 +17,7 @@ from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.core import EngineCore
 from headrace.techniques import Technique
+from headrace.worker.later import await_kernels
 
 MODES = ("off", "on")
 Settings = Mapping[str, Any]  # config paths → values, such as {"scheduler.max_num_seqs": 8}
@@ -99,6 +100,7 @@ class Lab:
         engine = create_engine(with_values(self.config, {self.technique.switch: value, **(settings or {})}), with_tokenizer=False)
         self.choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
+            await_kernels(engine.core.executor)
             drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
             yield engine
         finally:
@@ -132,8 +134,12 @@ class Lab:
     def run(self, mode: str, point: Any, core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> Run:
         """Drives the core; answers are kept under (point, dialogue, turn) for the comparison of both sides."""
         done = drive(core, dialogues, max_concurrency=max_concurrency)
-        self._answers[mode].update({(point, *key): tokens for key, tokens in done.answers.items()})
+        self.keep(mode, point, done.answers)
         return done
+
+    def keep(self, mode: str, point: Any, answers: Mapping[tuple[int, int], tuple[int, ...]]) -> None:
+        """Answers of one side for the comparison, by (dialogue, turn)."""
+        self._answers[mode].update({(point, *key): tokens for key, tokens in answers.items()})
 
     def result(self, title: str, x: str, figures: Sequence[Figure], curves: list[Curve], *, log: str = "") -> Result:
         """Curves with the comparison of all answers since the last result."""
