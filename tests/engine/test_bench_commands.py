@@ -87,7 +87,8 @@ def test_the_profile_of_an_engine_is_one_page(model: str, tmp_path: Path, capsys
 
 
 def test_the_control_plane_is_measured_without_torch(tmp_path: Path) -> None:
-    found = figures(tmp_path, "control-plane", "--rows", "4", "--steps", "5", "--requests", "200")
+    found = figures(tmp_path, "control-plane", "--rows", "4", "--steps", "5", "--requests", "200", "--batches", "1")
+    assert [(each["requests"], each["ids"]) for each in found["admission"]] == [(256, 540672), (512, 557056)]
     assert found["steps"][0]["sum µs"] > 0 and found["memory"]["last_mib"] > 0
 
 

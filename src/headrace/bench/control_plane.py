@@ -1,9 +1,9 @@
 """``headrace bench control-plane``: what scheduling, cache and update cost, without a model.
 
 Steady decoding at a number of running requests (CPU µs a step, schedule and update apart), the match of a cached prefix of
-2,048 tokens, and memory over many requests.
+2,048 tokens, what passes until an offline batch's first step begins, and memory over many requests.
 
-What lives here: these three measurements. What may not: torch, any executor but the keyed-hash one.
+What lives here: these four measurements. What may not: torch, any executor but the keyed-hash one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 
 from headrace.bench.arguments import count, natural, output
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.table_rows import Row, requests_of, select_rows
 from headrace.clock import RealClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.request import Request
+from headrace.engine.executor import Executor, KeyedHashExecutor, Ticket, keyed_hash_info
+from headrace.engine.llm import LLM
+from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AddRequest
 from headrace.scheduler.scheduler import Scheduler
@@ -32,11 +34,14 @@ PREFIX = 2048  # tokens
 MATCHES = 20  # of it
 BUDGETS = {64: 100.0, 256: 300.0}  # CPU µs a step, schedule and update together
 MATCH_BUDGET = 100.0  # µs
+ADMITTED = ("shared-prefix", "mixed")
+ADMISSION_BUDGET = {"shared-prefix": 20.0, "mixed": 35.0}  # ms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=count, nargs="+", default=[64, 256], metavar="N", help="running requests (default: 64 256)")
     parser.add_argument("--steps", type=count, default=400, help="timed steps a figure (default: 400)")
+    parser.add_argument("--batches", type=count, default=7, help="offline batches a figure (default: 7)")
     parser.add_argument("--requests", type=natural, default=100_000, help="requests of the memory test; 0 leaves it out (default: 100000)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
 
@@ -50,12 +55,15 @@ def run(args: argparse.Namespace) -> int:
     print(table(columns, [[step[column] for column in columns] for step in steps]))
     match = prefix_match_seconds() * 1e6
     print(f"\nprefix of {PREFIX:,} tokens matched in {match:.1f} µs (budget {MATCH_BUDGET:.0f})")
+    admitted = [admission(select_rows([name])[0], args.batches) for name in ADMITTED]
+    shown = ("requests", "ids", "first step after ms", "lowest ms", "budget ms")
+    print(f"\nan offline batch, of the table's rows\n{table(('row', *shown), [[each[name] for name in ('row', *shown)] for each in admitted])}\n")
     memory = memory_growth(args.requests) if args.requests else None
     if memory:
         print(f"{args.requests:,} requests ({memory['requests_per_second']:,.0f}/s): {memory['first_mib']:.1f} MiB after a tenth of them, ", end="")
         print(f"{memory['last_mib']:.1f} MiB at the end")
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "steps": steps, "prefix_match_us": match, "memory": memory})
+        write_json(args.output_json, {"facts": facts, "steps": steps, "prefix_match_us": match, "admission": admitted, "memory": memory})
     return 0
 
 
@@ -123,6 +131,37 @@ def _request(request_id: int, prompt_len: int, max_tokens: int, start: int = 0) 
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     prompt = array("i", ((start + index * 7 + (request_id if prompt_len == 128 else 0)) % 500 for index in range(prompt_len)))
     return Request(request_id=request_id, prompt_token_ids=prompt, params=params)
+
+
+def admission(row: Row, batches: int) -> dict[str, Any]:
+    """Milliseconds from calling ``LLM.generate`` with a row's requests until its first step is handed over, median and lowest."""
+    with LLM(
+        executor="keyed-hash", max_model_len=4096, max_num_seqs=512, num_blocks=8192, block_size=128, max_num_batched_tokens=16384, overlap=1
+    ) as llm:
+        stamp = llm.engine.core.executor = _FirstStep(llm.engine.core.executor)
+        passed: list[float] = []
+        for seed in range(batches + 1):
+            asked = requests_of(row, llm.info.vocab_size, seed, one_token=True)
+            stamp.at, begin = None, time.perf_counter()
+            llm.generate(asked.prompts, asked.params, use_tqdm=False)
+            assert stamp.at is not None
+            passed.append(1e3 * (stamp.at - begin))
+    del passed[0]  # what is made once
+    figures = (len(asked.prompts), asked.prompt_tokens, median(passed), min(passed), ADMISSION_BUDGET[row.name])
+    return {"row": row.name, **dict(zip(("requests", "ids", "first step after ms", "lowest ms", "budget ms"), figures, strict=True))}
+
+
+class _FirstStep:
+    """An executor that notes when it was given a step first."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.info, self.collect, self.sample, self.recover, self.close = inner.info, inner.collect, inner.sample, inner.recover, inner.close
+        self._submit = inner.submit
+        self.at: float | None = None
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self.at = self.at or time.perf_counter()
+        return self._submit(plan)
 
 
 def memory_growth(count: int) -> dict[str, float]:
