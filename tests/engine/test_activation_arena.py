@@ -32,7 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "Arena", PoisonedArena)
+    """On a CPU, which else has none."""
+    monkeypatch.setattr(worker, "create_arena", PoisonedArena)
 
 
 def arena_of(executor: Any) -> Arena:

@@ -53,7 +53,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, model: str | None, **keywords: Any)
     technique = keywords.pop("technique", {})
     with LLM(model, **{**STRICT, **keywords}, technique={**technique, "activation_arena": False}) as llm:
         expected = answers(llm)
-    monkeypatch.setattr(worker, "Arena", PoisonedArena)
+    monkeypatch.setattr(worker, "create_arena", PoisonedArena)
     with LLM(model, **{**STRICT, **keywords}, technique=technique) as llm:
         assert answers(llm) == expected
         served = arena_of(llm).served

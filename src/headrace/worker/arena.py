@@ -351,8 +351,14 @@ class Arena:
         return result
 
 
+def create_arena(device: torch.device) -> Arena | None:
+    """None where there is nothing to gain: a CPU's allocator is quick, and pages that a prompt lets go it finds again (measured: no difference).
+    Or where lifetimes cannot be seen."""
+    return Arena(device) if device.type == "cuda" and sees_lifetimes() else None
+
+
 def sees_lifetimes() -> bool:
-    """Whether this torch tells when memory is let go that a view holds. Nothing is planned where it does not."""
+    """Whether this torch tells when memory is let go that a view holds."""
     ended: list[object] = []
     made = torch.empty(2, 2)
     watched = weakref.ref(made.untyped_storage(), ended.append)

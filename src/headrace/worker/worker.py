@@ -35,7 +35,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.spec import DecoderSpec
 from headrace.worker.allotment import Allotment, allocate_kv, create_demand
-from headrace.worker.arena import Arena, sees_lifetimes
+from headrace.worker.arena import create_arena
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
 from headrace.worker.local_executor import LocalExecutor
@@ -135,7 +135,7 @@ class _Start:
         self._setting = setting = _resolve(config, self._spec)
         self._cuda = setting.device.type == "cuda"
         self._head_start = head_start
-        self._arena = Arena(setting.device) if config.device.activation_arena and sees_lifetimes() else None
+        self._arena = create_arena(setting.device) if config.device.activation_arena else None
         self._kernels = Kernels(
             setting.device,
             strict=config.device.strict_kernels,

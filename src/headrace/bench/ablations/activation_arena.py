@@ -1,4 +1,4 @@
-"""The activation arena on and off: ms to the first token over the length of the prompt; on a GPU also what torch's allocator is asked for.
+"""The activation arena on and off: ms to the first token over the length of the prompt, and what torch's allocator is asked for meanwhile.
 
 A step of few tokens is bound by the host, which the arena spares a few hundred requests. Bytes are those alive at once while a prompt is
 computed and its token picked, above what was alive before.
@@ -18,9 +18,7 @@ _TURNS = 5  # prompts of a length, one after the other
 
 
 def measure(lab: Lab) -> Result:
-    from headrace.worker.settings import device_kind
-
-    lengths, cuda = (16, 48) if lab.quick else (64, 128, 256, 512, 2048), device_kind(lab.config.device.device) == "cuda"
+    lengths = (16, 48) if lab.quick else (64, 128, 256, 512, 2048)
 
     def timed(mode: str, engine: Engine, length: int, seed: int) -> float:
         dialogues = random_dialogues(1, Lengths(length, 1), vocab_size=engine.info.vocab_size, seed=seed)
@@ -29,13 +27,10 @@ def measure(lab: Lab) -> Result:
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
         seeds = [1000 * seed + turn for turn in range(_TURNS)]
         timed(mode, engine, length, 10**7 + seed)  # what is compiled, or recorded, at first use is not timed
-        found: Point = {X: length, FIRST.name: 1e3 * min(timed(mode, engine, length, each) for each in seeds)}
-        if cuda:
-            found |= _asked_for(lambda: timed(mode, engine, length, 10**8 + seed))
-        return [found]
+        first = 1e3 * min(timed(mode, engine, length, each) for each in seeds)
+        return [{X: length, FIRST.name: first, **_asked_for(lambda: timed(mode, engine, length, 10**8 + seed))}]
 
-    figures = (FIRST, BYTES, REQUESTS) if cuda else (FIRST,)
-    return lab.result("one prompt, one token out", X, figures, lab.curves(X, lengths, point), log="x")
+    return lab.result("one prompt, one token out", X, (FIRST, BYTES, REQUESTS), lab.curves(X, lengths, point), log="x")
 
 
 def _asked_for(step: Callable[[], object]) -> Point:
