@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +25,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 _PACKAGES = str(Path(__file__).parents[1])
 _KERNELS = Path(__file__).parent / "kernels" / "triton"
-_PROGRAM = "headrace.kernels.triton.builder"
+_PROGRAM = "headrace.builder_program"
 MOST = 14  # a core each; two are left to the start itself
 FEWEST_CORES = 4  # with fewer the start's own threads serve as well
 PATIENCE = 60.0  # seconds for one order; the slowest take a few
@@ -36,6 +37,8 @@ class Builders:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.closed = False
+        self._closing = threading.Lock()
         ours, theirs = zip(*(socket.socketpair() for _ in range(count)), strict=True)
         self._free: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._ours: tuple[socket.socket, ...] = ours
@@ -71,7 +74,13 @@ class Builders:
         return done
 
     def close(self) -> None:
-        """What they are at is dropped."""
+        """What they are at is dropped. Whoever is second to close them waits for the first."""
+        with self._closing:
+            if not self.closed:
+                self.closed = True
+                self._end()
+
+    def _end(self) -> None:
         self._free.put(None)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # with those that were forked, one that hangs among them

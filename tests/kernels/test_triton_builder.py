@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,13 +48,123 @@ json.dump(found, sys.stdout)
 """
 
 
+LATER = """
+import json, sys
+from importlib import import_module
+from pathlib import Path
+import torch
+from triton import knobs
+from triton.runtime import driver
+from headrace.builders import Builders
+from headrace.kernels.later import Ended, Missing
+from headrace.kernels.triton import candidates, embedding, toolchain
+from tests.support.triton_offline import CompileOnly
+
+launch = import_module("headrace.kernels.triton.launch")
+driver.set_active(CompileOnly())
+said = []
+launch.known_of = lambda compiled, unpassed: launch.Known(lambda *given: said.append("launched"), None, (), compiled)  # there is no device
+toolchain.prepare_identities()
+knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: said.append("kept" if cache_hit else "compiled here")
+ids = torch.zeros(2, dtype=torch.int64)
+
+def look_up(aim, table):
+    before = len(said)
+    try:
+        with launch.aiming(aim):
+            embedding.embedding(ids, table, None)
+    except (Missing, Ended) as raised:
+        said.append(type(raised).__name__)
+    return said[before:]
+
+assert launch.can_come_later()
+table, half, other = (torch.zeros(3, 64, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+builders = Builders(1)
+found = {"nothing is compiled where it may only be found": look_up(launch.Aim.FIND, table)}
+with candidates.built_by(builders):
+    found["built elsewhere, loaded, not launched"] = look_up(launch.Aim.BUILD, table)
+    found["nor built again"] = look_up(launch.Aim.BUILD, table)
+    found["launched at once"] = look_up(launch.Aim.LAUNCH, table)
+    found["found where a launch knows it"] = look_up(launch.Aim.FIND, table)
+    builders.build("what it does not understand")
+    builders.close()
+    found["nobody builds"] = look_up(launch.Aim.BUILD, half)
+    found["but who launches compiles"] = look_up(launch.Aim.LAUNCH, half)
+embedding._embedding_kernel.device_caches.clear()
+embedding._embedding_kernel._layouts.clear()
+found["found in the cache of a start before"] = look_up(launch.Aim.FIND, half)
+found["and what is not is not made"] = look_up(launch.Aim.FIND, other)
+json.dump(found, sys.stdout)
+"""
+FOUND = {
+    "nothing is compiled where it may only be found": ["Missing"],
+    "built elsewhere, loaded, not launched": ["kept"],
+    "nor built again": [],
+    "launched at once": ["launched"],
+    "found where a launch knows it": ["launched"],
+    "nobody builds": ["Ended"],
+    "but who launches compiles": ["compiled here", "launched"],
+    "found in the cache of a start before": ["kept", "kept", "launched"],  # looked for, then taken
+    "and what is not is not made": ["Missing"],
+}
+
+
+def said_by(program: str, folder: Path, *arguments: str) -> Any:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(Path(support).parents[1]), *sys.path]), "TRITON_CACHE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
 @pytest.mark.timeout(120)
 def test_what_a_builder_compiled_is_found_in_the_cache(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(Path(support).parents[1]), *sys.path]), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [True, False, False], "by a builder; unknown to it; after it was closed"
+    assert said_by(PROGRAM, tmp_path) == [True, False, False], "by a builder; unknown to it; after it was closed"
+
+
+@pytest.mark.timeout(120)
+def test_a_kernel_may_be_looked_for_or_built_without_being_launched(tmp_path: Path) -> None:
+    assert said_by(LATER, tmp_path) == FOUND
+
+
+IDENTITIES = """
+import json, sys
+from importlib import import_module
+from headrace.builder_program import do_without_torch
+if "without" in sys.argv:
+    do_without_torch()
+kernels = import_module("headrace.kernels.triton.toolchain").prepare_identities()
+real = hasattr(sys.modules["torch"], "__version__")
+json.dump([real, sorted((each.fn.__module__, each.fn.__name__, each.cache_key) for each in kernels)], sys.stdout)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_builder_has_no_torch_and_knows_every_kernel_by_the_same_identity(tmp_path: Path) -> None:
+    """Else what it compiles is not found by who ordered it."""
+    (real, kernels), (stands_in, known) = said_by(IDENTITIES, tmp_path), said_by(IDENTITIES, tmp_path, "without")
+    assert (real, stands_in) == (True, False)
+    assert kernels == known and len(kernels) > 50
+
+
+def test_modules_that_mind_the_absence_of_torch_are_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace import builder_program
+
+    class Started(BaseException):
+        pass
+
+    def imported(name: str) -> object:
+        raise TypeError("no class of numbers")
+
+    def become(*words: object) -> None:
+        raise Started(*words)
+
+    monkeypatch.setattr(builder_program, "do_without_torch", lambda: None)
+    monkeypatch.setattr(builder_program, "import_module", imported)
+    monkeypatch.setattr(os, "execv", become)
+    with pytest.raises(Started) as started:
+        builder_program.main(["3", "5"])
+    assert started.value.args == (sys.executable, [sys.executable, "-P", "-m", "headrace.kernels.triton.builder", "3", "5"])
 
 
 def test_an_order_is_one_line_that_says_the_same_when_read() -> None:

@@ -69,14 +69,19 @@ def test_one_that_dies_fails_its_order_and_later_ones_go_to_the_others() -> None
     made.close()
 
 
-def test_closing_lets_go_of_who_waits() -> None:
-    made, done = Builders(1), []
+def test_closing_lets_go_of_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, done, killed = Builders(1), [], list[int]()
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, signal: killed.append(group) or kill(group, signal))
     waiting = threading.Thread(target=lambda: done.append(made.build("hang")))
     waiting.start()
     time.sleep(0.05)
+    assert not made.closed
     made.close()
     waiting.join(5)
-    assert done == [False]
+    assert done == [False] and made.closed
+    made.close()
+    assert killed == [made._process.pid], "once: later that number may be another's"
 
 
 def state_of(entry: Path) -> list[str]:

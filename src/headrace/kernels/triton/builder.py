@@ -1,6 +1,6 @@
 """A program that compiles kernels into Triton's cache, for a start elsewhere (builders.py). It needs no device and looks at none.
 
-``python -m headrace.kernels.triton.builder SOCKET …``: the numbers of inherited sockets. One process is forked for each, once everything is
+``python -m headrace.builder_program SOCKET …``: the numbers of inherited sockets. One process is forked for each, once everything is
 imported; it reads one order a line, answers it with DONE or anything else, and ends when the other side has closed its socket.
 
 What lives here: orders, written and carried out. What may not: who needs a kernel, launching.
@@ -83,10 +83,15 @@ def _fork(numbers: list[int], mine: int) -> None:
         os._exit(status)
 
 
-def main(numbers: list[int]) -> None:
-    triton_key()  # what every compilation finds once for its process: a hash of the compiler's files, its front end's modules, identities
+def prepare() -> None:
+    """What every compilation finds once for its process, but for the hash of the compiler's files."""
     import_module("triton.compiler.code_generator")
     prepare_identities()
+
+
+def main(numbers: list[int]) -> None:
+    triton_key()
+    prepare()
     for mine in numbers:
         _fork(numbers, mine)
     for number in numbers:

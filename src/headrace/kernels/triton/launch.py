@@ -16,13 +16,18 @@ memory or in clusters, another version of Triton.
 Arguments that are no constants are given by position. One check of Triton's is made at a key's first launch alone: that globals have not
 changed. Tensors must be where the device can read them, which is not looked at.
 
+A thread may ask for less than launches: that kernels are found and not compiled (``finding``), or compiled and loaded and not launched
+(``building``); then tensors may be anywhere, as long as they are like those that will come.
+
 What lives here: the decorator for kernels that are launched. What may not: kernels, judging errors (toolchain.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,16 +35,28 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor, nn
 from triton import knobs
-from triton.compiler import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compile
 from triton.compiler.compiler import max_shared_mem
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.builders import Builders
 from headrace.kernel_launcher import kernel_launcher
+from headrace.kernels.later import Ended, Missing
 from headrace.kernels.triton.builder import Order, write
 
+
+class Aim(Enum):
+    """What calling a kernel is to bring about."""
+
+    LAUNCH = 0
+    FIND = 1  # a launch, if nothing has to be compiled for it
+    BUILD = 2  # that it can be launched
+
+
 BUILDERS: ContextVar[Builders | None] = ContextVar("BUILDERS", default=None)  # who compiles what is launched here for the first time
+_AIM: ContextVar[Aim] = ContextVar("AIM", default=Aim.LAUNCH)
 Grid = tuple[int, ...]
 Arguments = tuple[Any, ...]
 Launch = Callable[[Grid, Arguments, Mapping[str, Any]], Any]
@@ -64,9 +81,24 @@ def launchable(*, do_not_specialize: Iterable[str] = (), do_not_specialize_on_al
     return decorate
 
 
+@contextmanager
+def aiming(aim: Aim) -> Iterator[None]:
+    """What this thread calls within."""
+    before = _AIM.set(aim)
+    try:
+        yield
+    finally:
+        _AIM.reset(before)
+
+
 def dependent(programmatic: bool) -> dict[str, Any]:
     """The option with which a kernel may begin while the one before still runs; it waits for it itself (programmatic dependent launch)."""
     return {"launch_pdl": True} if programmatic else {}
+
+
+def can_come_later() -> bool:
+    """Whether ``aiming`` holds for what is launched here."""
+    return not knobs.runtime.interpret and triton.__version__.startswith(_KNOWN_VERSION)
 
 
 class Known(NamedTuple):
@@ -93,17 +125,20 @@ class Kernel(JITFunction):
         launch = self._layouts.get(layout)
         if launch is None:
             launch = self._layouts[layout] = create_launch(self, arguments, named) or self.launch_plainly
+        if _AIM.get() is Aim.BUILD:
+            return launch.prepare(arguments, named) if isinstance(launch, Layout) else self.build(arguments, named)
         return launch(grid, arguments, named)
 
     def _do_compile(self, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *rest: Any) -> Any:
         """In a process that compiles for this one, where there is one; then Triton finds it in its cache."""
-        builders = BUILDERS.get()
-        if builders is not None and triton.__version__.startswith(_KNOWN_VERSION):
-            target = self.device_caches[device][2]
+        builders, target = BUILDERS.get(), self.device_caches[device][2]
+        if _AIM.get() is Aim.FIND:
+            _look_for(ASTSource(self, signature, constants, attributes), target, options)
+        elif builders is not None and triton.__version__.startswith(_KNOWN_VERSION):
             named = (knobs.cache.dir, (target.backend, target.arch, target.warp_size), self.fn.__module__, self.fn.__name__)
             order = write(Order(*named, signature, constants, attributes, options.__dict__))
-            if order is not None:
-                builders.build(order)
+            if order is not None and not builders.build(order) and builders.closed and _AIM.get() is Aim.BUILD:
+                raise Ended
         return super()._do_compile(key, signature, device, constants, options, attributes, *rest)
 
     def build(self, arguments: Arguments, named: Mapping[str, Any]) -> Any:
@@ -113,6 +148,16 @@ class Kernel(JITFunction):
     def launch_plainly(self, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
         """Triton's own way."""
         return self.run(*arguments, grid=grid, warmup=False, **named)
+
+
+def _look_for(source: ASTSource, target: GPUTarget, options: Any) -> None:
+    """Raises Missing where the compiler does not find it in its cache."""
+
+    def refuse(*_: Any) -> None:
+        raise Missing
+
+    source.make_ir = refuse  # what compiling begins with
+    compile(source, target=target, options=options.__dict__)
 
 
 def create_launch(kernel: Kernel, arguments: Arguments, named: Mapping[str, Any]) -> Launch | None:
@@ -171,13 +216,20 @@ class Layout:
         pointers = [arguments[at].data_ptr() for at in self._pointers]
         device = driver.active.get_current_device()
         key = (device, *named.values(), *self._constants(arguments), *self._facts(arguments, pointers))
-        known = self._table.get(key)
+        known = self._table.get(key) or self._learn(key, arguments, named)
         if known is None:
-            return self._learn(key, grid, arguments, named)
+            return self._kernel.launch_plainly(grid, arguments, named)
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
         known.run(known.described, x, y, z, stream, *self._passed(arguments, pointers, known.maps))
         return known.compiled
+
+    def prepare(self, arguments: Arguments, named: Mapping[str, Any]) -> None:
+        """What a launch of arguments like these would do first."""
+        pointers = [arguments[at].data_ptr() for at in self._pointers]
+        key = (driver.active.get_current_device(), *named.values(), *self._constants(arguments), *self._facts(arguments, pointers))
+        if key not in self._table:
+            self._learn(key, arguments, named)
 
     def _is_unusual(self, arguments: Arguments) -> bool:
         """Integers of other widths; somebody who wants to hear of launches."""
@@ -208,15 +260,14 @@ class Layout:
                 passed[at : at + 1] = parts
         return passed
 
-    def _learn(self, key: Arguments, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:
-        """The first launch of a key."""
+    def _learn(self, key: Arguments, arguments: Arguments, named: Mapping[str, Any]) -> Known | None:
+        """The first launch of a key. None: it has to go Triton's own way."""
         known = known_of(self._kernel.build(arguments, named), len(self._kernel.params) - len(arguments))
-        if known is None:
-            return self._kernel.launch_plainly(grid, arguments, named)
-        if len(self._table) >= _MOST_KEYS:
-            self._table.clear()
-        self._table[key] = known
-        return self(grid, arguments, named)
+        if known is not None:
+            if len(self._table) >= _MOST_KEYS:
+                self._table.clear()
+            self._table[key] = known
+        return known
 
 
 def _getter(places: Sequence[int]) -> Callable[[Arguments], Arguments]:
