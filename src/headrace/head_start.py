@@ -49,8 +49,20 @@ class HeadStart:
     def has_built(self) -> None:
         """Every kernel is in Triton's cache now: the next start needs no processes, and those of this one are gone before it is ready."""
         self._end_builders()
-        with suppress(OSError):
-            self._mark.touch()
+        self._leave_mark()
+
+    def hand_over(self) -> Callable[[bool], None]:
+        """The processes, to somebody who has work for them when the start is over: what is to be called once there is none, and with whether
+        every kernel is in the cache then."""
+        builders, self.builders = self.builders, None
+
+        def end(built: bool) -> None:
+            if builders is not None:
+                builders.close()
+            if built:
+                self._leave_mark()
+
+        return end
 
     def __enter__(self) -> HeadStart:
         return self
@@ -58,6 +70,10 @@ class HeadStart:
     def __exit__(self, *_: object) -> None:
         """The start is over."""
         self._end_builders()
+
+    def _leave_mark(self) -> None:
+        with suppress(OSError):
+            self._mark.touch()
 
     def _end_builders(self) -> None:
         builders, self.builders = self.builders, None

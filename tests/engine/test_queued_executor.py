@@ -257,3 +257,31 @@ def test_a_masked_step_that_fails_does_so_at_its_collect_and_takes_the_next_with
     again = executor.submit(masked(2))
     executor.sample(again, TokenMasks())
     assert executor.collect(again).step_id == 2
+
+
+class Late:
+    """Kernels that steps do without until ``there``."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.closed = 0
+
+    def without(self, plan: StepPlan) -> StepPlan:
+        return replace(plan, shared_tokens=0)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_steps_do_without_kernels_that_are_still_to_come(calls: list[str]) -> None:
+    runner, late, given = LateRunner(), Late(), list[int | None]()
+    runner.launch = lambda plan: given.append(plan.shared_tokens) or SimpleNamespace(step=SimpleNamespace(plan=plan))  # type: ignore[assignment, func-returns-value, return-value]
+    executor = QueuedExecutor(runner, info_of(2, 4, 4, 16), lambda: None, late)  # type: ignore[arg-type]
+    executor.submit(StepPlan(0, shared_tokens=4096))
+    late.there = True
+    executor.submit(StepPlan(1, shared_tokens=4096))
+    late.there = False  # nobody looks any more
+    executor.submit(StepPlan(2, shared_tokens=4096))
+    assert given == [0, 4096, 4096]
+    executor.close()
+    assert late.closed == 1

@@ -13,8 +13,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 VARIANTS = {  # variants of the decode kernel, the prefill kernel and the plan that any steps of a model need
-    "attention, variants": (2, 1, 2),  # few sequences, many
-    "attention, variants with windows": (4, 2, 3),  # no cascade through a window
+    "attention, variants": (3, 1, 2),  # few sequences, many, many that may share keys
+    "attention, variants with windows": (5, 2, 3),  # no cascade through a window
     "attention, variants without a cascade": (2, 1, 1),
     "attention, variants to the bit": (0, 1, 0),
 }
@@ -38,7 +38,7 @@ def kernels() -> dict[str, dict[str, int]]:
 @cache
 def variants() -> list[dict[str, dict[str, int]]]:
     """How many of each kernel a model's steps need: of attention, and of experts and picks."""
-    return offline.found(("triton_offline", *VARIANTS), ("triton_variants",))
+    return offline.found(("triton_offline", *VARIANTS, "attention, later"), ("triton_variants",))
 
 
 @pytest.mark.timeout(120)
@@ -48,6 +48,13 @@ def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
     for case, counts in VARIANTS.items():
         for kernel, count in zip(("_decode_kernel", "_prefill_kernel", "_plan_kernel"), counts, strict=True):
             assert found[f"{case}: {kernel}"] == {"variants": count, "new": 0}, (case, kernel)
+
+
+@pytest.mark.timeout(120)
+def test_what_comes_later_of_attention_is_what_steps_with_shared_keys_alone_need() -> None:
+    found, _ = variants()
+    for kernel, count in (("_decode_kernel", 1), ("_plan_kernel", 1), ("_prefill_kernel", 0)):
+        assert found[f"attention, later: {kernel}"] == {"later": count, "of others": 0, "otherwise": 0}
 
 
 @pytest.mark.timeout(120)

@@ -181,9 +181,40 @@ def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ..
     shipped = torch.zeros(at + 2 * count + 1, dtype=torch.int32)
     table = torch.zeros(count, draw.choice((1, 2, 7, 16, 48)), dtype=torch.int32)
     q, cache = torch.empty(tokens, 12, 64, dtype=torch.bfloat16)[:, :8], torch.empty(3, 5, 2, 2, 128, 64, dtype=torch.bfloat16)
-    inputs = AttentionInputs(table, shipped[at : at + count + 1], shipped[at + count + 1 :], torch.zeros(tokens), 128, longest, 100_000)
+    lengths_of = table, shipped[at : at + count + 1], shipped[at + count + 1 :], torch.zeros(tokens)
+    inputs = AttentionInputs(*lengths_of, 128, longest, 100_000, draw.choice((None, 0)))
     for window, layer in product(windows, range(2)):
         attend(q, cache[:, layer, 0], cache[:, layer, 1], inputs, 0.125, window, soft_cap)
+
+
+def attention_later() -> dict[str, dict[str, int]]:
+    """Of the kernels that may come later: how many variants, how many others have the same, how many are built for other arguments than a
+    rehearsal launches them with; none of the device's memory is taken, which is ``meta`` here."""
+    from headrace.kernels.later import Later
+    from headrace.kernels.triton import decode, plan, prefill
+    from headrace.kernels.triton.attention import PagedAttention
+
+    kernels = {decode: "_decode_kernel", plan: "_plan_kernel", prefill: "_prefill_kernel"}
+    keys = {module: Keys(getattr(module, name)) for module, name in kernels.items()}
+    for module, name in kernels.items():
+        setattr(module, name, keys[module])
+
+    def asked(calls: list[Callable[[], object]]) -> list[set[str]]:
+        for each in keys.values():
+            each.seen.clear()
+        for call in calls:
+            call()
+        return [set(each.seen) for each in keys.values()]
+
+    here, there = (PagedAttention(128, 4, 132, False, True, device=device, cascade=True) for device in ("cpu", "meta"))
+    calls = here.rehearse(8, 128, (None, 512), None)
+    whole = asked([call for call in calls if isinstance(call, Later)])
+    others = asked([call for call in calls if not isinstance(call, Later)])
+    built = asked([call.build for call in there.rehearse(8, 128, (None, 512), None) if isinstance(call, Later)])
+    for module, name in kernels.items():
+        setattr(module, name, keys[module].kernel)
+    rows = zip(kernels.values(), whole, others, built, strict=True)
+    return {name: {"later": len(mine), "of others": len(mine & rest), "otherwise": len(mine ^ made)} for name, mine, rest, made in rows}
 
 
 def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
@@ -261,6 +292,7 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
     "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
     "attention, variants without a cascade": lambda: attention_variants(None, (None,), batch_invariant=False, cascade=False),
+    "attention, later": attention_later,
     "attention, variants to the bit": lambda: attention_variants(None, (None,), batch_invariant=True),
     "elementwise": lambda: elementwise(torch.bfloat16),
     "sampling": sampling,

@@ -74,13 +74,14 @@ def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelR
 
 
 def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
-    """Steps of many shapes: prompts, batches of every size, both together, all ways to sample."""
+    """Steps of many shapes: prompts, batches of every size, both together, all ways to sample; that may share keys, and that do not."""
     warm_up(runner, groups, LONGEST, thorough=True)
     for rows in (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 40):
         for tokens in (rows, rows + 1, rows + 15, rows + 16, rows * 7, TOKENS):
             limits = Limits(rows, tokens, 64, LONGEST)
-            rehearse(runner, decode_step(limits))
-            rehearse(runner, largest_step(limits))
+            for plan in (decode_step(limits), largest_step(limits)):
+                rehearse(runner, plan)
+                rehearse(runner, replace(plan, shared_tokens=None))
 
 
 def main(config: dict[str, Any], *, invariant: bool) -> None:

@@ -86,3 +86,17 @@ def test_builders_end_with_the_start_and_a_start_that_has_built_all_leaves_a_mar
     with head_start.HeadStart(tmp_path / "mark") as begun:
         assert begun.builders is None
     head_start.HeadStart(MARK).has_built()  # a cache that cannot be written is nobody's failure
+
+
+def test_builders_that_were_handed_over_end_when_they_are_told_and_leave_a_mark_if_all_is_built(
+    early: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(head_start.HeadStart, "_thread", lambda *_: None)
+    for built in (False, True):
+        builders = Told()
+        monkeypatch.setattr(head_start, "begin_builders", lambda mark, builders=builders: builders)
+        with head_start.HeadStart(tmp_path / "mark") as begun:
+            end = begun.hand_over()
+        assert builders.closed == 0, "the start is over, and they go on"
+        end(built)
+        assert builders.closed == 1 and (tmp_path / "mark").exists() is built

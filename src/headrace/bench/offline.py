@@ -56,6 +56,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     _check_positive(args, "num_prompts", "input_len", "output_len", "repeats")
     facts, sweep = facts_here(config.device.device, shape=_throughput_shape(args)), Sweep()
     with LLM.from_config(config) as llm:
+        llm.engine.await_kernels()
         _warm_up(llm, _fresh(args, llm.info.vocab_size, -1)[:4])
         runs = sweep.take(_timed(llm, _fresh(args, llm.info.vocab_size, repeat)) for repeat in range(args.repeats))
         records = llm.engine.recorder.records
@@ -127,6 +128,7 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     with LLM.from_config(config) as llm:
         vocab, lengths = llm.info.vocab_size, Lengths(args.input_len, args.output_len)
         batches = [random_dialogues(args.batch_size, lengths, vocab_size=vocab, seed=seed) for seed in range(args.num_iters_warmup + args.num_iters)]
+        llm.engine.await_kernels()
         for batch in batches[: args.num_iters_warmup]:
             _timed(llm, batch)
         taken = len(llm.engine.recorder.records)

@@ -36,6 +36,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     bare = process_memory()
     with LLM.from_config(config) as llm:
         say(f"{llm.info.model} loaded")
+        llm.engine.await_kernels()
         bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"])
         timed = [asdict(bench.measure(scaled(row, job["scale"]))) for row in select_rows(TIMED)]
         stepper = Stepper(llm.engine)

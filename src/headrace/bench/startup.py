@@ -128,6 +128,7 @@ def _figures(child: Mapping[str, Any]) -> dict[str, float]:
         **child["marks"],
         **stages,
         **ready,
+        **({} if child["all_kernels"] is None else {"every kernel there": child["all_kernels"]}),
         "slowest of the first 100 steps": found["slowest_step"],
         "steady step": found["steady_step"],
         "a first batch of 64": child["batch"][0],

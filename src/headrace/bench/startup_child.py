@@ -108,7 +108,16 @@ def main(begin: float, flags: Sequence[str]) -> dict[str, Any]:
         "ready": None if waited is None else opened + waited,
         "readiness": asdict(found),
         "batch": _batches(llm),
+        "all_kernels": _all_kernels(llm, begin, opened),
     }
+
+
+def _all_kernels(llm: LLM, begin: float, opened: float) -> float | None:
+    """When the last kernel was there, also of those that a start does not wait for; None: one is missing. A start after this finds them all."""
+    if not llm.engine.await_kernels():
+        return None
+    later = getattr(llm.engine.core.executor, "later", None)
+    return opened if later is None else max(opened, later.arrived - begin)
 
 
 def _rounds(llm: LLM) -> list[Round]:

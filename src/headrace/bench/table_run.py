@@ -36,6 +36,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     begin = time.perf_counter()
     with LLM.from_config(config) as llm:
         say(f"{llm.info.model} loaded in {time.perf_counter() - begin:.1f} s")
+        llm.engine.await_kernels()
         bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"])
         for row in rows:
             result["rows"].append(asdict(_measured(bench, row)))

@@ -29,6 +29,8 @@ from headrace.sampling_params import SamplingParams
 from headrace.torch_environment import prepare_for_torch
 from headrace.trace import StepTrace, TraceFile
 
+KERNEL_PATIENCE = 120.0  # seconds
+
 
 @dataclass(slots=True)
 class Engine:
@@ -42,6 +44,12 @@ class Engine:
     recorder: StepRecorder
     masks: GrammarMasks
     trace: StepTrace | None = None
+
+    def await_kernels(self, seconds: float = KERNEL_PATIENCE) -> bool:
+        """Whether every kernel is there, within that time, also those that the start did not wait for: for whoever measures or compares steps
+        from the first on. An executor whose start built them all has none of these."""
+        later = getattr(self.core.executor, "later", None)
+        return later is None or bool(later.wait(seconds))
 
     def close(self) -> None:
         self.masks.close()

@@ -3,19 +3,22 @@
 What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are (the registry).
 
 Each thread waits for a process that compiles for it, where there are such (builders.py), or compiles itself; weights load meanwhile. The
-longest rehearsals go first.
+longest rehearsals go first. Where there are such processes, kernels that steps can do without (later.py) are built when no other is
+waiting, and a start does not wait for them: it hands them over, with the threads, to whoever runs the steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,12 +26,16 @@ import torch
 from headrace.errors import ConfigError, HeadraceError
 from headrace.kernels import Kernels, Rehearsal
 from headrace.kernels.candidate import Sizes
+from headrace.kernels.later import Later, Missing
 
 _log = logging.getLogger(__name__)
 MAX_THREADS = 14
+_LEAVE = 2.0  # seconds for a thread whose compiler was ended
+_GLANCE = 0.02  # seconds after which one who waits for a thread looks whether he still should
 PATIENCE = 120.0  # seconds in which one kernel at least must get done; the slowest take a few
-# Operations whose kernels take longest to compile (measured on an H200's host), longest first.
-_LONGEST = ("paged_attention", "pick_tokens", "moe", "linear")
+# Operations whose kernels take longest to compile (as measured for an 8B model), longest first: 1.1 s, 1.1, 1.1, 1.0, 0.7, …, 0.3; others 0.1.
+_LONGEST = ("paged_attention", "decode_step", "pick_tokens", "rope_attention", "moe", "gated_linear", "fused_linear", "linear")
+_FIRST, _LAST, _NEVER = -1, len(_LONGEST) + 1, len(_LONGEST) + 2  # turns: what others wait for, what nobody waits for, a thread's end
 
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
@@ -38,34 +45,87 @@ class _Threads:
     """Daemon threads over one queue: a compiler that hangs keeps neither a start nor the end of the process waiting."""
 
     def __init__(self, count: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, tuple[Future[Any], Callable[[], Any]] | None]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._busy: dict[threading.Thread, Future[Any]] = {}
         self._threads = [threading.Thread(target=self._serve, name=f"headrace-compile-{index}", daemon=True) for index in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    def submit(self, call: Callable[..., Result], *arguments: Any, turn: int = _FIRST) -> Future[Result]:
+        """The lowest turn goes first; of equal ones, who came first."""
         future: Future[Result] = Future()
-        self._queue.put((future, lambda: call(*arguments)))
+        self._queue.put((turn, next(self._order), (future, lambda: call(*arguments))))
         return future
 
-    def close(self, seconds: float) -> None:
-        """Drops what has not begun; waits so long for what has."""
+    def end(self) -> None:
+        """When there is nothing left to do."""
+        for _ in self._threads:
+            self._queue.put((_NEVER, next(self._order), None))
+
+    def close(self, seconds: float, leaving: Collection[Future[Any]] = ()) -> None:
+        """Drops what has not begun; waits so long for what has, but for ``leaving``."""
         with suppress(queue.Empty):  # asked beforehand it may be empty a moment later: the threads take from it, too
             while True:
-                self._queue.get_nowait()
-        for _ in self._threads:
-            self._queue.put(None)
+                _, _, work = self._queue.get_nowait()
+                if work is not None:
+                    work[0].cancel()
+        self.end()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and self._busy.get(thread) not in leaving and time.monotonic() < deadline:
+                thread.join(min(_GLANCE, seconds))
 
     def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
+        thread = threading.current_thread()
+        while (work := self._queue.get()[2]) is not None:
             future, call = work
+            self._busy[thread] = future
             try:
                 future.set_result(call())
             except BaseException as error:  # whoever asks for the result gets it
                 future.set_exception(error)
+
+
+class Behind:
+    """Kernels that are still to come when a start is over, and the threads that see to them. ``end`` is called once, when all of them have
+    come, or nobody waits for them any more: with whether they are all there.
+    """
+
+    def __init__(self, coming: dict[str, Future[None]], threads: _Threads, end: Callable[[bool], object]) -> None:
+        self._coming = coming
+        self._threads = threads
+        self._end = end
+        self._ending = threading.Lock()
+        self._ended = False
+        self.there = False
+        self.arrived: float | None = None  # ``time.time()`` when they were
+        threads.end()
+        for each in coming.values():
+            each.add_done_callback(self._look)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether they all came within that time."""
+        wait(self._coming.values(), seconds)
+        self._look()
+        return self.there
+
+    def close(self) -> None:
+        """What has not come is dropped, and whoever compiles it ended."""
+        self._threads.close(0.0)
+        self._finish(there=False)
+        self._threads.close(_LEAVE)
+
+    def _look(self, _: object = None) -> None:
+        if all(each.done() for each in self._coming.values()):
+            self._finish(there=not any(each.cancelled() or each.exception() for each in self._coming.values()))
+
+    def _finish(self, *, there: bool) -> None:
+        with self._ending:
+            if not self._ended:
+                self._ended = True
+                self._end(there)
+                self.there, self.arrived = there, time.time() if there else None
 
 
 class CompileAhead(Generic[Prepared]):
@@ -84,11 +144,15 @@ class CompileAhead(Generic[Prepared]):
         threads: int | None = None,
         patience: float = PATIENCE,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        later: bool = False,
     ) -> None:
-        """Every rehearsal runs ``within`` its own of these."""
+        """Every rehearsal runs ``within`` its own of these. ``later``: what may come later does, unless it is found in a cache."""
         self._strict = strict
         self._patience = patience
         self._within = within
+        self._later = later
+        self._coming: dict[str, Future[None]] = {}  # what comes later
+        self._handed_over = False
         self._threads = _Threads(threads or min(MAX_THREADS, os.cpu_count() or 1))
         self._first: Future[Prepared] = self._threads.submit(prepare)
         self._sites = 0  # call sites seen
@@ -98,9 +162,10 @@ class CompileAhead(Generic[Prepared]):
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
         """``prepare`` runs before the first of these rehearsals, alone."""
         prepared = self._threads.submit(self._prepare, prepare)
-        for each in sorted(kernels.rehearsals(sizes, since=self._sites), key=_turn):
+        for each in kernels.rehearsals(sizes, since=self._sites):
             if each.name not in self._running:
-                self._running[each.name] = self._threads.submit(self._rehearse, each, prepared)
+                rehearse = self._find if self._later and isinstance(each.call, Later) else self._rehearse
+                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=_turn(each))
         self._sites = len(kernels.choices)
 
     @property
@@ -117,9 +182,21 @@ class CompileAhead(Generic[Prepared]):
         self._wait(leaving=0)
         return {name: rehearsed.result() for name, rehearsed in self._running.items()}
 
+    @property
+    def coming(self) -> tuple[str, ...]:
+        """What is not built when ``finish`` has returned."""
+        return tuple(self._coming)
+
+    def hand_over(self, end: Callable[[bool], object]) -> Behind:
+        """What is ``coming``, to somebody who closes it. ``end``: see there."""
+        self._handed_over = True
+        return Behind(self._coming, self._threads, end)
+
     def close(self) -> None:
-        """Drops what has not begun, and waits for what has, but for a compiler that hangs."""
-        self._threads.close(0.0 if self._hangs else self._patience)
+        """Drops what has not begun, and waits for what has, but for a compiler that hangs and for what comes later. Nothing that was handed
+        over."""
+        if not self._handed_over:
+            self._threads.close(0.0 if self._hangs else self._patience, tuple(self._coming.values()))
 
     # --- parts
 
@@ -148,6 +225,24 @@ class CompileAhead(Generic[Prepared]):
             if self._strict:
                 raise
             _log.exception("kernels could not be made ready to be built in several threads; they are built all the same")
+
+    def _find(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
+        """A rehearsal with what a cache holds; where that lacks the kernel, it comes later."""
+        assert isinstance(rehearsal.call, Later)
+        try:
+            return self._rehearse(replace(rehearsal, call=rehearsal.call.find), prepared)
+        except Missing:
+            self._coming[rehearsal.name] = self._threads.submit(self._build, rehearsal.name, rehearsal.call, turn=_LAST)
+            return 0.0
+
+    def _build(self, name: str, later: Later) -> None:
+        """Steps do without what raises here, so this is all that is heard of it."""
+        try:
+            with torch.inference_mode(), self._within():
+                later.build()
+        except Exception:
+            _log.exception("%s: the kernel cannot be built; steps go on without it%s", name, " (--strict-kernels)" if self._strict else "")
+            raise
 
     def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
         prepared.result()

@@ -18,6 +18,7 @@ from headrace.engine.executor import ExecutorInfo, Ticket
 from headrace.errors import StepFailed
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.failure import failure_of
+from headrace.worker.later import LaterKernels
 from headrace.worker.model_runner import Launched, Sampled
 
 _log = logging.getLogger(__name__)
@@ -40,10 +41,12 @@ class QueuesPlans(Protocol):
 class QueuedExecutor:
     """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every one submitted
     after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops it); that calls
-    ``restore`` first, with nothing of the failed step left on the device."""
+    ``restore`` first, with nothing of the failed step left on the device. ``later``: kernels that are still to come, which are its own now."""
 
-    def __init__(self, runner: QueuesPlans, info: ExecutorInfo, restore: Callable[[], None]) -> None:
+    def __init__(self, runner: QueuesPlans, info: ExecutorInfo, restore: Callable[[], None], later: LaterKernels | None = None) -> None:
         self.info = info
+        self.later = later
+        self._lacks = later is not None
         self._restore = restore
         self._runner: QueuesPlans | None = runner  # None: closed
         self._broken = False
@@ -53,6 +56,8 @@ class QueuedExecutor:
     def submit(self, plan: StepPlan) -> Ticket:
         assert self._runner is not None, "a closed executor runs nothing"
         assert self._launched is None, "a step waits for its masks"
+        if self._lacks:
+            plan = self._without(plan)
         if plan.masked:
             self._launched = plan, self._guarded(plan, self._runner.launch_forward)
         else:
@@ -87,8 +92,15 @@ class QueuedExecutor:
         self._queued.clear()
         self._launched = None
         self._runner = None
+        if self.later is not None:
+            self.later.close()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def _without(self, plan: StepPlan) -> StepPlan:
+        assert self.later is not None
+        self._lacks = not self.later.there
+        return self.later.without(plan) if self._lacks else plan
 
     def _guarded(self, plan: StepPlan, launch: Callable[[StepPlan], T]) -> T | StepFailed:
         if self._broken:

@@ -98,4 +98,5 @@ def _plan(counts: list[int], params: list[SamplingParams]) -> StepPlan:
         sample_work=rows,
         sample_rows=rows,
         prompt_logprobs=(0,) if params[0].prompt_logprobs is not None else (),
+        shared_tokens=0,  # its kernels may still be missing; what it keeps beside what is there anyway are some KiB
     )

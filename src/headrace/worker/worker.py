@@ -38,6 +38,7 @@ from headrace.worker.allotment import Allotment, allocate_kv, create_demand
 from headrace.worker.arena import create_arena
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import process_memory
+from headrace.worker.later import LaterKernels
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.memory import KVPlan, row_bytes
 from headrace.worker.model_runner import ModelRunner
@@ -227,7 +228,7 @@ class _Start:
             self._meanwhile()
         else:
             self._ahead.finish(self._meanwhile)
-        if self._head_start is not None:
+        if self._head_start is not None and not (self._ahead is not None and self._ahead.coming):
             self._head_start.has_built()
         self._stages.done("kernels waited for")
         self._multiply(decoder, [size for size in sizes if size <= ours])
@@ -305,12 +306,19 @@ class _Start:
             start_seconds=self._stages.seconds,
         )
         if self._cuda:
-            return QueuedExecutor(runner, info, self._allotment.restore)
+            return QueuedExecutor(runner, info, self._allotment.restore, self._later_kernels())
         return LocalExecutor(runner, info, overlap=self._setting.overlap, threads=self._setting.threads)
+
+    def _later_kernels(self) -> LaterKernels | None:
+        """What the start did not wait for."""
+        if self._ahead is None or self._head_start is None or not self._ahead.coming:
+            return None
+        return LaterKernels(self._ahead.hand_over(self._head_start.hand_over()))
 
 
 def create_ahead(device: torch.device, *, strict: bool, builders: Builders | None = None) -> CompileAhead[tuple[str, str | None]] | None:
-    """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for them."""
+    """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for them; without, nothing
+    comes later: steps and a compiler in one process take turns."""
     if device.type != "cuda" or triton.missing(device) is not None:
         return None
 
@@ -320,7 +328,7 @@ def create_ahead(device: torch.device, *, strict: bool, builders: Builders | Non
             triton.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict, within=partial(triton.built_by, builders))
+    return CompileAhead(prepare, strict=strict, within=partial(triton.built_by, builders), later=builders is not None)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

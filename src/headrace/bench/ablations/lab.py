@@ -17,7 +17,6 @@ from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.core import EngineCore
 from headrace.techniques import Technique
-from headrace.worker.later import await_kernels
 
 MODES = ("off", "on")
 Settings = Mapping[str, Any]  # config paths → values, such as {"scheduler.max_num_seqs": 8}
@@ -100,7 +99,7 @@ class Lab:
         engine = create_engine(with_values(self.config, {self.technique.switch: value, **(settings or {})}), with_tokenizer=False)
         self.choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
-            await_kernels(engine.core.executor)
+            engine.await_kernels()
             drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
             yield engine
         finally:

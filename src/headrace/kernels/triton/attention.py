@@ -18,14 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda.prefill import Prompts, why_not
+from headrace.kernels.later import Later
 from headrace.kernels.triton import decode, plan, prefill
 from headrace.kernels.triton.cascade import Common, make_common
+from headrace.kernels.triton.launch import Aim, aiming, can_come_later
 from headrace.kernels.triton.sharing import FEWEST, LEAST_SAVED
 from headrace.layers.inputs import AttentionInputs
 
@@ -180,41 +183,69 @@ class PagedAttention:
     def rehearse(self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a few tokens of its own.
 
-        They share nothing, so threads may make them at once. Those that take longest to compile come first. ``windows`` of all layers; how
-        many sequences a step has makes no difference.
+        They share nothing, so threads may make them at once. Those that take longest to compile come first; those for keys that sequences
+        share, which steps can do without, may come later. ``windows`` of all layers; how many sequences a step has makes no difference.
         """
-        many, kinds = _rows(self.group) // self.group + 1, {window is not None: window for window in windows}.values()
+        kinds = {window is not None: window for window in windows}.values()
         return [
-            self._rehearsal(q_heads, block_size, window, soft_cap, sequences, length, planned=planned)
-            for sequences, length, planned in ((FEWEST, 1, True), (FEWEST, 1, False), (1, 1, True), (1, many, True), (1, 1, False))
+            self._waits(call) if case.sharing else partial(call, self.device)
+            for case in self._cases(block_size)
             for window in kinds
-            if length == many or not self.batch_invariant
+            if not (case.sharing and window is not None)
+            for call in (partial(self._rehearsed, q_heads, block_size, window, soft_cap, case),)
         ]
 
-    def _rehearsal(
-        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, sequences: int, length: int, *, planned: bool
-    ) -> Callable[[], object]:
-        """``planned``: over an empty plan; else the plan alone is made."""
+    def _cases(self, block_size: int) -> list[_Case]:
+        """Many sequences are computed in tiles of their own, whether they share keys or not."""
+        long = _Case(1, _rows(self.group) // self.group + 1)
+        if self.batch_invariant:
+            return [long]
+        few, many = (decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=each) for each in (False, True))
+        shared = [_Case(FEWEST, 1, sharing=True)] if self._ticket is not None and plan.may_group(FEWEST, self.group) else []
+        attended = [*shared, *([] if few == many else [_Case(FEWEST, 1)]), _Case(1, 1), long]
+        planned = [*shared, *([] if few.keys == many.keys else [_Case(FEWEST, 1)]), _Case(1, 1)]
+        return [*attended, *(replace(each, planned=False) for each in planned)]
 
-        def launch() -> object:
-            alone = replace(self)  # with scratch memory of its own
-            kv_heads, tokens = q_heads // self.group, sequences * length
-            blocks = -(-length // block_size)
-            cache = torch.zeros((blocks, 1, 2, kv_heads, block_size, self.head_dim), dtype=self.dtype, device=self.device)
-            q = torch.zeros((tokens, q_heads + 2 * kv_heads, self.head_dim), dtype=self.dtype, device=self.device)[:, :q_heads]
-            starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=self.device)
-            contexts = torch.full((sequences,), length, dtype=torch.int32, device=self.device)
-            table = torch.arange(blocks, dtype=torch.int32, device=self.device).repeat(sequences, 1)
-            slots = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-            inputs = AttentionInputs(table, starts, contexts, slots, block_size, length, length)
-            few, tiles = _rows(self.group) // self.group, decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=sequences >= FEWEST)
-            programs = tiles.programs * self.processors
-            if not planned:
-                return plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, alone._ticket)
-            alone._plans[window] = inputs, plan.empty_plan(inputs, window, programs, self.group, alone._ticket)
-            return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap)
+    def _waits(self, call: Callable[[torch.device | str], object]) -> Callable[[], object]:
+        now = partial(call, self.device)
+        return Later(now, partial(_within, Aim.FIND, now), partial(_within, Aim.BUILD, partial(call, "cpu"))) if can_come_later() else now
 
-        return launch
+    def _rehearsed(
+        self, q_heads: int, block_size: int, window: int | None, soft_cap: float | None, case: _Case, device: torch.device | str
+    ) -> object:
+        """``device``: where its tensors are made."""
+        alone = replace(self, device=device)  # with scratch memory of its own
+        kv_heads, length, tokens = q_heads // self.group, case.length, case.sequences * case.length
+        blocks = -(-length // block_size)
+        cache = torch.zeros((blocks, 1, 2, kv_heads, block_size, self.head_dim), dtype=self.dtype, device=device)
+        q = torch.zeros((tokens, q_heads + 2 * kv_heads, self.head_dim), dtype=self.dtype, device=device)[:, :q_heads]
+        starts = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+        contexts = torch.full((case.sequences,), length, dtype=torch.int32, device=device)
+        table = torch.arange(blocks, dtype=torch.int32, device=device).repeat(case.sequences, 1)
+        slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+        inputs = AttentionInputs(table, starts, contexts, slots, block_size, length, length, LEAST_SAVED if case.sharing else 0)
+        few, many = _rows(self.group) // self.group, case.sequences >= FEWEST
+        tiles = decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=many)
+        programs = tiles.programs * self.processors
+        if not case.planned:
+            return plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, alone._ticket)
+        alone._plans[window] = inputs, plan.empty_plan(inputs, window, programs, self.group, alone._ticket)
+        return alone(q, cache[:, 0, 0], cache[:, 0, 1], inputs, 1.0, window, soft_cap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A rehearsed step. ``planned``: over an empty plan; else the plan alone is made. ``sharing``: as if sequences shared keys."""
+
+    sequences: int
+    length: int
+    planned: bool = True
+    sharing: bool = False
+
+
+def _within(aim: Aim, call: Callable[[], object]) -> object:
+    with aiming(aim):
+        return call()
 
 
 def create_paged_attention(site: Site) -> Callable[..., Tensor]:

@@ -1,0 +1,108 @@
+"""An engine that ends while kernels are still being built leaves no process and no thread behind, and does not wait for the compiler."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace.kernels as registry
+from headrace import builders, head_start
+from headrace.builders import Builders
+from headrace.head_start import HeadStart
+from headrace.kernels import Kernels
+from headrace.kernels.ahead import CompileAhead
+from headrace.kernels.candidate import Candidate, Sizes
+from headrace.kernels.later import Ended, Later, Missing
+from headrace.worker.later import LaterKernels
+
+SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
+# As headrace/builder_program.py, without a compiler: "hang" takes a minute.
+PROGRAM = """
+import os, socket, sys, time
+numbers = [int(each) for each in sys.argv[1:]]
+for mine in numbers:
+    if os.fork() == 0:
+        for number in numbers:
+            if number != mine:
+                os.close(number)
+        for line in socket.socket(fileno=mine).makefile("rb"):
+            time.sleep(60 if line == b"hang\\n" else 0.01)
+            os.write(mine, b"done\\n")
+        os._exit(0)
+for number in numbers:
+    os.close(number)
+for _ in numbers:
+    os.wait()
+"""
+
+
+def members_of(group: int) -> list[str]:
+    """Processes of a process group that are not just waiting to be reaped."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3] if entry.name.isdigit() else ("Z", "", "0")
+        except OSError:
+            continue
+        if int(its_group) == group and state != "Z":
+            found.append(entry.name)
+    return found
+
+
+def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
+    """A start that is over, with one kernel to come, for which ``order`` is given to a builder."""
+    said: list[str] = []
+
+    def find() -> None:
+        raise Missing
+
+    def build() -> None:
+        said.append("began")
+        if not made.build(order) and made.closed:
+            raise Ended
+        said.append("built")
+
+    candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: [("shared", Later(find, find, build))])
+    registry.CANDIDATES = {**registry.CANDIDATES, "rms_norm": (candidate,)}  # type: ignore[misc]
+    kernels = Kernels(torch.device("cpu"))
+    kernels.choose("rms_norm", dtype=torch.float32)
+    ahead = CompileAhead(lambda: None, strict=True, threads=3, later=True)
+    ahead.start(kernels, SIZES, lambda: None)
+    ahead.finish()
+    return ahead, said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("order", ["hang", "build"])
+def test_nothing_is_left_when_the_engine_is_closed(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fake_builder.py").write_text(PROGRAM.replace("\\\\", "\\"))
+    monkeypatch.setattr(builders, "_PROGRAM", "fake_builder")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(registry, "CANDIDATES", registry.CANDIDATES)
+    monkeypatch.setattr(head_start.HeadStart, "_thread", lambda *_: None)
+    made = Builders(2)
+    monkeypatch.setattr(head_start, "begin_builders", lambda mark: made)
+    with HeadStart(tmp_path / "mark") as begun:
+        ahead, said = started(made, order)
+        later = LaterKernels(ahead.hand_over(begun.hand_over()))
+        ahead.close()
+    group = made._process.pid
+    assert not made.closed and members_of(group), "the start is over, and they go on"
+    deadline = time.monotonic() + 20
+    while "began" not in said or (order == "build" and not later.there):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    begin = time.monotonic()
+    later.close()
+    assert time.monotonic() - begin < 2
+    assert later.there is (order == "build") is (tmp_path / "mark").exists()
+    assert made.closed and made._process.returncode is not None
+    while members_of(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    while any(thread.is_alive() for thread in ahead._threads._threads):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
