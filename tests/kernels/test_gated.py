@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,3 +164,22 @@ def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monke
         (kept,) = tmp_path.iterdir()
         kept.write_bytes(damage(kept.read_bytes()))
     assert len(made) == 4  # the first is whole
+
+
+def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another they took a cold start 1.8 s (8B), longer than any other kernel."""
+    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    meeting, loaded = threading.Barrier(2, timeout=5), list[object]()
+
+    def compiled(tile: Tile, activation: Activation) -> object:
+        meeting.wait()  # each waits for the other
+        return tile
+
+    monkeypatch.setattr(gated, "machine_code", compiled)
+    monkeypatch.setattr(gated, "Module", lambda code, device: SimpleNamespace(function=lambda *_: loaded.append(code) or code))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    for tiles in ((Tile(224), Tile(128)), (Tile(192), Tile(192))):
+        kernels = gated.Kernels(torch.device("cuda", 0))
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(lambda tile, kernels=kernels: kernels.function(tile, Activation.SILU), tiles)) == list(tiles)
+    assert sorted(tile.columns for tile in loaded) == [128, 192, 224]  # type: ignore[attr-defined]

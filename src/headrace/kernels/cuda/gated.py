@@ -66,10 +66,14 @@ class Kernels:
     def function(self, tile: Tile, activation: Activation) -> Function:
         """Raises CompileError, NotLoadable."""
         key = (tile, activation)
-        with self._lock:
-            if key not in self._functions:
-                self._functions[key] = Module(machine_code(*key), self.device).function(_NAME, _shared_bytes(tile.columns))
-            return self._functions[key]
+        found = self._functions.get(key)
+        if found is None:
+            code = machine_code(*key)  # several threads at once, each another one
+            with self._lock:
+                if key not in self._functions:
+                    self._functions[key] = Module(code, self.device).function(_NAME, _shared_bytes(tile.columns))
+                found = self._functions[key]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from torch import Tensor
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Site, Sizes
 from headrace.kernels.triton.candidates import can_chain
+from headrace.kernels.triton.sampling import pick_above
+from headrace.kernels.triton.thresholds import keep_thresholds
 from headrace.spec import attention_groups
 
 Calls = Iterator[tuple[str, Callable[[], object]]]
@@ -119,7 +121,8 @@ def linears(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
 
 def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
-    """Every way to sample, for one row up to as many as there can be: one after another where they share what is compiled."""
+    """Every way to sample, for one row up to as many as there can be: one after another where they share what is compiled. Filters and what
+    picks behind them are compiled side by side: together they would take longer than any other kernel."""
     vocab = sizes.spec.vocab_size
     counts = dict.fromkeys(min(count, sizes.max_num_seqs) for count in (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
@@ -130,8 +133,11 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
             return run(logits)
         if kind in ("chosen", "best"):
             return run(logits, whole, min(5, vocab) if kind == "best" else 0)
-        filters = (whole + 50, peak + 0.9, peak) if kind == "filtered" else None
-        return run(logits, peak, peak + 1.0, filters, whole, whole)
+        if kind == "filters":
+            return keep_thresholds(logits, whole + 50, peak + 0.9, peak, scale=(peak, peak + 1.0))
+        if kind == "filtered":
+            return pick_above(logits, (peak, peak + 1.0), peak, whole, whole, programmatic=can_chain(site))
+        return run(logits, peak, peak + 1.0, None, whole, whole)
 
     def pick_all(kinds: tuple[str, ...]) -> None:
         for kind in kinds:
@@ -140,7 +146,7 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
 
     together: dict[str, list[tuple[str, ...]]] = {
         "greedy_tokens": [("greedy",)],
-        "pick_tokens": [("random",), ("filtered",)],
+        "pick_tokens": [("filters",), ("random",), ("filtered",)],
         "score_tokens": [("chosen", "best")],
     }
     for kinds in together[site.op]:

@@ -224,7 +224,14 @@ def pick_tokens(
     """One token a row of softmax((logits − peak) / temperature) after min-p, top-k and top-p: [rows], int64. Scores are never stored."""
     heat = temperature.clamp(min=1e-5)
     thresholds = None if filters is None else keep_thresholds(logits, *filters, scale=(peak, heat))
-    return _launch(logits, (peak, heat), thresholds, seeds, positions, programmatic=programmatic)[1]
+    return pick_above(logits, (peak, heat), thresholds, seeds, positions, programmatic=programmatic)
+
+
+def pick_above(
+    logits: Tensor, scale: tuple[Tensor, Tensor], thresholds: Tensor | None, seeds: Tensor, positions: Tensor, *, programmatic: bool = False
+) -> Tensor:
+    """``pick_tokens`` behind its filters: of scores of at least the threshold. ``scale``: peak and temperature."""
+    return _launch(logits, scale, thresholds, seeds, positions, programmatic=programmatic)[1]
 
 
 def score_tokens(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
