@@ -33,8 +33,8 @@ from torch import Tensor
 from headrace.kernels.candidate import plainly_empty
 from headrace.worker.arena_plan import Plan, Use, plan
 
-_MOST_SIZES = 32  # numbers of rows of one trace whose views are kept
-_MOST_RECORDED = 64  # steps of one kind: one that never settles stays with torch's allocator
+_MOST_SIZES = 64  # numbers of rows of one trace whose views are kept
+_MOST_LEARNT = 256  # steps of one kind that said something new: one that never settles stays with torch's allocator, or with what is known
 _ROUNDING = 8  # plans are made for a number of rows that is at most an eighth larger
 
 Shape = tuple[int, ...]
@@ -46,9 +46,6 @@ class Rows:
 
     tokens: int
     wanted: int | None
-
-    def of(self, request: Request) -> int:
-        return self.tokens if self.wanted is None or not request.by_wanted else self.wanted
 
     def fits(self, other: Rows) -> bool:
         """Whether a plan for ``other`` serves."""
@@ -67,7 +64,8 @@ class Request:
     dtype: torch.dtype
 
     def bytes(self, rows: Rows) -> int:
-        return rows.of(self) * math.prod(self.row) * self.dtype.itemsize
+        count = rows.wanted if self.by_wanted and rows.wanted is not None else rows.tokens
+        return count * math.prod(self.row) * self.dtype.itemsize
 
 
 class Trace:
@@ -76,6 +74,8 @@ class Trace:
     def __init__(self, requests: tuple[Request, ...], ends: tuple[int | None, ...]) -> None:
         self.requests = requests
         self.ends = ends
+        self.dtypes = [request.dtype for request in requests]
+        self.strides = [tuple(math.prod(request.row[place:]) for place in range(len(request.row) + 1)) for request in requests]
         self._planned: tuple[Rows, Plan] | None = None
         self._results: OrderedDict[Rows, Results] = OrderedDict()
 
@@ -118,11 +118,11 @@ class Results:
     """What a step of so many rows asks for, and the places of it, as far as they have been asked for."""
 
     def __init__(self, trace: Trace, plan: Plan, rows: Rows) -> None:
-        self.shapes: list[Shape | None] = [(rows.of(request), *request.row) for request in trace.requests]
-        self.dtypes = [request.dtype for request in trace.requests]
-        self.offsets = [None if end is None else offset for offset, end in zip(plan.offsets, trace.ends, strict=True)]  # None: not planned
+        tokens, wanted = rows.tokens, rows.wanted or 0
+        self.shapes: list[Shape | None] = [(wanted if request.by_wanted else tokens, *request.row) for request in trace.requests]
         self.views: list[Tensor | None] = [None] * len(self.shapes)
         self.shapes.append(None)  # no shape is the one behind the last
+        self.offsets = plan.offsets
         self.size = plan.size
 
 
@@ -148,12 +148,11 @@ class Buffer:
         if self._device.type != "cpu" and self._storage is not None:
             self._storage.resize_(0)
 
-    def view(self, offset: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def view(self, offset: int, shape: Shape, strides: Shape, dtype: torch.dtype) -> Tensor:
         """While there is memory."""
         assert self._storage is not None, "nothing has been borrowed"
         if dtype not in self._whole:
             self._whole[dtype] = torch.empty(0, dtype=dtype, device=self._device).set_(self._storage, 0, (0,), (1,))
-        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         return self._whole[dtype].as_strided(shape, strides, offset // dtype.itemsize)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -194,9 +193,10 @@ class Planned:
         self.results = trace.results(rows)
         self._rows = rows
         self._buffer = buffer
-        self._shapes, self._dtypes, self._views = self.results.shapes, self.results.dtypes, self.results.views
+        self._shapes, self._dtypes, self._views = self.results.shapes, trace.dtypes, self.results.views
         self._at = 0
         self._given = 0
+        self._others: list[Request] = []  # asked for since something was not as expected
 
     @property
     def given(self) -> int:
@@ -206,7 +206,12 @@ class Planned:
     @property
     def as_expected(self) -> bool:
         """To the end."""
-        return self.given == len(self._views) and not self.differed
+        return self.given == len(self.trace.requests) and not self.differed
+
+    @property
+    def asked(self) -> tuple[Request, ...]:
+        """What the step really asked for."""
+        return (*self.trace.requests[: self.given], *self._others)
 
     def take(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         at = self._at
@@ -214,16 +219,17 @@ class Planned:
             self._at = at + 1
             view = self._views[at]
             return view if view is not None else self._first(at, shape, dtype, device)
-        if not self.differed and _by_wanted(shape, self._rows) is not None:
-            self.differed, self._given, self._at = True, at, len(self._views)  # where nothing is as expected
+        if (by_wanted := _by_wanted(shape, self._rows)) is not None:
+            if not self.differed:
+                self.differed, self._given, self._at = True, at, len(self._views)  # where nothing is as expected
+            self._others.append(Request(by_wanted, tuple(shape[1:]), dtype))
         return plainly_empty(shape, dtype, device)
 
     def _first(self, at: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         """With so many rows for the first time; of what outlives a step, each time."""
-        offset = self.results.offsets[at]
-        if offset is None:
+        if self.trace.ends[at] is None:
             return plainly_empty(shape, dtype, device)
-        view = self._views[at] = self._buffer.view(offset, shape, dtype)
+        view = self._views[at] = self._buffer.view(self.results.offsets[at], shape, self.trace.strides[at], dtype)
         return view
 
 
@@ -232,9 +238,9 @@ class Kind:
 
     def __init__(self) -> None:
         self._traces: list[Trace] = []
-        self._seen: dict[int, Trace | None] = {}  # by tokens; None: they did not follow what was expected
+        self._seen: dict[int, Trace | None] = {}  # by tokens; None: they did what no trace says
         self._tokens: list[int] = []  # ascending
-        self._recorded = 0
+        self._learnt = 0
 
     def expected(self, tokens: int) -> Trace | None:
         """What steps of so many are likely to follow; None: that is to be recorded."""
@@ -243,12 +249,11 @@ class Kind:
 
     @property
     def settled(self) -> bool:
-        """No step will be recorded any more."""
-        return self._recorded >= _MOST_RECORDED
+        """Nothing is learnt any more."""
+        return self._learnt >= _MOST_LEARNT
 
-    def learn(self, tokens: int, found: Trace) -> None:
-        self._recorded += 1
-        trace = next((known for known in self._traces if known.requests == found.requests), None)
+    def record(self, tokens: int, found: Trace) -> None:
+        trace = self._known(found.requests)
         if trace is None:
             self._traces.append(trace := found)
         trace.extend(found.ends)
@@ -257,10 +262,13 @@ class Kind:
             self._drop(near)
         self._put(tokens, trace)
 
-    def doubt(self, tokens: int) -> None:
-        """A step of so many tokens did something else."""
+    def correct(self, tokens: int, asked: tuple[Request, ...]) -> None:
+        """A step of so many tokens asked for something else than expected: for what another trace says, or what none does yet."""
         if not self.settled:
-            self._put(tokens, None)
+            self._put(tokens, self._known(asked))
+
+    def _known(self, requests: tuple[Request, ...]) -> Trace | None:
+        return next((trace for trace in self._traces if trace.requests == requests), None)
 
     def _nearest(self, tokens: int) -> int | None:
         at = bisect_left(self._tokens, tokens)
@@ -270,6 +278,7 @@ class Kind:
         if tokens not in self._seen:
             insort(self._tokens, tokens)
         self._seen[tokens] = trace
+        self._learnt += 1
 
     def _drop(self, tokens: int) -> None:
         self._tokens.remove(tokens)
@@ -324,9 +333,11 @@ class Arena:
                 self.buffer.give_back()
 
     def _begin(self, rows: Rows, kind: Kind) -> Recorded | Planned | None:
+        if rows.tokens == rows.wanted:  # nobody could tell which rows a result has
+            return None
         trace = kind.expected(rows.tokens)
         if trace is None:
-            return None if kind.settled or rows.tokens == rows.wanted else Recorded(rows)
+            return None if kind.settled else Recorded(rows)
         step = self.PLANNED(trace, rows, self.buffer)
         try:
             self.buffer.borrow(step.results.size)
@@ -338,14 +349,14 @@ class Arena:
     def _learnt(self, step: Recorded | Planned, rows: Rows, kind: Kind, result: Tensor) -> Tensor:
         if isinstance(step, Recorded):
             self.served.recorded += 1
-            kind.learn(rows.tokens, step.trace())
+            kind.record(rows.tokens, step.trace())
             return result
         self.served.results += step.given
         if step.as_expected:
             self.served.planned += 1
         else:
             self.served.differed += 1
-            kind.doubt(rows.tokens)
+            kind.correct(rows.tokens, step.asked)
         if self.buffer.holds(result):  # never, unless a result outlives a step that did not when it was recorded
             return result.clone()
         return result
