@@ -272,7 +272,6 @@ TECHNIQUES = (
         improves="host time of steps that no graph computes, and what they hold: a step's results lie in one buffer, planned by lifetime",
         off_means="each result is a request to torch's caching allocator, a few hundred a step",
         needs_gpu=True,
-        needs_gpu=True,
     ),
     Technique(
         name="batch_invariant",
