@@ -22,6 +22,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.garbage import no_collections
 from headrace.head_start import HeadStart, begin_head_start
 from headrace.metrics import StepRecorder
 from headrace.models.source import ModelSource
@@ -139,9 +140,10 @@ def _load(
     from headrace.worker.stages import Stages
 
     stages = Stages(RealClock())
-    from headrace.worker.meter import DeviceLimits, create_recorder
-    from headrace.worker.settings import has_room, resolve_device
-    from headrace.worker.worker import create_executor
+    with no_collections():  # torch makes 170,000 objects that stay
+        from headrace.worker.meter import DeviceLimits, create_recorder
+        from headrace.worker.settings import has_room, resolve_device
+        from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
