@@ -269,7 +269,7 @@ TECHNIQUES = (
         "(Pisarchyk and Lee 2020)",
         switch="device.activation_arena",
         off=False,
-        improves="host time of steps that no graph computes, and what they hold: a step's results lie in one buffer, planned by lifetime",
+        improves="ms to the first token of prompts that the host bounds: results of a step lie in one buffer, at places planned by lifetime",
         off_means="each result is a request to torch's caching allocator, a few hundred a step",
         needs_gpu=True,
     ),
