@@ -79,9 +79,9 @@ def test_cascade_beside_own_scores_that_no_float32_holds_powers_of() -> None:
     assert_close(case.run(kernel), case.run(reference.paged_attention), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 16), (2, 2, 16), (8, 1, 40)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 16), (2, 2, 16), (8, 1, 40), (32, 1, 16)])
 def test_cascade_of_other_heads_with_a_cap(heads: int, kv_heads: int, dim: int) -> None:
-    """33 sequences fill more than one chunk of 16 or 8, and part of one of 64."""
+    """33 sequences fill more than one chunk of 16, 8 or 2, and part of one of 64."""
     case = shared_case([(1, 129 + row % 3) for row in range(33)], [(range(33), 8)], heads=heads, kv_heads=kv_heads, dim=dim)
     got, kernel = attend(case, 4, soft_cap=5.0)
     assert_close(got, case.run(reference.paged_attention, None, 5.0), torch.bfloat16)
@@ -110,6 +110,19 @@ def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         assert_close(case.run(kernel), want, torch.bfloat16)
         assert kernel._common is not None and not kernel._common.tickets.any() and not kernel._scratch.tickets.any()
+
+
+@pytest.mark.parametrize("processors", [3, 9])
+def test_shared_keys_that_many_programs_read_are_added_up_part_by_part(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to nine parts of a pair: more than are added up at once, and not a multiple of that."""
+    monkeypatch.setattr(plan, "_LEAST_SHARED", 64)
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, processors)
+    case = shared_case([(1, 580 + row) for row in range(5)], [(range(5), 36)])
+    kernel = PagedAttention(16, 2, processors, False, cascade=True)
+    want = case.run(reference.paged_attention)
+    for _ in range(2):
+        assert_close(case.run(kernel), want, torch.bfloat16)
+        assert kernel._common is not None and not kernel._common.tickets.any()
 
 
 def test_the_deeper_group_is_taken_where_it_saves_more() -> None:

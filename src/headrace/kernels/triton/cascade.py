@@ -25,19 +25,21 @@ from torch import Tensor
 
 from headrace.kernels.triton.plan import FIELDS, SHARED_BEGIN, SHARED_CHUNK, SHARED_END, SHARED_SPAN
 from headrace.kernels.triton.prefill import accumulate, padded
-from headrace.kernels.triton.sharing import AHEAD, COUNT, FIRST, ORDER, PAIRS, ROWS, TOKENS
+from headrace.kernels.triton.sharing import AHEAD, COUNT, FIRST, ORDER, PAIRS, QUERY, ROWS, TOKENS
 
 
 @triton.jit
 def settle(
-    chunk, slot, head, arrives, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, ticket_ptr, shared_ptr, query_start_ptr,
+    chunk, slot, head, arrives, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, ticket_ptr, shared_ptr,
     span, shared_row, out_token, out_head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    MEMBERS: tl.constexpr, ROWS: tl.constexpr,
+    MEMBERS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One more part is there of (chunk, slot, head) [L], where it ``arrives`` [L]; what is complete now is added up."""
+    """One more part is there of (chunk, slot, head) [L], where it ``arrives`` [L]; what is complete now is added up. So many PARTS
+    are asked for together: one behind the other, each waits for its own read of the second-level cache."""
     tokens = tl.load(shared_ptr + TOKENS * shared_row + chunk, mask=arrives, other=BLOCK_N)
     ahead = tl.load(shared_ptr + AHEAD * shared_row + chunk, mask=arrives, other=0)
+    order = tl.load(shared_ptr + FIRST * shared_row + chunk, mask=arrives, other=0) + slot
     tiles = tokens // BLOCK_N
     origin = ahead // BLOCK_N * KV_HEADS + head * tiles
     first, last = origin // span, (origin + tiles - 1) // span  # programs with a part of the chunk
@@ -47,6 +49,7 @@ def settle(
     complete = arrives & (arrived == last - first + 1)
     if tl.sum(complete.to(tl.int32), 0) > 0:
         tl.store(ticket_ptr + place, 0, mask=complete)  # as the next launch wants it
+        token = tl.load(shared_ptr + QUERY * shared_row + order, mask=complete, other=0).to(tl.int64)
         member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         rows = complete[:, None] & (member < GROUP)[None, :]
         inside = rows[:, :, None] & (element < DIM)[None, None, :]
@@ -54,21 +57,30 @@ def settle(
         peak = tl.load(rest_peak_ptr + at, mask=rows, other=0.0, cache_modifier=".cg")
         total = tl.load(rest_ptr + at.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
         mass = tl.where(rows, 1.0, 1.0)
-        for some in range(tl.max(tl.where(complete, last - first + 1, 0), 0)):
-            program = first + some
-            there = rows & (program <= last)[:, None]
-            from_ = ((chunk * KV_HEADS + head + program) * ROWS + slot * GROUP)[:, None] + member[None, :]
-            here = tl.load(common_peak_ptr + from_, mask=there, other=float("-inf"), cache_modifier=".cg")
-            part_at = common_ptr + from_.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :]
-            part = tl.load(part_at, mask=inside & (program <= last)[:, None, None], other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(peak, here)
-            weight, keep = tl.exp2(here - higher), tl.exp2(peak - higher)
-            total = total * keep[:, :, None] + part * weight[:, :, None]
-            mass = mass * keep + weight
+        for some in range(0, tl.max(tl.where(complete, last - first + 1, 0), 0), PARTS):
+            if PARTS == 1:
+                program = first + some
+                there = rows & (program <= last)[:, None]
+                from_ = ((chunk * KV_HEADS + head + program) * ROWS + slot * GROUP)[:, None] + member[None, :]
+                here = tl.load(common_peak_ptr + from_, mask=there, other=float("-inf"), cache_modifier=".cg")
+                part_at = common_ptr + from_.to(tl.int64)[:, :, None] * BLOCK_D + element[None, None, :]
+                part = tl.load(part_at, mask=inside & (program <= last)[:, None, None], other=0.0, cache_modifier=".cg")
+                higher = tl.maximum(peak, here)
+                weight, keep = tl.exp2(here - higher), tl.exp2(peak - higher)
+                total = total * keep[:, :, None] + part * weight[:, :, None]
+                mass = mass * keep + weight
+            else:  # [L, PARTS, G, D]
+                program = first[:, None] + some + tl.arange(0, PARTS)[None, :]
+                there = (program <= last[:, None])[:, :, None] & rows[:, None, :]
+                from_ = (((chunk * KV_HEADS + head)[:, None] + program) * ROWS + (slot * GROUP)[:, None])[:, :, None] + member[None, None, :]
+                here = tl.load(common_peak_ptr + from_, mask=there, other=float("-inf"), cache_modifier=".cg")
+                part_at = common_ptr + from_.to(tl.int64)[:, :, :, None] * BLOCK_D + element[None, None, None, :]
+                part = tl.load(part_at, mask=there[:, :, :, None] & (element < DIM)[None, None, None, :], other=0.0, cache_modifier=".cg")
+                higher = tl.maximum(peak, tl.max(here, 1))
+                weight, keep = tl.exp2(here - higher[:, None, :]), tl.exp2(peak - higher)
+                total = total * keep[:, :, None] + tl.sum(part * weight[:, :, :, None], 1)
+                mass = mass * keep + tl.sum(weight, 1)
             peak = higher
-        order = tl.load(shared_ptr + FIRST * shared_row + chunk, mask=complete, other=0) + slot
-        sequence = tl.load(shared_ptr + ORDER * shared_row + order, mask=complete, other=0)
-        token = tl.load(query_start_ptr + sequence, mask=complete, other=0).to(tl.int64)
         at_out = (token * out_token)[:, None] + (head[:, None] * GROUP + member[None, :]) * out_head
         result = total / mass[:, :, None]
         tl.store(out_ptr + at_out[:, :, None] + element[None, None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -76,7 +88,7 @@ def settle(
 
 @triton.jit
 def attend_shared(
-    q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, plan_ptr, shared_ptr,
+    q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, shared_ptr,
     q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,8 +110,7 @@ def attend_shared(
         step = step % tiles
         stop = tl.minimum(tiles, step + end - at)
         live = (slot < count) & (lane < MEMBERS * GROUP)
-        sequence = tl.load(shared_ptr + ORDER * shared_row + first + slot, mask=live, other=0)
-        token = tl.load(query_start_ptr + sequence, mask=live, other=0).to(tl.int64)
+        token = tl.load(shared_ptr + QUERY * shared_row + first + slot, mask=live, other=0).to(tl.int64)
         inside = live[:, None] & (element < DIM)[None, :]
         q = tl.load(q_ptr + (token * q_token + (head * GROUP + lane % GROUP) * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
         table = table_ptr + tl.load(shared_ptr + ORDER * shared_row + first).to(tl.int64) * table_row
@@ -117,8 +128,7 @@ def attend_shared(
         member = tl.arange(0, MEMBERS)
         settle(
             chunk + member * 0, member, head + member * 0, member < count, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr,
-            ticket_ptr, shared_ptr, query_start_ptr, span, shared_row, out_token, out_head,
-            GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, BLOCK_N, MEMBERS, ROWS,
+            ticket_ptr, shared_ptr, span, shared_row, out_token, out_head, GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, BLOCK_N, MEMBERS, ROWS, 1,
         )  # fmt: skip
         at += stop - step
         chunk += ((stop == tiles) & (head + 1 == KV_HEADS)).to(tl.int32)

@@ -229,7 +229,7 @@ def _decode_kernel(
         gdc_wait()
     if CASCADE:
         attend_shared(
-            q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr,
+            q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, k_ptr, v_ptr, table_ptr,
             plan_ptr, shared_ptr, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row,
             scale, soft_cap, GROUP, KV_HEADS, SOFT_CAP, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M, PRECISION,
         )  # fmt: skip
@@ -280,22 +280,24 @@ def _decode_kernel(
             if tl.load(record + SHARED_LINE) > 0:
                 common_span = tl.load(record + SHARED_SPAN)
                 merged_first, merged_last = tl.sum(tl.where(which == 0, complete, 0), 0), tl.sum(tl.where(which == 1, complete, 0), 0)
+                AT_ONCE: tl.constexpr = 4 if BLOCK_D == 128 else 1  # parts; smaller heads have more pairs a program and gain nothing by it
+                SETTLED: tl.constexpr = COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)  # pairs: as many as registers hold
                 some, past = first_sequence * KV_HEADS + first_head, sequence * KV_HEADS + kv_head  # pairs before ``past`` are done with
                 continued = tl.where(first_step > 0, some, -1)
                 past += tl.where(past == some, tl.maximum(merged_first, merged_last), merged_last)  # a pair may begin before and end behind this span
                 while some < past:
-                    each = some + tl.arange(0, COMMON_M // BLOCK_G)
+                    each = some + tl.arange(0, SETTLED)
                     done = (each < past) & ((each != continued) | (merged_first > 0))
                     its = each // KV_HEADS
                     done = done & (own_keys(shared_ptr, shared_row, its, done, CASCADE) > 0)
                     settle(
                         tl.load(shared_ptr + CHUNK * shared_row + its, mask=done, other=0),
                         tl.load(shared_ptr + SLOT * shared_row + its, mask=done, other=0), each % KV_HEADS, done,
-                        out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, shared_ptr, query_start_ptr,
+                        out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, shared_ptr,
                         common_span, shared_row, out_token, out_head,
-                        GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M // BLOCK_G, COMMON_M,
+                        GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M // BLOCK_G, COMMON_M, AT_ONCE,
                     )  # fmt: skip
-                    some += COMMON_M // BLOCK_G
+                    some += SETTLED
     if PDL:
         gdc_launch_dependents()
 

@@ -207,7 +207,7 @@ def _plan_kernel(
     if last:
         if CASCADE:
             tl.store(ticket_ptr, 0)
-            most = form_groups(shared_ptr, sequences, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S, BLOCK_I)
+            most = form_groups(query_start_ptr, shared_ptr, sequences, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S, BLOCK_I)
             _cut_shared(plan_ptr, shared_ptr, sequences, sequences, programs, most, KV_HEADS, COMMON_N, LEAST_KEYS, BLOCK_S, BLOCK_I)
         line, longest = _measure(
             query_start_ptr, context_ptr, shared_ptr, ahead_ptr, sequences, sequences, few, window, CASCADE, WINDOW, BLOCK_N, BEGINNING, BLOCK_S

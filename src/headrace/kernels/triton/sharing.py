@@ -24,10 +24,12 @@ LEAST_SAVED = 1024  # tokens that need not be read again, or a group is not wort
 # Rows of what is found, [LINES, sequences] int32. Of each sequence: tokens it shares, its chunk, its place in it.
 OWN, CHUNK, SLOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Of each chunk: where its members begin in ORDER (sequences, by chunk), how many, shared tokens, those of chunks before it.
+# QUERY: the packed token of each sequence in ORDER.
 ORDER, FIRST, COUNT, TOKENS, AHEAD = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 # For itself: the block chosen; rank in the group, its size, its first member; chunks, members, tokens of groups before (of first members)
 _KEY, _RANK, _SIZE, _LEADER, _CHUNKS, _MEMBERS, _BEFORE = (tl.constexpr(row) for row in range(8, 15))
-LINES = 15
+QUERY = tl.constexpr(15)
+LINES = 16
 
 
 def members(group: int) -> int:
@@ -127,7 +129,7 @@ def _deal(
 
 
 @triton.jit
-def _seat(out_ptr, out_row, sequences, MEMBERS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _seat(query_start_ptr, out_ptr, out_row, sequences, MEMBERS: tl.constexpr, BLOCK_S: tl.constexpr):
     """Each sequence's chunk and place, and each chunk's description by its first member."""
     for some in range(0, sequences, BLOCK_S):
         each = some + tl.arange(0, BLOCK_S)
@@ -145,6 +147,7 @@ def _seat(out_ptr, out_row, sequences, MEMBERS: tl.constexpr, BLOCK_S: tl.conste
         tl.store(_line(out_ptr, out_row, CHUNK) + each, chunk, mask=seated)
         tl.store(_line(out_ptr, out_row, SLOT) + each, rank % MEMBERS, mask=seated)
         tl.store(_line(out_ptr, out_row, ORDER) + place, each, mask=seated)
+        tl.store(_line(out_ptr, out_row, QUERY) + place, tl.load(query_start_ptr + each, mask=seated, other=0), mask=seated)
         opens = seated & (rank % MEMBERS == 0)
         tl.store(_line(out_ptr, out_row, FIRST) + chunk, place, mask=opens)
         tl.store(_line(out_ptr, out_row, COUNT) + chunk, tl.minimum(size - rank, MEMBERS), mask=opens)
@@ -167,7 +170,7 @@ def choose_depth(
 
 @triton.jit
 def form_groups(
-    out_ptr, out_row, sequences,
+    query_start_ptr, out_ptr, out_row, sequences,
     MEMBERS: tl.constexpr, MOST_CHUNKS: tl.constexpr, LEAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """From what each would share, by one program: chunks, and what each sequence does share. Returns the most that one does."""
@@ -180,6 +183,6 @@ def form_groups(
         tl.debug_barrier()
         _deal(out_ptr, out_row, sequences, MEMBERS, MOST_CHUNKS, LEAST, BLOCK_S)
         tl.debug_barrier()
-        _seat(out_ptr, out_row, sequences, MEMBERS, BLOCK_S)
+        _seat(query_start_ptr, out_ptr, out_row, sequences, MEMBERS, BLOCK_S)
         tl.debug_barrier()
     return most
