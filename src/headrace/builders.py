@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +29,7 @@ _KERNELS = Path(__file__).parent / "kernels" / "triton"
 _PROGRAM = "headrace.builder_program"
 MOST = 14  # a core each; two are left to the start itself
 FEWEST_CORES = 4  # with fewer the start's own threads serve as well
+_ENDING = 1.0  # seconds for the process to end its own
 PATIENCE = 60.0  # seconds for one order; the slowest take a few
 DONE = b"done\n"
 
@@ -82,8 +84,12 @@ class Builders:
 
     def _end(self) -> None:
         self._free.put(None)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with those that were forked, one that hangs among them
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._process.pid, signal.SIGTERM)  # it ends those that it has forked, and waits for them
+            deadline = time.monotonic() + _ENDING
+            while not os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            os.killpg(self._process.pid, signal.SIGKILL)  # what is left of them, should it have died or hang
         for each in self._ours:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

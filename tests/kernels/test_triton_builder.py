@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +168,40 @@ def test_modules_that_mind_the_absence_of_torch_are_imported_with_it(monkeypatch
     with pytest.raises(Started) as started:
         builder_program.main(["3", "5"])
     assert started.value.args == (sys.executable, [sys.executable, "-P", "-m", "headrace.kernels.triton.builder", "3", "5"])
+
+
+def processes_of(session: int) -> set[str]:
+    """By number; those that nobody has waited for among them."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                found.add(entry.name)
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_builders_that_are_ended_in_the_middle_leave_nothing_in_the_table_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what they had started themselves (ptxas, say), whose parents are gone before it."""
+    from headrace.builders import Builders
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(support).parents[2]))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    made, done = Builders(2), list[bool]()
+    assert not made.build("what it does not understand"), "it is there"
+    order = ("/tmp", ("cuda", 90, 32), "tests.support.slow_module", "kernel", {}, {}, {}, {})
+    waiting = threading.Thread(target=lambda: done.append(made.build(repr(order))))
+    waiting.start()
+    deadline = time.monotonic() + 30
+    while len(processes_of(made._process.pid)) < 4:  # it, two builders, what one of them has started
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begin = time.monotonic()
+    made.close()
+    assert time.monotonic() - begin < 0.9, "nothing had to be killed"
+    assert processes_of(made._process.pid) == set()
+    waiting.join(5)
+    assert done == [False]
 
 
 def test_an_order_is_one_line_that_says_the_same_when_read() -> None:

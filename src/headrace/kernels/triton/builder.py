@@ -8,10 +8,13 @@ What lives here: orders, written and carried out. What may not: who needs a kern
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 from ast import literal_eval
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from headrace.builders import DONE
 from headrace.kernels.triton.toolchain import prepare_identities
 
 _REFUSED = b"not done\n"
+_ADOPT = 36  # prctl: processes whose parent has ended become this one's (Linux)
 
 
 class Order(NamedTuple):
@@ -74,6 +78,7 @@ def _fork(numbers: list[int], mine: int) -> None:
         return
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in numbers:
             if number != mine:
                 os.close(number)
@@ -92,12 +97,28 @@ def prepare() -> None:
 def main(numbers: list[int]) -> None:
     triton_key()
     prepare()
+    ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, _end)
     for mine in numbers:
         _fork(numbers, mine)
     for number in numbers:
         os.close(number)
-    for _ in numbers:
-        os.wait()
+    _wait_for_all()
+
+
+def _wait_for_all() -> None:
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _end(*_: object) -> None:
+    """What they are at is dropped. This process waits for them, and for programs that they had started: left to the system's first process,
+    which in a container may wait for nobody, they would stay in its table for ever."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)  # the group is this process' own
+    _wait_for_all()
+    os._exit(0)
 
 
 if __name__ == "__main__":
