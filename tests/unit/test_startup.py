@@ -38,7 +38,8 @@ def test_children_find_no_compiled_kernel_but_their_models(monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/somebody/cache")
     monkeypatch.delenv("HF_HOME", raising=False)
     found = startup._caches_in(tmp_path)
-    assert found == {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "XDG_CACHE_HOME": str(tmp_path), "HF_HOME": "/home/somebody/cache/huggingface"}
+    own = {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "XDG_CACHE_HOME": str(tmp_path), "CUDA_CACHE_PATH": f"{tmp_path}/cuda"}
+    assert found == own | {"HF_HOME": "/home/somebody/cache/huggingface"}
 
 
 def test_a_figure_that_one_run_lacks_is_lacking() -> None:

@@ -3,7 +3,8 @@
 What lives here: timing child processes, their caches empty or filled. What may not: the engine itself in this process, what is timed
 inside a child (startup_child.py).
 
-A start with empty caches finds no compiled kernel, of ours or of Triton's: both are pointed at a new folder. The start after it finds them.
+A start with empty caches finds no compiled kernel, of ours, of Triton's or of the driver's (in which NVRTC keeps what it compiles, from CUDA
+12.9 on): all are pointed at a new folder. The start after it finds them.
 Python's bytecode is no such cache: it belongs to an installation, and where this process may not write any (PYTHONDONTWRITEBYTECODE) and
 libraries came without, the children are given a folder that has it; compiling torch's sources anew takes seconds.
 """
@@ -96,7 +97,8 @@ def _named(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
 def _caches_in(folder: Path) -> dict[str, str]:
     """Where a child looks for what was compiled; models stay where they are."""
     models = os.environ.get("HF_HOME") or str(cache_home() / "huggingface")
-    return {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder), "HF_HOME": models}
+    own = {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder)}
+    return {**own, "CUDA_CACHE_PATH": str(folder / "cuda"), "HF_HOME": models}
 
 
 def _median_of(runs: Sequence[dict[str, float]]) -> dict[str, float]:
