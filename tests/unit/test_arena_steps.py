@@ -204,6 +204,27 @@ def test_memory_that_is_given_back_is_found_again_wherever_it_is() -> None:
     assert arena.served.planned == 5
 
 
+def test_a_step_without_room_in_one_piece_costs_smaller_ones_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of them would ask for as much again, in vain, and each time torch would give back all that it keeps."""
+    arena, room = Arena(CPU), [0]
+    borrow = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        if size > room[0]:
+            raise torch.OutOfMemoryError
+        borrow(storage, size)
+
+    step(arena, 8)
+    step(arena, 8)
+    room[0] = arena.buffer.size
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", resize)
+        step(arena, 800)
+        assert (arena.served.planned, arena.served.differed) == (1, 1)
+        step(arena, 8)
+    assert (arena.served.planned, arena.served.differed) == (2, 1)
+
+
 def test_rows_are_planned_with_some_room() -> None:
     for count in range(1, 3000):
         room = Rows(count, count).with_room()

@@ -109,6 +109,10 @@ class Trace:
             self._results.move_to_end(rows)
         return found
 
+    def has_no_room(self) -> None:
+        """For what was planned: the next plan is made for no more rows than are asked for."""
+        self._forget()
+
     def _forget(self) -> None:
         self._planned = None
         self._results.clear()
@@ -141,7 +145,11 @@ class Buffer:
             self._storage = torch.empty(0, dtype=torch.uint8, device=self._device).untyped_storage()
         if self._storage.nbytes() < self.size:
             self._storage.resize_(0)  # what it held is of no use
-            self._storage.resize_(self.size)
+            try:
+                self._storage.resize_(self.size)
+            except BaseException:
+                self.size = 0  # there was no room for so much: a smaller step asks for no more than it needs
+                raise
 
     def give_back(self) -> None:
         """A CPU's stays: its pages have been touched, fresh ones would have to be."""
@@ -343,6 +351,7 @@ class Arena:
             self.buffer.borrow(step.results.size)
         except torch.OutOfMemoryError:  # in one piece; there may be room for the step all the same
             self.served.differed += 1
+            trace.has_no_room()
             return None
         return step
 
