@@ -112,13 +112,13 @@ def test_programs_come_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) 
         assert kernel._common is not None and not kernel._common.tickets.any() and not kernel._scratch.tickets.any()
 
 
-@pytest.mark.parametrize("processors", [3, 9])
-def test_shared_keys_that_many_programs_read_are_added_up_part_by_part(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to nine parts of a pair: more than are added up at once, and not a multiple of that."""
+@pytest.mark.parametrize(("processors", "dim"), [(3, 16), (9, 16), (9, 128)])
+def test_shared_keys_that_many_programs_read_are_added_up_part_by_part(processors: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to nine parts of a pair: more than heads of 128 add up at once, and not a multiple of that."""
     monkeypatch.setattr(plan, "_LEAST_SHARED", 64)
     tests.support.triton_interpreter.shuffle_programs(monkeypatch, processors)
-    case = shared_case([(1, 580 + row) for row in range(5)], [(range(5), 36)])
-    kernel = PagedAttention(16, 2, processors, False, cascade=True)
+    case = shared_case([(1, 580 + row) for row in range(5)], [(range(5), 36)], dim=dim)
+    kernel = PagedAttention(dim, 2, processors, False, cascade=True)
     want = case.run(reference.paged_attention)
     for _ in range(2):
         assert_close(case.run(kernel), want, torch.bfloat16)
