@@ -143,7 +143,9 @@ def test_closing_ends_who_builds_drops_what_has_not_begun_and_keeps_nobody_waiti
     assert shop.ahead is not None and not any(thread.is_alive() for thread in shop.ahead._threads._threads)
     behind.close()
     assert shop.ends == [False], "closed once"
-    assert not behind.wait(0), "and nothing is there"
+    begin = time.monotonic()
+    assert not behind.wait(5), "and nothing is there"
+    assert time.monotonic() - begin < 1, "nor is it waited for"
 
 
 def test_a_start_that_fails_waits_for_none_of_them(shop: Workshop) -> None:

@@ -68,8 +68,8 @@ class _Threads:
         with suppress(queue.Empty):  # asked beforehand it may be empty a moment later: the threads take from it, too
             while True:
                 _, _, work = self._queue.get_nowait()
-                if work is not None:
-                    work[0].cancel()
+                if work is not None and work[0].cancel():
+                    work[0].set_running_or_notify_cancel()  # else whoever waits for several at once does not hear of it
         self.end()
         deadline = time.monotonic() + seconds
         for thread in self._threads:
