@@ -101,11 +101,11 @@ def test_a_wrong_lifetime_shows(folders: dict[str, Path], poisoned: None) -> Non
     for at, end in enumerate(right):
         if end is not None and end > at + 1:
             trace.ends = (*right[:at], at + 1, *right[at + 1 :])
-            trace._forget()
+            trace._place()
             long, shown = long + 1, shown + (said([[_first(executor, 21)]]) != expected)
     assert long > 10 and shown > long // 2, (long, shown)
     trace.ends = right
-    trace._forget()
+    trace._place()
     assert said([[_first(executor, 21)]]) == expected
 
 

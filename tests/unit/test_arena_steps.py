@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.worker import arena as arena_module
-from headrace.worker.arena import Arena, Rows, sees_lifetimes
+from headrace.worker.arena import Arena, sees_lifetimes
 from tests.support.poisoned import PoisonedArena
 
 CPU, WIDTH = torch.device("cpu"), 4
@@ -223,9 +223,3 @@ def test_a_step_without_room_in_one_piece_costs_smaller_ones_nothing(monkeypatch
         assert (arena.served.planned, arena.served.differed) == (1, 1)
         step(arena, 8)
     assert (arena.served.planned, arena.served.differed) == (2, 1)
-
-
-def test_rows_are_planned_with_some_room() -> None:
-    for count in range(1, 3000):
-        room = Rows(count, count).with_room()
-        assert count <= room.tokens == room.wanted <= count + count // 8

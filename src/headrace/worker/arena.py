@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import plainly_empty
-from headrace.worker.arena_plan import Plan, Use, plan
+from headrace.worker.arena_plan import Use, plan
 
+_PLANNED_ROWS = 32  # of which any row of 16 bytes makes a whole place (arena_plan.ALIGNED)
 _MOST_SIZES = 64  # numbers of rows of one trace whose views are kept
 _MOST_LEARNT = 256  # steps of one kind that said something new: one that never settles stays with torch's allocator, or with what is known
-_ROUNDING = 8  # plans are made for a number of rows that is at most an eighth larger
 
 Shape = tuple[int, ...]
 
@@ -47,13 +47,6 @@ class Rows:
     tokens: int
     wanted: int | None
 
-    def fits(self, other: Rows) -> bool:
-        """Whether a plan for ``other`` serves."""
-        return self.tokens <= other.tokens and (self.wanted or 0) <= (other.wanted or 0)
-
-    def with_room(self) -> Rows:
-        return Rows(_rounded_up(self.tokens), None if self.wanted is None else _rounded_up(self.wanted))
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -63,71 +56,61 @@ class Request:
     row: Shape  # the shape of one
     dtype: torch.dtype
 
-    def bytes(self, rows: Rows) -> int:
-        count = rows.wanted if self.by_wanted and rows.wanted is not None else rows.tokens
-        return count * math.prod(self.row) * self.dtype.itemsize
+    @property
+    def bytes(self) -> int:
+        """Of one row."""
+        return math.prod(self.row) * self.dtype.itemsize
 
 
 class Trace:
-    """What steps ask for, in order. ``ends``: how many had been asked for when each was let go; None: it outlived the step."""
+    """What steps ask for, in order. ``ends``: how many had been asked for when each was let go; None: it outlived the step.
+
+    Every result has as many rows as there are tokens, or fewer. So one plan, of a few rows, made as soon as the trace is known (while the
+    device is at the step), serves any number of them: places are so many times as far apart.
+    """
 
     def __init__(self, requests: tuple[Request, ...], ends: tuple[int | None, ...]) -> None:
         self.requests = requests
         self.ends = ends
         self.dtypes = [request.dtype for request in requests]
         self.strides = [tuple(math.prod(request.row[place:]) for place in range(len(request.row) + 1)) for request in requests]
-        self._planned: tuple[Rows, Plan] | None = None
         self._results: OrderedDict[Rows, Results] = OrderedDict()
+        self._place()
 
     def extend(self, ends: tuple[int | None, ...]) -> None:
         """Another step asked for the same; what lived longer there may live so long anywhere."""
         longer = tuple(None if a is None or b is None else max(a, b) for a, b in zip(self.ends, ends, strict=True))
         if longer != self.ends:
             self.ends = longer
-            self._forget()
-
-    def plan(self, rows: Rows) -> Plan:
-        """One that was made for more rows serves fewer."""
-        if self._planned is None or not rows.fits(self._planned[0]):
-            self._forget()
-            room = rows.with_room()
-            uses = [
-                Use(0 if end is None else request.bytes(room), at, at + 1 if end is None else end)
-                for at, (request, end) in enumerate(zip(self.requests, self.ends, strict=True))
-            ]
-            self._planned = room, plan(uses)
-        return self._planned[1]
+            self._place()
 
     def results(self, rows: Rows) -> Results:
-        plan = self.plan(rows)
         found = self._results.get(rows)
         if found is None:
             if len(self._results) >= _MOST_SIZES:
                 self._results.popitem(last=False)
-            found = self._results[rows] = Results(self, plan, rows)
+            found = self._results[rows] = Results(self, rows)
         else:
             self._results.move_to_end(rows)
         return found
 
-    def has_no_room(self) -> None:
-        """For what was planned: the next plan is made for no more rows than are asked for."""
-        self._forget()
-
-    def _forget(self) -> None:
-        self._planned = None
+    def _place(self) -> None:
+        each = enumerate(zip(self.requests, self.ends, strict=True))
+        self.plan = plan([Use(0, at, at + 1) if end is None else Use(_PLANNED_ROWS * request.bytes, at, end) for at, (request, end) in each])
         self._results.clear()
 
 
 class Results:
     """What a step of so many rows asks for, and the places of it, as far as they have been asked for."""
 
-    def __init__(self, trace: Trace, plan: Plan, rows: Rows) -> None:
+    def __init__(self, trace: Trace, rows: Rows) -> None:
         tokens, wanted = rows.tokens, rows.wanted or 0
         self.shapes: list[Shape | None] = [(wanted if request.by_wanted else tokens, *request.row) for request in trace.requests]
         self.views: list[Tensor | None] = [None] * len(self.shapes)
         self.shapes.append(None)  # no shape is the one behind the last
-        self.offsets = plan.offsets
-        self.size = plan.size
+        times = -(-tokens // _PLANNED_ROWS)
+        self.offsets = [times * offset for offset in trace.plan.offsets]
+        self.size = times * trace.plan.size
 
 
 class Buffer:
@@ -351,7 +334,6 @@ class Arena:
             self.buffer.borrow(step.results.size)
         except torch.OutOfMemoryError:  # in one piece; there may be room for the step all the same
             self.served.differed += 1
-            trace.has_no_room()
             return None
         return step
 
@@ -394,8 +376,3 @@ def _by_wanted(shape: Shape, rows: Rows) -> bool | None:
     if not shape or shape[0] not in (rows.tokens, rows.wanted):
         return None
     return shape[0] != rows.tokens
-
-
-def _rounded_up(count: int) -> int:
-    step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * _ROUNDING))
-    return -(-count // step) * step
