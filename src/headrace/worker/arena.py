@@ -10,8 +10,9 @@ From then on steps like it are handed places in one buffer, whose views are kept
                                                                             '-- no -----> torch's allocator, for the rest of the step
 
 Which trace a step follows is known from its number of rows: that of the nearest number seen. Where kernels change with the rows, and with
-them what they ask for, the first such step finds out, and one near it is recorded. What outlives a step never lies in the buffer. On a GPU
-the buffer is torch's own memory, borrowed for each step and given back behind its last launch, so that sampling finds it free.
+them what they ask for, the first such step finds out, and one near it is recorded. A trace is known by what it asks for: paths that ask for
+the same and keep it for other times have to be of different kinds. What outlives a step never lies in the buffer. On a GPU the buffer is
+torch's own memory, borrowed for each step and given back behind its last launch, so that sampling finds it free.
 
 What lives here: recording, handing out, when a trace holds. What may not: plans (arena_plan.py), operations, what a step is.
 """
