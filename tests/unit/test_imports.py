@@ -1,20 +1,14 @@
-"""Who may import whom: the rooms' rules, read from the source, and the torch-free part imported with torch blocked."""
+"""Who may import whom: the rooms' rules, read from the source."""
 
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-import headrace.errors
-
-PACKAGE = Path(headrace.errors.__file__).parent
+from tests.support.rooms import PACKAGE, below, modules
 
 # The nouns: everyone may import them.
 NOUNS = {
@@ -93,41 +87,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "quant": CORE,
 }
 
-TORCH_FREE = (
-    "request", "sampling_params", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
-    "cost", "scheduler", "cache", "server", "planner",
-    "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
-)  # fmt: skip
-WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")
-BARE = ("engine.llm", "worker", "models", "layers", "quant", "kernels.cpu", "bench.table")  # what a bare GPU machine runs
-
-BLOCKED_IMPORTS = """
-import importlib, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ImportError(f"{name} is blocked here")
-
-sys.meta_path.insert(0, Blocker())
-failed = 0
-for name in NAMES:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        failed = 1
-        print(f"{name}: {error}")
-sys.exit(failed)
-"""
-
-
-def modules() -> Iterator[tuple[str, Path]]:
-    """Every module by its name below ``headrace``."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path
-
-
 @cache
 def imports() -> tuple[tuple[str, str], ...]:
     """(module, what it imports) for the whole package."""
@@ -174,10 +133,6 @@ def longest(table: dict[str, set[str]], name: str) -> set[str]:
     return next(table[key] for end in range(len(parts), -1, -1) if (key := ".".join(parts[:end])) in table)
 
 
-def below(name: str, room: str) -> bool:
-    return name == room or name.startswith(room + ".")
-
-
 def test_rooms_import_downwards_only() -> None:
     broken = []
     for name, target in imports():
@@ -212,31 +167,3 @@ def test_the_loop_knows_nothing_of_its_front() -> None:
     """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
     front = ("headrace.engine.llm", "headrace.engine.process", "headrace.engine.output", "headrace.engine.tokenizer")
     assert not [(name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front]
-
-
-BLOCKED = {
-    "without torch": (TORCH_FREE, ("torch", "triton", "transformers")),
-    "without torch and the web stack": (WEB_FREE, ("torch", "fastapi", "starlette", "uvicorn", "pydantic", "httpx", "yaml")),
-    "with torch alone": (BARE, ("msgspec", "uvicorn", "uvloop", "llguidance", "transformers", "matplotlib")),
-}
-
-
-@cache
-def fresh_imports() -> dict[str, subprocess.CompletedProcess[str]]:
-    """Each of BLOCKED in an interpreter of its own, two at a time."""
-
-    def run(case: str) -> subprocess.CompletedProcess[str]:
-        rooms, blocked = BLOCKED[case]
-        names = [f"headrace.{name}" for name, _ in modules() if any(below(name, room) for room in rooms)]
-        script = f"BLOCKED = {blocked!r}\nNAMES = {names!r}\n{BLOCKED_IMPORTS}"
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(BLOCKED, pool.map(run, BLOCKED), strict=True))
-
-
-@pytest.mark.parametrize("case", BLOCKED)
-def test_imports_with_modules_blocked(case: str) -> None:
-    """Also what is imported indirectly counts: a fresh interpreter in which the import itself fails."""
-    done = fresh_imports()[case]
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, prepare_for_torch
-
-SMAPS = """
-import re
-from headrace.torch_environment import prepare_for_torch
-prepare_for_torch()
-import torch
-tensor = torch.ones(2**23)
-data = tensor.data_ptr()
-for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", open("/proc/self/smaps").read())[1:]:
-    low, high = (int(word, 16) for word in area.split(" ", 1)[0].split("-"))
-    if low <= data < high:
-        print("hg" in re.search(r"VmFlags:(.*)", area)[1].split())
-"""
 
 
 @pytest.mark.parametrize(
@@ -42,10 +27,3 @@ def test_the_users_word_stands(said: dict[str, str], count: str | None, pages: s
     assert (os.environ.get("GOMP_SPINCOUNT"), os.environ[HUGE_PAGES]) == (count, pages)
     for name in ("GOMP_SPINCOUNT", HUGE_PAGES):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs /proc/self/smaps (Linux)")
-def test_torch_advises_huge_pages() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != HUGE_PAGES}
-    done = subprocess.run([sys.executable, "-c", SMAPS], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == ["True"]
