@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headrace.kernels as registry
-from headrace import builders, head_start
+from headrace import head_start
 from headrace.builders import Builders
 from headrace.head_start import HeadStart
 from headrace.kernels import Kernels
@@ -17,26 +17,9 @@ from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.candidate import Candidate, Sizes
 from headrace.kernels.later import Ended, Later, Missing
 from headrace.worker.later import LaterKernels
+from tests.support.builders import compile_by_a_stand_in
 
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
-# As headrace/builder_program.py, without a compiler: "hang" takes a minute.
-PROGRAM = """
-import os, socket, sys, time
-numbers = [int(each) for each in sys.argv[1:]]
-for mine in numbers:
-    if os.fork() == 0:
-        for number in numbers:
-            if number != mine:
-                os.close(number)
-        for line in socket.socket(fileno=mine).makefile("rb"):
-            time.sleep(60 if line == b"hang\\n" else 0.01)
-            os.write(mine, b"done\\n")
-        os._exit(0)
-for number in numbers:
-    os.close(number)
-for _ in numbers:
-    os.wait()
-"""
 
 
 def members_of(group: int) -> list[str]:
@@ -78,9 +61,7 @@ def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("order", ["hang", "build"])
 def test_nothing_is_left_when_the_engine_is_closed(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fake_builder.py").write_text(PROGRAM.replace("\\\\", "\\"))
-    monkeypatch.setattr(builders, "_PROGRAM", "fake_builder")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    compile_by_a_stand_in(tmp_path, monkeypatch)
     monkeypatch.setattr(registry, "CANDIDATES", registry.CANDIDATES)
     monkeypatch.setattr(head_start.HeadStart, "_thread", lambda *_: None)
     made = Builders(2)

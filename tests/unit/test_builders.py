@@ -11,34 +11,12 @@ import pytest
 
 from headrace import builders
 from headrace.builders import Builders, begin_builders, mark_of
-
-# As kernels/triton/builder.py, without a compiler: an order is a word.
-PROGRAM = """
-import os, socket, sys, time
-numbers = [int(each) for each in sys.argv[1:]]
-for mine in numbers:
-    if os.fork() == 0:
-        for number in numbers:
-            if number != mine:
-                os.close(number)
-        for line in socket.socket(fileno=mine).makefile("rb"):
-            if line == b"die\\n":
-                os._exit(9)
-            time.sleep({b"sleep\\n": 0.05, b"hang\\n": 60}.get(line, 0))
-            os.write(mine, b"not done\\n" if line == b"refuse\\n" else b"done\\n")
-        os._exit(0)
-for number in numbers:
-    os.close(number)
-for _ in numbers:
-    os.wait()
-"""
+from tests.support.builders import compile_by_a_stand_in
 
 
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fake_builder.py").write_text(PROGRAM.replace("\\\\", "\\"))
-    monkeypatch.setattr(builders, "_PROGRAM", "fake_builder")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    compile_by_a_stand_in(tmp_path, monkeypatch)
 
 
 def test_orders_are_carried_out_and_what_is_not_is_said() -> None:

@@ -16,8 +16,8 @@ memory or in clusters, another version of Triton.
 Arguments that are no constants are given by position. One check of Triton's is made at a key's first launch alone: that globals have not
 changed. Tensors must be where the device can read them, which is not looked at.
 
-A thread may ask for less than launches: that kernels are found and not compiled (``finding``), or compiled and loaded and not launched
-(``building``); then tensors may be anywhere, as long as they are like those that will come.
+A thread may ask for less than launches: that kernels are found and not compiled (``Aim.FIND``), or compiled and loaded and not
+launched (``Aim.BUILD``); then tensors may be anywhere, as long as they are like those that will come.
 
 What lives here: the decorator for kernels that are launched. What may not: kernels, judging errors (toolchain.py).
 """
