@@ -211,6 +211,7 @@ class DeviceConfig:
     cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
     unified_maximum: bool = switch(False, "decoding takes exponentials of scores as they are; sums that float32 may not hold are computed again")
     programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")
+    prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel, too")
     activation_arena: bool = switch(True, "off: each result of a step's operations is a request to torch's allocator")
     disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")
 

@@ -264,9 +264,17 @@ TECHNIQUES = (
         ablation="decode_steps",
     ),
     Technique(
+        name="prompt_graphs",
+        source="CUDA graphs (CUDA C++ Programming Guide); steps padded to recorded sizes (Nimble, Kwon et al., NeurIPS 20, for fixed ones)",
+        switch="device.prompt_graphs",
+        off=False,
+        improves="ms to the first token of prompts that the host bounds, and steps of chunks beside decoding rows: up to 2,048 tokens are one launch",
+        off_means="a step with prompts is launched kernel by kernel, ten a layer",
+        needs_gpu=True,
+    ),
+    Technique(
         name="activation_arena",
-        source="TurboTransformers (Fang et al., PPoPP 21), section 4.2: the sequence-length-aware allocator; greedy by size "
-        "(Pisarchyk and Lee 2020)",
+        source="TurboTransformers (Fang et al., PPoPP 21), section 4.2: the sequence-length-aware allocator; greedy by size (Pisarchyk and Lee 2020)",
         switch="device.activation_arena",
         off=False,
         improves="ms to the first token of prompts that the host bounds: results of a step lie in one buffer, at places planned by lifetime",

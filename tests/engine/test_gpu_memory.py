@@ -126,22 +126,22 @@ def _demand(**changes: Any) -> Demand:
 class Graphs:
     """Each capture takes of the card what ``takes`` says; the driver keeps ``kept`` of it when they are gone."""
 
-    def __init__(self, card: Card, takes: Sequence[int], kept: int) -> None:
-        self.buckets = (1, 2, 4, 8, 16, 24, 32, 40)
+    def __init__(self, card: Card, takes: Sequence[int], kept: int, most: int = 8) -> None:
+        self.most, self.samples = most, tuple(range(len(takes)))
         self.captured: list[int] = []
         self._card, self._takes, self._kept = card, takes, kept
 
-    def capture(self, buckets: Sequence[int]) -> None:
-        for bucket in buckets:
-            self._card.take(self._takes[len(self.captured)])
-            self.captured.append(bucket)
+    def capture(self, samples: Sequence[int]) -> None:
+        for sample in samples:
+            self._card.take(self._takes[sample])
+            self.captured.append(sample)
 
     def __del__(self) -> None:
         self._card.used -= sum(self._takes[: len(self.captured)]) - self._kept
 
 
 def _settled(
-    card: Card, demand: Demand, act: Callable[[StepPlan], None], create_graphs: Callable[..., Graphs | None] = lambda *_: None
+    card: Card, demand: Demand, act: Callable[[StepPlan], None], create_graphs: Callable[..., Sequence[Graphs]] = lambda *_: ()
 ) -> tuple[Allotment, int, Runner]:
     """The bytes of KV, with a model of one parameter of 100 MiB."""
     allotment, runner = Allotment(demand), Runner(act)
@@ -181,18 +181,21 @@ def test_the_arena_is_shown_a_step_like_the_largest_before_that_is_measured(card
     assert all(plan.prompt_logprobs for plan in runner.plans[1:])
 
 
-def test_graphs_get_what_some_of_them_were_seen_to_take(card: Card) -> None:
-    """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is on top."""
+@pytest.mark.parametrize(("prompts", "taken"), [((), 500 + 7 * 2 + 4 - 70), ((30 * MIB, 2 * MIB), 500 + 7 * 2 + 4 - 70 + 30 + 47 * 2 + 2)])
+def test_graphs_get_what_some_of_them_were_seen_to_take(prompts: tuple[int, ...], taken: int, card: Card) -> None:
+    """The first has the memory that all share; of the driver's pieces each other one gets its share, and one piece is on top. So each kind."""
     made: list[list[int]] = []
 
-    def create_graphs(longest: int, rows: Rows, caches: Sequence[Tensor]) -> Graphs:
-        graphs = Graphs(card, (500 * MIB, 0, 4 * MIB, 2 * MIB), kept=70 * MIB)
-        made.append(graphs.captured)
-        return graphs
+    def create_graphs(longest: int, rows: Rows, caches: Sequence[Tensor]) -> list[Graphs]:
+        kinds = [Graphs(card, (500 * MIB, 0, 4 * MIB, 2 * MIB), kept=70 * MIB)]
+        if prompts:
+            kinds.append(Graphs(card, prompts, kept=0, most=48))
+        made.extend(kind.captured for kind in kinds)
+        return kinds
 
     allotment, _, _ = _settled(card, _demand(), lambda plan: None, create_graphs)
-    assert made == [[40, 24, 8, 2]]
-    assert allotment._room.purposes["graphs"] == (500 + 7 * 2 + 4 - 70) * MIB
+    assert made == [[0, 1, 2, 3], [0, 1]][: len(made)]
+    assert allotment._room.purposes["graphs"] == taken * MIB
     assert allotment._room.purposes["kernels"] == 70 * MIB, "what the driver keeps is there already"
 
 

@@ -26,10 +26,13 @@ from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan
 from headrace.spec import KVGroup, KVKind, KVSpec
 from headrace.worker import graphs, model_runner
+from headrace.worker import prompt_graphs as prompt_graphs_module
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.model_runner import ModelRunner, Sampled
+from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.queued_executor import QueuedExecutor
+from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from tests.support import modes
 
@@ -133,7 +136,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
-    monkeypatch.setattr(graphs, "scratch_of_graphs", lambda device: nullcontext())
+    for module in (graphs, prompt_graphs_module):
+        monkeypatch.setattr(module, "scratch_of_graphs", lambda device: nullcontext())
 
 
 def _copied(step: Sampled) -> Sampled:
@@ -162,6 +166,7 @@ class SlotDecoder:
         flat.index_copy_(0, torch.where(seen.slots < 0, flat.shape[0] - 1, seen.slots), written)
         tokens = torch.arange(len(inputs.token_ids))
         chunk = torch.searchsorted(seen.query_start.contiguous(), tokens, right=True, out_int32=False) - 1
+        chunk = chunk.clamp(max=len(seen.context_len) - 1)  # tokens behind the last sequence are of none
         at = torch.arange(seen.block_table.shape[1] * self._block_size)
         slots = seen.block_table.long()[:, at // self._block_size] * self._block_size + at % self._block_size
         visible = (at[None] <= inputs.positions[:, None]) & (at[None] < seen.context_len[chunk][:, None])
@@ -218,18 +223,25 @@ def recorded_executor(
     max_model_len: int = 64,
     overlap: int = 0,
     max_logits_rows: int = 100,
+    prompts: bool = False,
 ) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder]]:
-    """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them."""
+    """Rows, runner and sampler as they are, over a SlotDecoder; with ``graphed`` a queue and graphs, as a GPU has them;
+    with ``prompts`` those of steps with prompts, too."""
     info = info_of(max_num_seqs, num_blocks, block_size, max_model_len)
     rows, kernels, decoder = Rows(max_num_seqs, max_model_len, VOCAB, (block_size,), CPU), RecordableKernels(), SlotDecoder(block_size)
     caches = [torch.full((num_blocks + 1, block_size), 987654321, dtype=torch.int64)]
-    captured = None
+    captured = prompt_graphs = None
     if graphed:
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
-        captured = DecodeGraphs(decoder, kernels, rows, caches, **limits)
+        recorder = Recorder(CPU)
+        captured = DecodeGraphs(decoder, kernels, rows, caches, recorder, **limits)
         captured.capture_all()
+    if graphed and prompts:
+        bounds = Bounds(max_num_seqs, max_model_len, tokens_a_step=64, products=1e6, prune=True)
+        prompt_graphs = PromptGraphs(decoder, kernels, rows, caches, recorder, bounds)
+        prompt_graphs.capture_all()
     settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True}
-    runner = ModelRunner(decoder, caches, rows, kernels, **settings, clock=VirtualClock(), graphs=captured)
+    runner = ModelRunner(decoder, caches, rows, kernels, **settings, clock=VirtualClock(), graphs=captured, prompt_graphs=prompt_graphs)
     executor: Executor = QueuedExecutor(runner, info, lambda: None) if graphed else LocalExecutor(runner, info, overlap=overlap, threads=1)
     yield executor, runner, decoder
     executor.close()

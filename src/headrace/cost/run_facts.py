@@ -26,7 +26,7 @@ EVENT = "headrace_run"  # the trace's event
 MEASURED_SWITCHES = (
     "enforce_eager", "batch_invariant", "token_concatenation", "last_layer_pruning", "flat_gemm", "tuned_products", "gated_products",
     "cuda_prefill", "deep_fusion", "early_weights", "persistent_decode", "fused_rope_attention", "unified_maximum", "programmatic_launch",
-    "activation_arena", "disabled_kernels",
+    "prompt_graphs", "activation_arena", "disabled_kernels",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from headrace.worker.memory import (
     KVPlan,
     Room,
     activation_bytes,
-    buckets_to_try,
     check_weights_fit,
     gpu_share,
     graph_bytes,
@@ -56,15 +55,18 @@ CreateRunner = Callable[[Rows, Sequence[Tensor]], RunsSteps]  # without graphs
 
 
 class Captures(Protocol):
-    """What the division needs of graphs."""
+    """What the division needs of graphs of one kind."""
 
     @property
-    def buckets(self) -> tuple[int, ...]: ...
+    def most(self) -> int: ...  # graphs there may come to be
 
-    def capture(self, buckets: Sequence[int]) -> None: ...
+    @property
+    def samples(self) -> tuple[Any, ...]: ...  # some of them, the largest first
+
+    def capture(self, samples: tuple[Any, ...]) -> None: ...
 
 
-CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Captures | None]  # of sequences so long; None: there are none
+CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]  # of sequences so long; each kind finds the memory of those before
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,20 +259,21 @@ class Allotment:
         runner.begin(largest_step(replace(limits, tokens_a_step=min(limits.tokens_a_step, LEAST_ADDED))))
         runner.forget()
 
-    def _try_graphs(self, create_graphs: Callable[[], Captures | None]) -> int:
+    def _try_graphs(self, create_graphs: Callable[[], Sequence[Captures]]) -> int:
         """Bytes that all graphs will take beside what is in use when these are gone again."""
-        graphs = create_graphs()
-        if graphs is None:
+        kinds, begin, taken = create_graphs(), self._used(), 0
+        if not kinds:
             return 0
-        begin = self._used()
-        used, count = [begin], len(graphs.buckets)
-        for bucket in buckets_to_try(graphs.buckets):
-            graphs.capture((bucket,))
-            used.append(self._used())
-        del graphs
+        for kind in kinds:
+            used = [self._used()]
+            for sample in kind.samples:
+                kind.capture((sample,))
+                used.append(self._used())
+            taken += graph_bytes(kind.most, [after - before for before, after in pairwise(used)])
+        del kinds, kind
         torch.cuda.empty_cache()
         kept = max(0, self._used() - begin)  # what the driver does not give back serves the next ones
-        return max(0, graph_bytes(count, [after - before for before, after in pairwise(used)]) - kept)
+        return max(0, taken - kept)
 
     def _used(self) -> int:
         return device_use(self._demand.device).used

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +27,9 @@ from headrace.kernels import Kernels
 from headrace.layers.inputs import ForwardInputs
 from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.inputs import Gather
+from headrace.worker.memory import buckets_to_try
 from headrace.worker.pinned import Mailbox
+from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Edits, Ints, Rows
 from headrace.worker.sampler import Draw, Sampler
 
@@ -79,6 +80,7 @@ class DecodeGraphs:
         kernels: Kernels,
         rows: Rows,
         kv_caches: Sequence[Tensor],
+        recorder: Recorder,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -93,8 +95,7 @@ class DecodeGraphs:
         self._buckets = buckets_up_to(max_num_seqs)
         self._gather = Gather(rows, kernels)
         self._sampler = Sampler(rows, kernels)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(rows.device)
+        self._recorder = recorder
         self._forward: dict[int, _Captured] = {}  # by bucket; each writes hidden states, [bucket, hidden]
         self._draw: dict[tuple[int, Draw], torch.cuda.CUDAGraph] = {}
         self._whole: dict[int, torch.cuda.CUDAGraph] = {}  # by bucket: the brief forward pass and the greedy draw
@@ -118,9 +119,14 @@ class DecodeGraphs:
         return tuple(sorted(self._forward))
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """Batch sizes there are to be graphs for, ascending."""
-        return self._buckets
+    def most(self) -> int:
+        """Batch sizes there are to be graphs for."""
+        return len(self._buckets)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Those that show what graphs take, the largest first: it has the memory that all share."""
+        return buckets_to_try(self._buckets)
 
     def capture_all(self) -> None:
         """Every bucket, the largest first, so that the others find its memory."""
@@ -155,7 +161,7 @@ class DecodeGraphs:
         hidden = self._hidden(bucket, self._max_model_len)
         for how in self._draws_of(bucket):
             self._drawn(bucket, hidden, how)
-        self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
+        self._recorder.follow()
 
     def serves(self, count: int) -> bool:
         """Whether there is a graph for a step of so many rows."""
@@ -247,8 +253,8 @@ class DecodeGraphs:
         self._sampler.draw(self._decoder.logits(hidden), columns[_ROW], columns[_CONTEXT], how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
-        forward, brief = torch.cuda.CUDAGraph(), self._decoder.brief(bucket, self._rows.block_sizes[0])
-        with self._recorded(forward):
+        brief = self._decoder.brief(bucket, self._rows.block_sizes[0])
+        with self._recorder.recording() as forward:
             hidden = self._hidden(bucket, self._covered(brief))
         self._forward[bucket] = _Captured(forward, hidden)
         if 0 < brief < self._max_model_len:
@@ -256,8 +262,7 @@ class DecodeGraphs:
         if (least := self._decoder.least_shared(bucket)) is not None:
             self._least_shared[bucket] = least
         for how in self._draws_of(bucket):
-            graph = torch.cuda.CUDAGraph()
-            with self._recorded(graph):
+            with self._recorder.recording() as graph:
                 self._drawn(bucket, hidden, how)
             self._draw[bucket, how] = graph
         if brief and self._draws_of(bucket):
@@ -265,15 +270,13 @@ class DecodeGraphs:
 
     def _capture_again(self, bucket: int, hidden: Tensor, shared_tokens: int | None = 0) -> torch.cuda.CUDAGraph:
         """For contexts of any length: what draws look at is in the same place."""
-        graph = torch.cuda.CUDAGraph()
-        with self._recorded(graph):
+        with self._recorder.recording() as graph:
             hidden.copy_(self._hidden(bucket, self._max_model_len, shared_tokens))
         return graph
 
     def _capture_whole(self, bucket: int, brief: int) -> torch.cuda.CUDAGraph:
         """A few launches: it takes a start no time that could be noticed, as it would with layers of their own."""
-        graph = torch.cuda.CUDAGraph()
-        with self._recorded(graph):
+        with self._recorder.recording() as graph:
             self._drawn(bucket, self._hidden(bucket, self._covered(brief)), Draw.GREEDY)
         return graph
 
@@ -289,16 +292,3 @@ class DecodeGraphs:
         except RuntimeError as error:
             _log.warning("no graph for %d rows with shared keys (%s); each row reads its own", bucket, error)
             return None
-
-    @contextmanager
-    def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator, every time.)"""
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            except BaseException:
-                with suppress(RuntimeError):  # of a capture that is of no use any more; what broke it is what counts
-                    graph.capture_end()
-                raise
-            graph.capture_end()

@@ -10,7 +10,7 @@ device; ``read`` does, at collect.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -27,6 +27,7 @@ from headrace.worker.arena import Arena
 from headrace.worker.device_clock import DeviceClock
 from headrace.worker.graphs import Computes, DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
+from headrace.worker.prompt_graphs import PromptGraphs
 from headrace.worker.rows import Ints, Rows, ship
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
 
@@ -111,11 +112,13 @@ class ModelRunner:
         prune: bool = False,
         clock: Clock,
         graphs: DecodeGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
         arena: Arena | None = None,
     ) -> None:
         self._decoder = decoder
         self._arena = arena
         self.graphs = graphs
+        self.prompt_graphs = prompt_graphs
         self._kv_caches = tuple(kv_caches)
         self._rows = rows
         self._gather = Gather(rows, kernels)
@@ -171,6 +174,8 @@ class ModelRunner:
         if launched.step.drawn is None:
             step = _to_host(step)
         launched.ended.record(self._stream)
+        if self.prompt_graphs is not None:
+            self.prompt_graphs.record()
         return Sampled(step.plan, step.started, step.samples, step.prompt, launched.begun, launched.ended, pause)
 
     def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
@@ -199,19 +204,26 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, started: float, begun: torch.cuda.Event | None) -> Forwarded:
         """A step that goes on eagerly from its hidden states."""
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
-        inputs = self._gather.inputs(plan, packing) if packing is not None and not self._graphed(plan, packing) else None
-        bucket = 0
-        if packing is not None and inputs is None and self.graphs is not None:
-            bucket = self.graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
+        compute = None if packing is None else self._prepared(plan, packing)
         if begun is not None:
             begun.record(self._stream)
-        if packing is None:
-            return Forwarded(plan, started)
-        if inputs is not None:
-            return Forwarded(plan, started, packing, self._computed(inputs))
-        assert self.graphs is not None
-        self.graphs.compute(bucket)
-        return Forwarded(plan, started, packing, self.graphs.hidden(bucket, len(plan.rows)))
+        return Forwarded(plan, started) if compute is None else Forwarded(plan, started, packing, compute())
+
+    def _prepared(self, plan: StepPlan, packing: Packing) -> Callable[[], Tensor]:
+        """The step's inputs on their way to the device; what computes its hidden states from them."""
+        graphs, prompts = self.graphs, self.prompt_graphs
+        if graphs is not None and self._graphed(plan, packing):
+            bucket = graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
+            return partial(self._replayed, graphs, bucket, len(plan.rows))
+        shape = None if prompts is None or plan.prompt_logprobs else prompts.shape_of(plan, packing)
+        if prompts is not None and shape is not None:
+            prompts.write(shape, plan, packing)
+            return partial(prompts.compute, shape, len(packing.chunk if packing.wanted is None else packing.wanted))
+        return partial(self._computed, self._gather.inputs(plan, packing))
+
+    def _replayed(self, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
+        graphs.compute(bucket)
+        return graphs.hidden(bucket, count)
 
     def _computed(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""

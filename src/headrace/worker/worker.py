@@ -42,14 +42,17 @@ from headrace.worker.later import LaterKernels
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.memory import KVPlan, row_bytes
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.prompt_graphs import Bounds, PromptGraphs, products_of
 from headrace.worker.queued_executor import QueuedExecutor
+from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
 from headrace.worker.stages import Stages
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
-# Call sites outside the decoder (inputs.py, graphs.py, sampler.py), known before they exist so that their kernels are built in time.
+# Call sites outside the decoder (rows.py, inputs.py, graphs.py, sampler.py), known before they exist so that their kernels are built in time.
 STEP_SITES = (
+    ("write_rows", torch.int32),
     ("gather_inputs", torch.int32),
     ("greedy_tokens", torch.float32),
     ("pick_tokens", torch.float32),
@@ -57,6 +60,8 @@ STEP_SITES = (
     ("store_tokens", torch.int32),
     ("fetch_step", torch.int32),
 )
+
+Graphs = tuple[()] | tuple[DecodeGraphs] | tuple[DecodeGraphs, PromptGraphs]
 
 
 def create_executor(
@@ -169,7 +174,7 @@ class _Start:
         plan = self._settle(decoder, draft)
         rows, kv_caches = self._allocate(plan)
         graphs = self._create_graphs(decoder, plan.max_model_len, rows, kv_caches)
-        runner = self._create_runner(decoder, rows, kv_caches, graphs)
+        runner = self._create_runner(decoder, rows, kv_caches, *graphs)
         self._allotment.set_aside()
         self._stages.done("rows and KV")
         loaded = process_memory()
@@ -247,24 +252,33 @@ class _Start:
         setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.rows
         block_sizes = [group.spec.block_size for group in plan.groups]
         with allotment.explaining("rows", row_bytes(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes)):
-            rows = Rows(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes, setting.device)
+            write = self._kernels.choose("write_rows", dtype=torch.int32)
+            rows = Rows(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes, setting.device, write)
         with allotment.explaining("KV blocks", plan.num_bytes):
             return rows, [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
 
-    def _create_graphs(self, decoder: Decoder, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> DecodeGraphs | None:
+    def _create_graphs(self, decoder: Decoder, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Graphs:
+        """Decode steps' are captured first; prompts' find their memory."""
         if not self._demand.graphs or not self._kernels.graphable:
-            return None
-        return DecodeGraphs(
-            decoder,
-            self._kernels,
-            rows,
-            kv_caches,
-            max_num_seqs=self._demand.most_rows,
-            max_model_len=max_model_len,
-            max_logits_rows=self._config.scheduler.logits_rows,
+            return ()
+        recorder, most = Recorder(self._setting.device), self._demand.most_rows
+        lengths = {"max_num_seqs": most, "max_model_len": max_model_len}
+        decode = DecodeGraphs(decoder, self._kernels, rows, kv_caches, recorder, **lengths, max_logits_rows=self._config.scheduler.logits_rows)
+        if not self._config.device.prompt_graphs:
+            return (decode,)
+        bounds = Bounds(
+            **lengths, tokens_a_step=self._setting.tokens_a_step, products=products_of(self._spec), prune=self._config.device.last_layer_pruning
         )
+        return decode, PromptGraphs(decoder, self._kernels, rows, kv_caches, recorder, bounds)
 
-    def _create_runner(self, decoder: Decoder, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None) -> ModelRunner:
+    def _create_runner(
+        self,
+        decoder: Decoder,
+        rows: Rows,
+        kv_caches: Sequence[Tensor],
+        graphs: DecodeGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
+    ) -> ModelRunner:
         return ModelRunner(
             decoder,
             kv_caches,
@@ -275,15 +289,17 @@ class _Start:
             prune=self._config.device.last_layer_pruning,
             clock=RealClock(),
             graphs=graphs,
+            prompt_graphs=prompt_graphs,
             arena=self._arena,
         )
 
-    def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: DecodeGraphs | None) -> None:
+    def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: Graphs) -> None:
         warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.rows > 1)
         self._stages.done("first steps")
-        if graphs is not None and self._kernels.graphable:
+        if graphs and self._kernels.graphable:
             with self._allotment.capturing():
-                graphs.capture_all()
+                for kind in graphs:
+                    kind.capture_all()
             self._stages.done("graphs")
 
     def _decisions(self) -> Iterator[Decision]:

@@ -1,0 +1,258 @@
+"""CUDA graphs of steps with prompts: everything between a step's numbers on the host and its hidden states, launched as one.
+
+A layer of a prompt is ten launches, each of which costs the host as much as some hundred tokens of a small model cost the device. Which
+sequences a step has, how their queries and keys lie, is all read on the device; what a launch fixes are sizes. So a graph is recorded for
+a shape: so many tokens, so many sequences, both rounded up. What fills a step up is of no sequence:
+
+    tokens      | sequence 0 . . . | sequence 1 | sequence 2 . . . | - - - -    position -1: they see no keys and write none
+    sequences     0                  1            2                  3 4 5      no query, no key
+    wanted        the last token of each, and that of the last one again for those that are none
+
+Shapes are many and a graph costs some milliseconds and megabytes, so one is recorded where a shape comes for the second time: that step runs
+eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. Shapes that the device bounds are padded
+by a hair at most: the host has time there.
+
+What lives here: shapes, their static inputs, when one is worth a graph, capture and replay. What may not: what a step computes (models/),
+decode steps (graphs.py), sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels
+from headrace.layers.inputs import ForwardInputs
+from headrace.request import StepPlan
+from headrace.spec import DecoderSpec
+from headrace.worker.device_memory import scratch_of_graphs
+from headrace.worker.graphs import ComputesInOne
+from headrace.worker.inputs import Gather, Packing
+from headrace.worker.recorder import Recorder
+from headrace.worker.rows import Ints, Rows
+
+_log = logging.getLogger(__name__)
+
+MOST_TOKENS = 2048  # beyond, launches take no more than a few hundredths of a step of any model
+MOST_GRAPHS = 48
+_TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
+_SEQUENCES = (1, 4, 16, 64, 256)
+# Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what
+# a step waits for, and padding costs nothing. With more it may be so much of a step at most.
+_HOST_BOUND = 1.4e11
+_HAIR = 1 / 32
+_ALIGNED = 4  # int32 values in 16 bytes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Of a step, filled up."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What steps are. ``products``: multiplications by a layer's weights, for each token. ``prune``: the last layer computes wanted tokens alone."""
+
+    max_num_seqs: int
+    max_model_len: int
+    tokens_a_step: int
+    products: float
+    prune: bool
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """That steps are filled up to, ascending."""
+        most = min(self.tokens_a_step, MOST_TOKENS)
+        return (*(size for size in _TOKENS if size < most), most)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (*(size for size in _SEQUENCES if size < self.max_num_seqs), self.max_num_seqs)
+
+
+def products_of(spec: DecoderSpec) -> float:
+    """Multiplications by weights for each token, in the mean layer."""
+    hidden, size = spec.hidden_size, spec.head_dim
+    attention = hidden * size * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    matrices = 3 if spec.gated_mlp else 2
+    width = (layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size for layer in spec.layers)
+    return attention + fmean(matrices * hidden * each for each in width)
+
+
+class PromptGraphs:
+    """Graphs of one decoder over one KV cache and one set of rows; of no use until the largest have been captured.
+
+    Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and behind all that reads what it brings, ``record``.
+    """
+
+    def __init__(self, decoder: ComputesInOne, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], recorder: Recorder, bounds: Bounds) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._rows = rows
+        self._kv_caches = tuple(kv_caches)
+        self._recorder = recorder
+        self._bounds = bounds
+        self._tokens, self._sequences = bounds.tokens, bounds.sequences
+        self._gather = Gather(rows, kernels)
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Shape] = set()  # without a graph, or before it had one
+        self._refused: set[Shape] = set()  # that cannot be captured
+        self._due: Shape | None = None  # computed eagerly just now
+        most = Shape(self._tokens[-1], self._sequences[-1])
+        self._shipped = torch.zeros(_places(most)[-1].stop, dtype=torch.int32, device=rows.device)
+        self._hidden: Tensor | None = None  # [most, hidden]: what every graph writes
+
+    # --- what is captured at a start
+
+    @property
+    def most(self) -> int:
+        """Graphs there may come to be."""
+        return min(MOST_GRAPHS, len(self._tokens) * len(self._sequences))
+
+    @property
+    def samples(self) -> tuple[Shape, ...]:
+        """Those that show what graphs take, the largest first: it has the memory that all share."""
+        return tuple(dict.fromkeys(Shape(self._tokens[-1], sequences) for sequences in (self._sequences[-1], self._sequences[0])))
+
+    @property
+    def captured(self) -> tuple[Shape, ...]:
+        return tuple(sorted(self._graphs))
+
+    def capture_all(self) -> None:
+        self.capture(self.samples)
+
+    def capture(self, shapes: Sequence[Shape]) -> None:
+        """In this order, each behind an eager step of nobody's. Where a kernel gives way, and to a twin that looks at the device, there are none
+        in the end."""
+        try:
+            with torch.inference_mode():
+                for shape in shapes:
+                    self._ship(shape, _nobody(shape))
+                    self._run(shape)
+                    self._capture(shape)
+        except RuntimeError:
+            if self._kernels.graphable:
+                raise
+            self._graphs.clear()
+
+    # --- steps
+
+    def shape_of(self, plan: StepPlan, packing: Packing) -> Shape | None:
+        """With which graph the step is computed, or with which inputs, as one is about to be recorded; None: as it is."""
+        tokens, sequences = len(packing.chunk), len(packing.context)
+        if not self._graphs or tokens > self._tokens[-1] or (packing.wanted is not None) != self._bounds.prune or self._shares(plan, sequences):
+            return None
+        shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
+        if not self._is_worth(tokens, shape):
+            return None
+        return shape if shape in self._graphs or self._is_due(shape) else None
+
+    def write(self, shape: Shape, plan: StepPlan, packing: Packing) -> None:
+        """What the host has to say of the step; ``compute`` must follow."""
+        wanted = packing.last if packing.wanted is None else packing.wanted
+        parts = np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position, wanted
+        self._ship(shape, parts)
+
+    def compute(self, shape: Shape, count: int) -> Tensor:
+        """Hidden states of the step just written: of its ``count`` first tokens, or of those that are wanted. The next one overwrites them; work
+        queued before sees them."""
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._run(shape)
+            self._due = shape
+        else:
+            graph.replay()
+        assert self._hidden is not None, "an eager step made it"
+        return self._hidden[:count]
+
+    def record(self) -> None:
+        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Where that fails, such steps go on as they are."""
+        shape, self._due = self._due, None
+        if shape is None:
+            return
+        try:
+            self._capture(shape)
+        except RuntimeError as error:
+            self._refused.add(shape)
+            _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
+
+    # --- parts
+
+    def _is_due(self, shape: Shape) -> bool:
+        """Whether it comes again, and may have a graph."""
+        if shape in self._refused or len(self._graphs) >= self.most:
+            return False
+        again = shape in self._seen
+        self._seen.add(shape)
+        return again
+
+    def _is_worth(self, tokens: int, shape: Shape) -> bool:
+        return shape.tokens * self._bounds.products <= _HOST_BOUND or shape.tokens - tokens <= _HAIR * tokens
+
+    def _shares(self, plan: StepPlan, sequences: int) -> bool:
+        """Whether the step looks for keys that its sequences share: graphs here do not."""
+        least = self._decoder.least_shared(sequences)
+        return least is not None and (plan.shared_tokens is None or plan.shared_tokens >= least)
+
+    def _ship(self, shape: Shape, parts: Sequence[Ints]) -> None:
+        places, device = _places(shape), self._rows.device
+        host = torch.empty(places[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        _fill(host.numpy(), places, parts)
+        self._shipped[: len(host)].copy_(host, non_blocking=True)
+
+    def _run(self, shape: Shape) -> None:
+        """The step whose inputs are there."""
+        row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
+        inputs = self._gather.gathered(row, query_start, context, chunk, position, shape.tokens, self._bounds.max_model_len, 0)
+        found = self._decoder.forward(self._wanting(inputs, wanted), self._kv_caches)
+        if self._hidden is None:
+            most = self._sequences[-1] if self._bounds.prune else self._tokens[-1]
+            self._hidden = found.new_empty((most, *found.shape[1:]))
+        self._hidden[: len(found)].copy_(found)
+
+    def _wanting(self, inputs: ForwardInputs, wanted: Tensor) -> ForwardInputs:
+        return replace(inputs, wanted=wanted) if self._bounds.prune else inputs
+
+    def _capture(self, shape: Shape) -> None:
+        with torch.inference_mode(), scratch_of_graphs(self._rows.device):
+            self._recorder.follow()
+            with self._recorder.recording() as graph:
+                self._run(shape)
+        self._graphs[shape] = graph
+
+
+def _above(sizes: Sequence[int], size: int) -> int:
+    return sizes[bisect_left(sizes, size)]
+
+
+def _places(shape: Shape) -> tuple[slice, ...]:
+    """Where rows, query starts, contexts, chunks, positions and wanted tokens lie among a step's numbers; each begins at 16 bytes."""
+    sequences, tokens = shape.sequences, shape.tokens
+    sizes = (sequences, sequences + 1, sequences, tokens, tokens, sequences)
+    starts = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+    return tuple(slice(start, start + size) for (start, _), size in zip(pairwise(starts), sizes, strict=True))
+
+
+def _fill(numbers: Ints, places: Sequence[slice], parts: Sequence[Ints]) -> None:
+    """``parts``, and behind each what those of no sequence have: row 0, no query, no key, chunk 0, position -1, the last wanted token again."""
+    others = (0, parts[1][-1], 0, 0, -1, parts[5][-1])
+    for place, part, other in zip(places, parts, others, strict=True):
+        numbers[place][: len(part)] = part
+        numbers[place][len(part) :] = other
+
+
+def _nobody(shape: Shape) -> tuple[Ints, ...]:
+    """A step of no sequence."""
+    nothing, zero = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    return nothing, zero, nothing, nothing, nothing, zero

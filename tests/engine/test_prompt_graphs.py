@@ -1,0 +1,215 @@
+"""Graphs of steps with prompts without a GPU (support/recorded_graphs.py): graph = eager, whatever the lengths; which shapes get one, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.executor import Executor
+from headrace.errors import StepFailed
+from headrace.models import families
+from headrace.sampling_params import SamplingParams
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.prompt_graphs import MOST_TOKENS, Bounds, PromptGraphs, Shape, _fill, _places, products_of
+from tests.support.hand_plans import GREEDY, Planned, Planner, decode, run, take
+from tests.support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
+LARGEST = (Shape(64, 1), Shape(64, 8))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
+
+
+@contextmanager
+def executor(*, graphed: bool = True, **settings: Any) -> Iterator[tuple[Executor, ModelRunner, SlotDecoder, Planner]]:
+    with recorded_executor(graphed=graphed, prompts=graphed, **settings) as (made, runner, decoder):
+        planner = Planner(made.info.kv_groups)
+        free = planner._free[0]
+        free.append(free.pop(free.index(0)))  # block 0 goes first: what is written there by mistake is read
+        yield made, runner, decoder, planner
+
+
+def prompt(row: int, length: int, seed: int = 0, params: SamplingParams = GREEDY) -> Planned:
+    draw = random.Random(f"{row} {length} {seed}")
+    return Planned(row, [draw.randrange(VOCAB) for _ in range(length)], params, seed=seed)
+
+
+def graphs_of(runner: ModelRunner) -> PromptGraphs:
+    assert runner.prompt_graphs is not None
+    return runner.prompt_graphs
+
+
+def answer(made: Executor, planner: Planner, sequences: list[Planned], chunk: int = 1000) -> list[list[int]]:
+    """The first token of each, in chunks of so many tokens, all at once; then they leave."""
+    for each in sequences:
+        planner.add(each)
+    longest = max(len(each.prompt) for each in sequences)
+    for start in range(0, longest, chunk):
+        work = [(each, start, min(chunk, len(each.prompt) - start)) for each in sequences if start < len(each.prompt)]
+        last = [(index, each) for index, (each, begin, count) in enumerate(work) if begin + count == len(each.prompt)]
+        take(run(made, planner.plan(work, samples=last)), [each for _, each in last])
+    for each in sequences:
+        planner.drop(each)
+        planner._free[0][:0] = each.tables[0]
+    return [each.output for each in sequences]
+
+
+def batches(turns: int) -> Iterator[tuple[list[Planned], int]]:
+    draw = random.Random(3)
+    for turn in range(turns):
+        count = draw.choice((1, 1, 2, 3, 4, 5, 8))
+        kinds = (GREEDY, SAMPLED) if turn % 3 == 0 else (GREEDY,)
+        yield [prompt(row, draw.randint(1, 62 // count), turn, kinds[row % len(kinds)]) for row in range(count)], draw.choice((1000, 3, 7))
+
+
+def test_graphs_give_what_eager_steps_give() -> None:
+    with executor(graphed=False) as (made, _, _, planner):
+        expected = [answer(made, planner, *batch) for batch in batches(60)]
+    with executor() as (made, runner, _, planner):
+        assert [answer(made, planner, *batch) for batch in batches(60)] == expected
+        assert len(graphs_of(runner).captured) > 8, "shapes that came again"
+
+
+def test_mixed_steps_are_replayed_too() -> None:
+    def mixed(graphed: bool) -> list[list[int]]:
+        with executor(graphed=graphed) as (made, runner, _, planner):
+            running = [prompt(row, 5 + row) for row in range(3)]
+            for each in running:
+                planner.add(each)
+            take(run(made, planner.plan([(each, 0, len(each.prompt)) for each in running])), running)
+            for turn in range(6):
+                late = prompt(3, 20 + turn, turn)
+                planner.add(late)
+                half = len(late.prompt) // 2
+                result = run(made, planner.plan([running[0].next, (late, 0, half), running[2].next], samples=[(0, running[0]), (2, running[2])]))
+                take(result, [running[0], running[2]])
+                take(run(made, planner.plan([(late, half, len(late.prompt) - half), running[1].next])), [late, running[1]])
+                decode(made, planner, [late, *running])
+                planner.drop(late)
+                running[0].output.append(late.output[-1])
+            assert not graphed or {Shape(16, 4), Shape(32, 4)} & set(graphs_of(runner).captured)
+            return [each.output for each in running]
+
+    assert mixed(True) == mixed(False)
+
+
+def test_a_shape_is_eager_then_recorded_then_replayed() -> None:
+    with executor() as (made, runner, decoder, planner):
+        graphs, calls = graphs_of(runner), []
+        real = decoder.forward
+        decoder.forward = lambda inputs, caches: (calls.append(len(inputs.token_ids)), real(inputs, caches))[1]  # type: ignore[method-assign]
+        for length, expected in ((21, [21]), (25, [32, 32]), (32, []), (18, []), (60, []), (9, [9]), (2, [16, 16])):
+            calls.clear()
+            answer(made, planner, [prompt(0, length)])
+            assert calls == expected, length
+        assert graphs.captured == (Shape(16, 1), Shape(32, 1), *LARGEST)
+
+
+def test_what_it_cannot_hold_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of prompts, keys that are read once for many, steps beyond the largest shape."""
+    with executor() as (made, runner, _, planner):
+        graphs = graphs_of(runner)
+        monkeypatch.setattr(graphs, "compute", None)
+        scored = prompt(0, 60, params=SamplingParams(temperature=0.0, prompt_logprobs=1))
+        planner.add(scored)
+        run(made, planner.plan([(scored, 0, 60)], prompt_logprobs=(0,)))
+        planner.drop(scored)
+        several = [prompt(row, 20) for row in range(3)]
+        for each in several:
+            planner.add(each)
+        planner.plan([(each, 0, 1) for each in several])  # every other plan says that much is shared
+        for each in several:
+            planner.add(each)
+        plan = planner.plan([(each, 0, 20) for each in several])
+        assert plan.shared_tokens is not None and plan.shared_tokens >= 8
+        run(made, plan)
+
+
+def test_a_capture_that_fails_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with executor(graphed=False) as (made, _, _, planner):
+        expected = [answer(made, planner, [prompt(0, length)]) for length in (20, 21, 22, 23, 40)]
+    with executor() as (made, runner, _, planner):
+        real = RecordedGraph.capture_end
+
+        def full(graph: RecordedGraph) -> None:
+            real(graph)
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+        monkeypatch.setattr(RecordedGraph, "capture_end", full)
+        assert [answer(made, planner, [prompt(0, length)]) for length in (20, 21, 22, 23, 40)] == expected
+        assert graphs_of(runner).captured == LARGEST
+    assert [record.message for record in caplog.records] == [
+        "no graph for steps of 32 tokens in 1 sequences (Tried to allocate 2 GiB); they are launched one by one"
+    ]
+
+
+def test_a_step_that_fails_leaves_nothing_to_record() -> None:
+    with executor() as (made, runner, decoder, planner):
+        answer(made, planner, [prompt(0, 20)])
+        decoder.fault = MemoryError("on purpose")
+        with pytest.raises(StepFailed):
+            answer(made, planner, [prompt(0, 21)])
+        made.recover()
+        planner.reset()
+        assert graphs_of(runner).captured == LARGEST
+        answer(made, planner, [prompt(0, 22)])
+        assert Shape(32, 1) in graphs_of(runner).captured
+
+
+def test_a_kernel_that_looks_at_the_device_costs_the_graphs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor() as (_, runner, _, _):
+        graphs = graphs_of(runner)
+        monkeypatch.setattr(graphs, "_run", _reading)
+        with pytest.raises(RuntimeError, match="capturing"):
+            graphs.capture((Shape(16, 1),))
+        monkeypatch.setattr(RecordableKernels, "graphable", False)
+        graphs.capture((Shape(16, 1),))
+        assert graphs.captured == ()
+
+
+def _reading(_: Shape) -> None:
+    torch.zeros(1).item()
+
+
+@pytest.mark.parametrize(("seqs", "budget"), [(1, 8192), (512, 8192), (3, 100), (8, 5)])
+def test_every_step_has_a_shape_and_little_is_padded(seqs: int, budget: int) -> None:
+    bounds = Bounds(seqs, 4096, budget, 1.0, prune=True)
+    assert list(bounds.tokens) == sorted(set(bounds.tokens)) and list(bounds.sequences) == sorted(set(bounds.sequences))
+    assert bounds.tokens[-1] == min(budget, MOST_TOKENS) and bounds.sequences[-1] == seqs
+    for lower, upper in zip(bounds.tokens, bounds.tokens[1:], strict=False):
+        assert upper - lower <= max(16, upper // 3 if upper <= 128 else upper // 5)
+
+
+def test_steps_that_the_device_bounds_are_padded_by_a_hair() -> None:
+    with executor() as (_, runner, _, _):
+        graphs = graphs_of(runner)
+        graphs._bounds = Bounds(8, 64, 64, 1.4e11 / 40, prune=True)
+        worth = {tokens: graphs._is_worth(tokens, Shape(size, 1)) for tokens, size in ((20, 32), (39, 48), (47, 48), (62, 64), (63, 64), (64, 64))}
+        assert worth == {20: True, 39: False, 47: True, 62: False, 63: True, 64: True}
+
+
+def test_products_of_known_models() -> None:
+    shape = {"vocab_size": 128256, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "model_type": "llama", "hidden_act": "silu"}
+    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
+    spec = families.spec_from_config({**shape, **llama, "architectures": ["LlamaForCausalLM"]})
+    assert products_of(spec) == 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+
+
+def test_numbers_lie_apart_and_the_rest_is_of_nobody() -> None:
+    shape = Shape(16, 4)
+    places = _places(shape)
+    numbers = np.full(places[-1].stop, 99, dtype=np.int32)
+    parts = ([7, 5], [0, 3, 9], [3, 8], [0] * 3 + [1] * 6, [0, 1, 2, *range(2, 8)], [2, 8])
+    _fill(numbers, places, [np.array(part, dtype=np.int32) for part in parts])
+    found = [numbers[place].tolist() for place in places]
+    assert found == [[7, 5, 0, 0], [0, 3, 9, 9, 9], [3, 8, 0, 0], [0] * 3 + [1] * 6 + [0] * 7, [0, 1, 2, *range(2, 8), *[-1] * 7], [2, 8, 8, 8]]
+    assert all(place.start % 4 == 0 for place in places)
