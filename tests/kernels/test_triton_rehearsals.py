@@ -47,4 +47,4 @@ def test_a_step_needs_nothing_that_was_not_rehearsed(name: str, mode: tuple[str,
     assert len(found["used"]) >= 12
     assert not found["chosen later"]
     assert not set(found["used"]) - set(found["rehearsed"])
-    assert len(found["rehearsed"]) <= 32, "few specialisations: each costs every cold start"
+    assert len(found["rehearsed"]) <= 33, "few specialisations: each costs every cold start"

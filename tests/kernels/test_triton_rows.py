@@ -46,6 +46,21 @@ def test_a_chunk_of_no_sequence_reads_nothing() -> None:
     assert (ids.tolist(), positions.tolist(), slots.tolist()) == ([5, 0, 0], [7, 0, 0], [7, -1, -1])
 
 
+@pytest.mark.parametrize("write", [rows.write_rows, twins.write_rows])
+@pytest.mark.parametrize("lengths", [[1], [0], [0, 0, 5], [7, 0, 1025, 1, 1024, 1023], [2111, 3, 2049]], ids=str)
+def test_new_rows_begin_with_their_ids_and_keep_what_lies_behind(write, lengths: list[int]) -> None:  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(len(lengths))
+    token_ids = torch.randint(0, 1000, (9, 2111), generator=generator, dtype=torch.int32)
+    ids, row = torch.arange(sum(lengths)).int() + 5000, torch.randperm(9, generator=generator)[: len(lengths)]
+    begin, wanted = [sum(lengths[:n]) for n in range(len(lengths) + 1)], token_ids.tolist()
+    for each, first, end in zip(row.tolist(), begin, begin[1:], strict=False):
+        wanted[each][: end - first] = range(5000 + first, 5000 + end)
+    for longest in (max(lengths), 2111):
+        written = token_ids.clone()
+        write(written, ids, row, torch.tensor(begin, dtype=torch.int32), longest)
+        assert written.tolist() == wanted
+
+
 @pytest.mark.parametrize("store", [rows.store_tokens, twins.store_tokens])
 def test_tokens_are_stored_where_they_belong_and_nowhere_else(store) -> None:  # type: ignore[no-untyped-def]
     token_ids = torch.zeros(5, 6, dtype=torch.int32)

@@ -254,6 +254,7 @@ def rows() -> dict[str, dict[str, int]]:
     token_ids, table, ints = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     peak = torch.zeros(8, dtype=torch.float32)
     return {
+        **record(rows, ("_write_kernel",), lambda: rows.write_rows(token_ids, ints, ints.long(), torch.zeros(9, dtype=torch.int32), 300)),
         **record(rows, ("_gather_kernel",), lambda: rows.gather_inputs(token_ids, table, ints, ints, ints, ints, 128, 4)),
         **record(rows, ("_store_kernel",), lambda: rows.store_tokens(token_ids, ints, ints, ints.long(), peak)),
     }

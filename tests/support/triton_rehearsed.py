@@ -68,7 +68,7 @@ def as_on_a_card() -> None:
 
 def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelRunner, list[KVGroup]]:
     groups = [KVGroup(each, ROWS) for each in kv_groups(spec, BLOCK_SIZE, 2)]
-    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU)
+    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU, kernels.choose("write_rows", dtype=torch.int32))
     caches = [allocate_kv(group, torch.bfloat16, CPU).zero_() for group in groups]
     return ModelRunner(decoder, caches, rows, kernels, max_logits_rows=64, padded=False, clock=RealClock()), groups
 

@@ -89,8 +89,8 @@ class CaseMaker:
         elif op == "gated_linear":
             if rows > MOST_ROWS:
                 yield self._gated(rows)
-        elif op in ("gather_inputs", "store_tokens", "fetch_step"):
-            yield {"gather_inputs": self._gather, "store_tokens": self._store, "fetch_step": self._fetch}[op](rows)
+        elif op in ("write_rows", "gather_inputs", "store_tokens", "fetch_step"):
+            yield {"write_rows": self._write, "gather_inputs": self._gather, "store_tokens": self._store, "fetch_step": self._fetch}[op](rows)
         else:
             yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
 
@@ -314,6 +314,18 @@ class CaseMaker:
 
         return KernelCase("embedding", f"{rows}x{width}", {"dtype": self.dtype}, self._bytes(2 * rows * width), 0, calls)
 
+    def _write(self, rows: int) -> KernelCase:
+        """The ids of new sequences of one length, in any order of rows."""
+        ids = torch.randint(self.spec.vocab_size, (rows * self.context,), dtype=torch.int32, generator=self._generator)
+        written, row = torch.zeros(rows, self.context, dtype=torch.int32), torch.randperm(rows, generator=self._generator)
+        begin = (torch.arange(rows + 1) * self.context).int()
+
+        def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
+            return [partial(_written, write, written, ids, row, begin, self.context)]
+
+        size = rows * (2 * 4 * self.context + 8 + 4)
+        return KernelCase("write_rows", f"{rows} rows of {self.context}", {"dtype": torch.int32}, size, 0, calls)
+
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` sequences that decode: their last token, its place, their block tables."""
         blocks = -(-self.context // self.block_size)
@@ -389,6 +401,11 @@ def _gated_or_plain(product: Callable[..., Tensor | None], weight: Tensor, x: Te
     """As a layer does where a candidate has nothing for so many rows."""
     found = product(x, kind)
     return reference.gated_activation(x @ weight.t(), kind) if found is None else found
+
+
+def _written(write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int) -> Tensor:
+    write(token_ids, ids, row, begin, longest)
+    return token_ids
 
 
 def _fetched(fetch: Callable[..., None], ring: Tensor, turn: Tensor, step: Tensor, table: Tensor) -> Tensor:

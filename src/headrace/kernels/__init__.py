@@ -11,7 +11,7 @@ Operations and the facts a call site should state (unstated facts are taken as "
 ``fused_linear`` (dtype, in_features, out_features, gated), ``added_linear``, ``gated_linear`` (dtype, in_features, out_features),
 ``rope_attention`` (as ``paged_attention``, and rotary_dim, normed, window, soft_cap), ``decode_step`` (dtype, spec),
 ``embedding``, ``greedy_tokens``, ``pick_tokens``, ``gumbel_argmax``, ``score_tokens`` (dtype), ``fetch_step``, ``gather_inputs``,
-``store_tokens`` (dtype, int32).
+``store_tokens``, ``write_rows`` (dtype, int32).
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = MappingProxyType(
         "pick_tokens": cpu.PICK_TOKENS + triton.PICK_TOKENS,
         "gumbel_argmax": cpu.GUMBEL_ARGMAX + triton.GUMBEL_ARGMAX,
         "score_tokens": triton.SCORE_TOKENS,
+        "write_rows": triton.WRITE_ROWS,
         "gather_inputs": triton.GATHER_INPUTS,
         "store_tokens": triton.STORE_TOKENS,
         "decode_step": cuda.DECODE_STEP,
@@ -90,6 +91,7 @@ TWINS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "pick_tokens": partial(sampling.pick_tokens, argmax=sampling.gumbel_argmax),
         "gumbel_argmax": sampling.gumbel_argmax,
         "score_tokens": sampling.score_tokens,
+        "write_rows": rows.write_rows,
         "gather_inputs": rows.gather_inputs,
         "store_tokens": rows.store_tokens,
         "decode_step": whole_step.decode_step,

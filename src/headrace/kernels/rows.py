@@ -1,13 +1,25 @@
-"""Between the host, rows and a step, on the device: the torch twins of fetching what the host has written for a step, of gathering its inputs
-from rows, and of writing picked tokens into them and for the host.
+"""Between the host, rows and a step, on the device: the torch twins of writing the ids of new rows, of fetching what the host has written for a
+step, of gathering its inputs from rows, and of writing picked tokens into them and for the host.
 
-What lives here: those three. What may not: what a row is (worker/rows.py), which rows take part, picking.
+What lives here: those four. What may not: what a row is (worker/rows.py), which rows take part, picking.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def write_rows(
+    token_ids: Tensor,  # [rows, length], int32, written
+    ids: Tensor,  # [Σ lengths], int32: of each new row, one behind another
+    row: Tensor,  # [n], int64, no two the same
+    begin: Tensor,  # [n + 1], int32: where in ``ids`` each begins, and the end of the last
+    longest: int,  # the most ids that one of them has, or more; no more than a row's length
+) -> None:
+    """Row ``row[i]`` begins with its ids from then on; what lies behind them stays."""
+    for each, first, end in zip(row.tolist(), begin[:-1].tolist(), begin[1:].tolist(), strict=True):
+        token_ids[each, : end - first] = ids[first:end]
 
 
 def gather_inputs(

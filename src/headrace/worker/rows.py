@@ -8,19 +8,23 @@ Rows are a cache of the scheduler's state: dropping all of them and adding them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from itertools import accumulate, compress, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.kernels.rows import write_rows
 from headrace.request import NewRow, StepPlan
 from headrace.sampling_params import SamplingParams
 
 Ints = NDArray[np.int32]
+Wide = NDArray[np.int64]
 Edits = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of one block table: rows, indices, blocks
 
 # Columns of a row's parameters: float32 bits first, integers after them.
@@ -38,20 +42,30 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parts: list[Ints] = []
+        self._parts: list[tuple[Sequence[Ints | array[int]], int]] = []  # each in pieces, and how many values it has
 
     def put(self, values: Ints) -> None:
-        self._parts.append(values)
+        self._parts.append(((values.ravel(),), values.size))
+
+    def put_wide(self, values: Wide) -> None:
+        """Arrives as twice as many values, to be viewed as int64: indices that nothing on the device has to widen."""
+        self.put(values.view(np.int32))
+
+    def put_joined(self, pieces: Sequence[array[int]]) -> None:
+        """One behind another, each copied once: out of where it lies into what is shipped."""
+        self._parts.append((pieces, sum(map(len, pieces))))
 
     def ship(self) -> list[Tensor]:
-        sizes = [part.size for part in self._parts]
-        starts = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)])
-        host = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        sizes = [size for _, size in self._parts]
+        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
         packed = host.numpy()
-        for part, start in zip(self._parts, starts, strict=False):
-            packed[start : start + part.size] = part.ravel()
+        for (pieces, _), start in zip(self._parts, starts, strict=False):
+            for piece in pieces:
+                packed[start : start + len(piece)] = piece
+                start += len(piece)
         shipped = host.to(self._device, non_blocking=True)
-        return [shipped[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=False)]
+        return [shipped[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def ship(values: Ints, device: torch.device) -> Tensor:
@@ -89,37 +103,57 @@ class HostRow:
 
     params: SamplingParams
     traits: Trait
-    stop_ids: Ints
+    stop_ids: Ints  # where they are ever masked
     allowed_ids: Ints | None
     bias_ids: Ints
     bias_values: NDArray[np.float32]
     bad_words: BadWords | None
 
 
+_NO_IDS, _NO_VALUES = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+
+
+def _host_rows(added: Sequence[NewRow], vocab_size: int) -> list[HostRow]:
+    """A batch's rows often share one object of parameters: what is found out of it is found out once."""
+    found: dict[tuple[object, ...], HostRow] = {}
+    hosts = []
+    for new in added:
+        key = (id(new.params), new.stop_token_ids, new.bad_word_ids)
+        host = found.get(key)
+        if host is None:
+            host = found[key] = _host_row(new, vocab_size)
+        hosts.append(host)
+    return hosts
+
+
 def _host_row(new: NewRow, vocab_size: int) -> HostRow:
-    params, bias = new.params, new.params.logit_bias or {}
+    params, bias = new.params, new.params.logit_bias
+    stops = [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()  # a checkpoint's EOS may have no logit
     return HostRow(
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids)),
-        stop_ids=np.array([token for token in new.stop_token_ids if token < vocab_size], dtype=np.int32),  # a checkpoint's EOS may have no logit
+        stop_ids=np.array(stops, dtype=np.int32) if stops else _NO_IDS,
         allowed_ids=None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, dtype=np.int32)),
-        bias_ids=np.array(list(bias), dtype=np.int32),
-        bias_values=np.array(list(bias.values()), dtype=np.float32),
-        bad_words=_bad_words(new.bad_word_ids),
+        bias_ids=np.array(list(bias), dtype=np.int32) if bias else _NO_IDS,
+        bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else _NO_VALUES,
+        bad_words=_bad_words(new.bad_word_ids) if new.bad_word_ids else None,
     )
+
+
+_TRAITS = tuple(map(int, Trait))
 
 
 def _traits(p: SamplingParams, *, bad_words: bool) -> Trait:
     counted = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-    holds = {
-        Trait.RANDOM: not p.greedy,
-        Trait.FILTERED: p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0,
-        Trait.EDITED: bad_words or bool(p.logit_bias) or _limits_tokens(p),
-        Trait.PENALISED: counted or p.repetition_penalty != 1.0,
-        Trait.COUNTED: counted,
-        Trait.SCORED: p.logprobs is not None,
-    }
-    return Trait(sum(trait for trait, held in holds.items() if held))
+    held = (  # in Trait's order
+        not p.greedy,
+        p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0,
+        bad_words or bool(p.logit_bias) or _limits_tokens(p),
+        counted or p.repetition_penalty != 1.0,
+        counted,
+        p.logprobs is not None,
+    )
+    return Trait(sum(compress(_TRAITS, held)))
 
 
 def _limits_tokens(p: SamplingParams) -> bool:
@@ -140,13 +174,15 @@ def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:
     )
 
 
-def _param_bits(new: NewRow) -> Ints:
-    p = new.params
-    repetition = max(p.repetition_penalty, _SMALLEST_REPETITION)
-    floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, repetition)
-    seed = new.seed & 0xFFFFFFFFFFFFFFFF
-    ints = (max(p.top_k, 0), seed & 0xFFFFFFFF, seed >> 32, new.num_prompt_tokens)
-    return np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(ints, np.uint32).view(np.int32)])
+def _floats(p: SamplingParams) -> tuple[float, ...]:
+    return p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, _SMALLEST_REPETITION)
+
+
+def _param_bits(added: Sequence[NewRow]) -> Ints:  # [rows, columns]
+    floats = {key: _floats(params) for key, params in {id(new.params): new.params for new in added}.items()}
+    ints = [(max(new.params.top_k, 0), new.seed & 0xFFFFFFFF, new.seed >> 32 & 0xFFFFFFFF, new.num_prompt_tokens) for new in added]
+    columns = np.array([floats[id(new.params)] for new in added], dtype=np.float32), np.array(ints, dtype=np.uint32)
+    return np.concatenate([part.view(np.int32) for part in columns], axis=1)
 
 
 def lazy_zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -160,14 +196,29 @@ class Rows:
     """The persistent state of all rows of one worker.
 
     ``token_ids[row, i]`` is token i of the row's sequence: known ids are written when the row is built, sampled ones where
-    they were sampled, so that a later step finds them without the host.
+    they were sampled, so that a later step finds them without the host. ``write`` carries out the operation of that name (``write_rows``).
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, vocab_size: int, block_sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_model_len: int,
+        vocab_size: int,
+        block_sizes: Sequence[int],
+        device: torch.device,
+        write: Callable[..., None] = write_rows,
+    ) -> None:
         self.device = device
         self.block_sizes = tuple(block_sizes)
         self.token_ids = lazy_zeros((max_rows, max_model_len), device)
-        self.tables = tuple(lazy_zeros((max_rows, -(-max_model_len // size)), device) for size in block_sizes)  # [rows, blocks] a group
+        widths = [-(-max_model_len // size) for size in block_sizes]
+        firsts = [0, *accumulate(-(-max_rows * width // _ALIGNED) * _ALIGNED for width in widths)]
+        self._places = lazy_zeros((firsts.pop(),), device)  # of all tables, so that one launch edits any of them
+        self.tables = tuple(  # [rows, blocks] a group
+            self._places[first : first + max_rows * width].view(max_rows, width) for first, width in zip(firsts, widths, strict=True)
+        )
+        self._firsts, self._widths = np.array(firsts, dtype=np.int64), np.array(widths, dtype=np.int64)
+        self._write = write
         self.params = lazy_zeros((max_rows, _NUM_FLOATS + len(INT_COLUMNS)), device)  # bits
         self.counts = lazy_zeros((max_rows, vocab_size), device)  # occurrences in the output, for rows that count them
         self.host: dict[int, HostRow] = {}
@@ -184,13 +235,19 @@ class Rows:
         if not plan.rows_added and not plan.table_row:
             return
         added = tuple({new.row: new for new in plan.rows_added}.values())  # a row given away twice in a plan is the last one's
-        edits = [_table_edits(plan, group) for group in range(len(self.tables))]
-        staged = self._stage(added, edits)
+        staging = Staging(self.device)
+        if plan.table_row:
+            places, blocks = self._table_edits(plan)
+            staging.put_wide(places)
+            staging.put(blocks)
         if added:
-            self._build(added, staged)
-        for group, table in enumerate(self.tables):
-            which, index, block = staged[len(staged) - 3 * (len(self.tables) - group) :][:3]
-            table[which.long(), index.long()] = block
+            self._note(added)
+            self._stage(added, staging)
+        staged = staging.ship()
+        if plan.table_row:
+            self._places.index_copy_(0, staged[0].view(torch.int64), staged[1])
+        if added:
+            self._build(added, *staged[-4:])
 
     def drop(self, plan: StepPlan) -> None:
         for row in plan.rows_dropped:
@@ -209,32 +266,37 @@ class Rows:
     def clear(self) -> None:
         self.host.clear()
 
-    def _stage(self, added: tuple[NewRow, ...], edits: list[Ints]) -> list[Tensor]:
-        staging = Staging(self.device)
-        if added:
-            staging.put(np.array([new.row for new in added], dtype=np.int32))
-            staging.put(np.concatenate([_param_bits(new) for new in added]))
-            for new in added:
-                staging.put(np.asarray(new.token_ids, dtype=np.int32))
-        for edit in edits:
-            for column in edit:
-                staging.put(column)
-        return staging.ship()
+    def _note(self, added: Sequence[NewRow]) -> None:
+        """What the host remembers of them."""
+        assert max(len(new.token_ids) for new in added) <= self.token_ids.shape[1], "a row holds no more than the longest sequence"
+        rows, hosts = [new.row for new in added], _host_rows(added, self.counts.shape[1])
+        self.traits[rows] = [host.traits for host in hosts]
+        self.num_prompt_tokens[rows] = [new.num_prompt_tokens for new in added]
+        self.host.update(zip(rows, hosts, strict=True))
 
-    def _build(self, added: tuple[NewRow, ...], staged: list[Tensor]) -> None:
-        self.params[staged[0].long()] = staged[1].view(len(added), -1)
-        for new, tokens in zip(added, staged[2:], strict=False):
-            self.token_ids[new.row, : len(tokens)] = tokens
-            self.host[new.row] = host = _host_row(new, self.counts.shape[1])
-            self.traits[new.row] = host.traits
-            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-            if host.traits & Trait.COUNTED:
-                self._count_outputs(new.row, tokens[new.num_prompt_tokens :].long())
+    def _stage(self, added: Sequence[NewRow], staging: Staging) -> None:
+        ids = [new.token_ids for new in added]
+        staging.put_wide(np.array([new.row for new in added], dtype=np.int64))
+        staging.put(_param_bits(added))
+        staging.put(np.array([0, *accumulate(map(len, ids))], dtype=np.int32))
+        staging.put_joined(ids)
 
-    def _count_outputs(self, row: int, output_ids: Tensor) -> None:  # [outputs], int64
-        counts = self.counts[row]
-        counts.zero_()
-        counts.index_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
+    def _build(self, added: Sequence[NewRow], row: Tensor, bits: Tensor, begin: Tensor, ids: Tensor) -> None:
+        row = row.view(torch.int64)
+        self.params.index_copy_(0, row, bits.view(len(added), -1))
+        self._write(self.token_ids, ids, row, begin, max(len(new.token_ids) for new in added))
+        counted = self.traits[[new.row for new in added]] & Trait.COUNTED
+        if counted.any():
+            self._count(added, counted, ids)
+
+    def _count(self, added: Sequence[NewRow], counted: Ints, ids: Tensor) -> None:
+        """Occurrences in the outputs of those that count them. Few have outputs already: those that begin again."""
+        self.counts.index_fill_(0, ship(np.array([new.row for new in compress(added, counted)], dtype=np.int32), self.device), 0)
+        ends = accumulate((len(new.token_ids) for new in added), initial=0)
+        for new, counts, (begin, end) in zip(added, counted, pairwise(ends), strict=True):
+            if counts and begin + new.num_prompt_tokens < end:
+                outputs = ids[begin + new.num_prompt_tokens : end].long()
+                self.counts[new.row].index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
     def float_params(self, rows: Tensor) -> Tensor:  # [n] → [n, FLOAT_COLUMNS], float32
         return self.params[rows][:, :_NUM_FLOATS].view(torch.float32)
@@ -242,12 +304,13 @@ class Rows:
     def int_params(self, rows: Tensor) -> Tensor:  # [n] → [n, INT_COLUMNS], int64; seed words are 32 bits, unsigned
         return self.params[rows][:, _NUM_FLOATS:].long()
 
-
-def _table_edits(plan: StepPlan, group: int) -> Ints:
-    """(row, index, block) [3, edits] of one group; of two edits of one place the later one holds."""
-    rows, groups = np.asarray(plan.table_row, dtype=np.int32), np.asarray(plan.table_group, dtype=np.int32)
-    edits = np.stack([rows, np.asarray(plan.table_index, dtype=np.int32), np.asarray(plan.table_block, dtype=np.int32)])
-    edits = edits[:, groups == group]
-    places = edits[0].astype(np.int64) << 32 | edits[1]
-    _, last = np.unique(places[::-1], return_index=True)
-    return edits if len(last) == len(places) else edits[:, len(places) - 1 - last]
+    def _table_edits(self, plan: StepPlan) -> tuple[Wide, Ints]:
+        """Where in all tables, and which blocks; of two edits of one place the later one holds."""
+        group = np.asarray(plan.table_group) if len(self.tables) > 1 else 0
+        places = np.asarray(plan.table_row, dtype=np.int64) * self._widths[group] + np.asarray(plan.table_index) + self._firsts[group]
+        blocks, ordered = np.asarray(plan.table_block, dtype=np.int32), np.sort(places)
+        if (ordered[1:] != ordered[:-1]).all():  # as ever; telling costs a tenth of finding the last ones
+            return places, blocks
+        _, last = np.unique(places[::-1], return_index=True)
+        last = len(places) - 1 - last
+        return places[last], blocks[last]

@@ -206,6 +206,7 @@ GREEDY_TOKENS = _candidate(_kernel("sampling", "greedy_tokens", chained=sys.maxs
 GUMBEL_ARGMAX = _candidate(_kernel("sampling", "gumbel_argmax"), None)  # pick_tokens does the same and more
 PICK_TOKENS = _candidate(_kernel("sampling", "pick_tokens", chained=sys.maxsize), "picks")
 SCORE_TOKENS = _candidate(_kernel("sampling", "score_tokens"), "picks")
+WRITE_ROWS = _candidate(_kernel("rows", "write_rows", dtypes=INTEGERS), "row_writes")
 GATHER_INPUTS = _candidate(_kernel("rows", "gather_inputs", dtypes=INTEGERS, chained=sys.maxsize), "gathers")
 STORE_TOKENS = _candidate(_kernel("rows", "store_tokens", dtypes=INTEGERS, chained=sys.maxsize), "stores")
 FETCH_STEP = _candidate(_kernel("rows", "fetch_step", dtypes=INTEGERS, chained=sys.maxsize), "fetches")

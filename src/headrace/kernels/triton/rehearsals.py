@@ -153,6 +153,14 @@ def picks(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
         yield ", ".join(kinds), partial(pick_all, kinds)
 
 
+def row_writes(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
+    def write() -> object:
+        rows, at = zeros(site, _TOKENS, sizes.max_model_len), zeros(site, _TOKENS)
+        return run(rows, at, at.long(), zeros(site, _TOKENS + 1), 1)
+
+    yield "new rows", write
+
+
 def gathers(site: Site, run: Callable[..., Any], sizes: Sizes) -> Calls:
     def gather() -> object:
         tokens, at = zeros(site, _TOKENS, sizes.max_model_len), zeros(site, _TOKENS)

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""Between the host, rows and a step: one launch fetches what the host wrote, one gathers a step's inputs, one writes its tokens back.
+"""Between the host, rows and a step: one launch writes the ids of new rows, one fetches what the host wrote for a step, one gathers a step's
+inputs, one writes its tokens back.
 
 What lives here: these kernels. What may not: what a row is (worker/rows.py), which rows take part, picking.
 
@@ -20,6 +21,23 @@ from headrace.kernels.triton.launch import dependent, launchable
 
 _TOKENS = 128
 _BLOCKS = 256  # entries of a block table copied at once
+_IDS = 1024  # of a new row, copied by one program
+
+
+@launchable(do_not_specialize=["ids_row"])
+def _write_kernel(ids_ptr, from_ptr, row_ptr, begin_ptr, ids_row, IDS: tl.constexpr):
+    new, lane = tl.program_id(0), tl.program_id(1) * IDS + tl.arange(0, IDS)
+    begin = tl.load(begin_ptr + new)
+    inside = lane < tl.load(begin_ptr + new + 1) - begin
+    own = tl.load(from_ptr + begin + lane, mask=inside, other=0)
+    tl.store(ids_ptr + tl.load(row_ptr + new) * ids_row + lane, own, mask=inside)
+
+
+def write_rows(token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int) -> None:
+    """As kernels/rows.py says. Rows and lengths are not checked."""
+    if longest:
+        grid = (row.shape[0], triton.cdiv(longest, _IDS))
+        _write_kernel[grid](token_ids, ids, row, begin, token_ids.stride(0), IDS=_IDS, num_warps=4)
 
 
 @launchable(do_not_specialize=["ids_row", "table_row", "out_row", "chunks", "tokens"])
