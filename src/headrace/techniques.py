@@ -89,7 +89,8 @@ TECHNIQUES = (
         source="the LM head only where a token is wanted, taken one layer further; no paper that we know of",
         switch="device.last_layer_pruning",
         off=False,
-        improves="prefill tokens/s: of the last layer, only keys and values are needed of tokens that nobody samples from",
+        improves="prefill tokens/s: of the last layer, only keys and values are needed of tokens that nobody samples from; in steps of"
+        " 1,024 tokens and more (128 on a CPU) it attends for none of them either",
         off_means="the last layer computes every token of a prompt, also those that nobody reads",
     ),
     Technique(

@@ -128,6 +128,33 @@ def test_many_rows_through_products_that_take_in_the_residual(case: Case, monkey
     assert bool(rows) == decoder.layers[0].adds and min(rows, default=20) >= 20
 
 
+def test_the_last_block_attends_to_what_is_read_alone(case: Case) -> None:
+    """Prompts, chunks of them and single tokens in one step; what is decoded next sees all keys."""
+    decoder = load_decoder(case.folder, max_model_len=64)
+    attend = Attended(decoder)
+    run, sizes, done = PagedRun(decoder, seed=2), random.Random(1), dict.fromkeys(case.sequences, 0)
+    while left := {key: ids for key, ids in case.sequences.items() if done[key] < len(ids)}:
+        chunks = {key: ids[done[key] :][: 1 if key == "c" else sizes.choice((1, 7, 8, 30))] for key, ids in left.items()}
+        found = run.step(chunks, last=True)
+        done.update({key: done[key] + len(ids) for key, ids in chunks.items()})
+        assert_close(found, {key: case.expected[key][done[key] - 1 :][:1] for key in chunks})
+        assert attend.queries[-1] == len(chunks)
+
+
+class Attended:
+    """Counts the queries that a decoder's last block attends for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.queries: list[int] = []
+        last = decoder.layers[-1].attention
+        self._attend, last._attend = last._attend, self
+
+    def __call__(self, q: Tensor, *rest: Any) -> Tensor:
+        self.queries.append(len(q))
+        found: Tensor = self._attend(q, *rest)
+        return found
+
+
 def errors(logits: dict[str, Tensor], exact: dict[str, Tensor]) -> tuple[float, float]:
     """Median and root mean square of the error over all logits."""
     differences = torch.cat([(logits[key].double() - exact[key].double()).flatten().abs() for key in exact])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from headrace.engine.executor import Executor
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams
+from headrace.worker.inputs import LEAST_ALONE, alone_of, pack
 from tests.support import tiny
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
@@ -74,6 +77,41 @@ def test_chunks_padding_and_recomputing_change_no_token(name: str, params: Sampl
     assert _outputs(filled_up) == _outputs(whole)
     assert _outputs(recomputed) == _outputs(whole)
     assert _outputs(to_the_end) == _outputs(whole)
+
+
+@pytest.mark.parametrize("device", [{}, {"token_concatenation": False}, {"batch_invariant": True}])
+@pytest.mark.parametrize("name", ["folder", "windowed"])
+def test_what_nobody_reads_is_not_attended_for(
+    name: str, device: dict[str, bool], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that end nowhere (in some steps nothing is sampled), ends of prompts and single tokens, in one step. Of short ones all attend."""
+    model, params = request.getfixturevalue(name), SamplingParams(temperature=0.0, logprobs=3)
+    monkeypatch.setitem(LEAST_ALONE, "cpu", 9)
+    plain, pruned = worker_for(model, device={**device, "last_layer_pruning": False}), worker_for(model, device=device)
+    alone: list[bool] = []
+    compute = pruned._runner._decoder.forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(pruned._runner._decoder, "forward", lambda inputs, caches: (alone.append(bool(inputs.alone)), compute(inputs, caches))[1])  # type: ignore[attr-defined]
+    expected, found = (generate(worker, _prompts((40, 8, 1, 23), params), 6, chunk=8) for worker in (plain, pruned))
+    assert [list(each.tokens) for each in found] == [list(each.tokens) for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        for index, entries in one.logprobs.items():
+            assert entries[0].token_ids == other.logprobs[index][0].token_ids
+            assert entries[0].logprobs == pytest.approx(other.logprobs[index][0].logprobs, rel=0, abs=0 if "batch_invariant" in device else 1e-5)
+    assert True in alone and False in alone
+
+
+def test_what_a_graph_is_told_of_wanted_tokens_is_what_a_step_is() -> None:
+    """Of two chunks and a token; with the last one said again for two that are not there."""
+    ints = partial(array, "i")
+    plan = StepPlan(0, rows=ints([0, 1, 2]), starts=ints([3, 0, 7]), counts=ints([5, 4, 1]), sample_rows=ints([0, 2]), sample_work=ints([0, 2]))
+    packing = pack(plan, padded=True, prune=True)
+    assert packing.wanted is not None
+    chunk, position, wanted = (torch.as_tensor(each) for each in (packing.chunk, packing.position, packing.wanted))
+    found = alone_of(torch.cat((wanted, wanted[-1:], wanted[-1:])), chunk, position)
+    assert (found.chunk.tolist(), found.context.tolist()) == ([0, 2, 2, 2], [8, 8, 0, 0])
+    assert found.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert [each.tolist() for each in packing.alone] == [[0, 2], [8, 8], [0, 1, 2]]
+    assert {each.dtype for each in (found.chunk, found.context, found.query_start)} == {torch.int32}
 
 
 def _generate_without_cache(executor: Executor, sequences: Sequence[Planned], num_tokens: int) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.layers.inputs import Alone, AttentionInputs, ForwardInputs
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -55,20 +56,25 @@ class PagedRun:
         self._tables: list[dict[str, list[int]]] = [{} for _ in self._groups]
         self._lengths: dict[str, int] = {}
 
-    def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """One forward pass over the next tokens of each named sequence. Returns each one's logits, [tokens, vocab]."""
+    def step(self, chunks: Mapping[str, Sequence[int]], *, last: bool = False) -> dict[str, Tensor]:
+        """One forward pass over the next tokens of each named sequence. Returns each one's logits, [tokens, vocab]; with ``last``, [1, vocab]."""
         starts = {name: self._lengths.get(name, 0) for name in chunks}
+        counts = [1 if last else len(tokens) for tokens in chunks.values()]
         inputs = ForwardInputs(
             token_ids=torch.tensor([token for tokens in chunks.values() for token in tokens]),
             positions=torch.tensor([starts[name] + i for name, tokens in chunks.items() for i in range(len(tokens))]),
             attention=tuple(self._attention(index, chunks, starts) for index in range(len(self._groups))),
         )
+        if last:
+            seen = inputs.attention[0]
+            every = torch.arange(len(chunks) + 1, dtype=torch.int32)
+            inputs = replace(inputs, wanted=seen.query_start[1:] - 1, alone=Alone(every[:-1], seen.context_len, every))
         with torch.inference_mode():
             hidden = self.decoder(inputs, self.caches)
             logits = self.decoder.logits(hidden)
         self._lengths.update({name: starts[name] + len(tokens) for name, tokens in chunks.items()})
         self._release()
-        return dict(zip(chunks, logits.split([len(tokens) for tokens in chunks.values()]), strict=True))
+        return dict(zip(chunks, logits.split(counts), strict=True))
 
     def _attention(self, index: int, chunks: Mapping[str, Sequence[int]], starts: Mapping[str, int]) -> AttentionInputs:
         counts = [len(tokens) for tokens in chunks.values()]

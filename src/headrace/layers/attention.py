@@ -5,6 +5,7 @@ What lives here: the layer. What may not: block tables (the cache), rotary table
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from headrace.kernels.around import Around
 from headrace.layers.basic import RMSNorm
 from headrace.layers.context import LayerContext
-from headrace.layers.inputs import AttentionInputs
+from headrace.layers.inputs import Alone, AttentionInputs, Wanted
 from headrace.layers.linear import Linear
 from headrace.layers.stream import Stream, added
 from headrace.spec import DecoderSpec, LayerSpec
@@ -64,10 +65,9 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
-        wanted: Tensor | None = None,  # [n]: tokens whose results are read; None: all
+        wanted: Wanted | None = None,  # n tokens whose results are read; None: all
     ) -> Tensor:  # [tokens, hidden], or [n, hidden]
-        attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache)
-        return self.output.forward(attended if wanted is None else attended[wanted])
+        return self.output.forward(self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache, wanted))
 
     def forward_added(
         self,
@@ -77,14 +77,12 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,
         v_cache: Tensor,
-        wanted: Tensor | None,
+        wanted: Wanted | None,
     ) -> Tensor:  # [tokens, hidden], or [n, hidden]
         """The residual with this layer's result added; the rest as ``forward``."""
         assert self.output.added is not None
-        attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache)
-        if wanted is not None:
-            attended, residual = attended[wanted], residual[wanted]
-        return self.output.added(attended, residual)
+        attended = self._attended(self.qkv.forward(x), positions, inputs, k_cache, v_cache, wanted)
+        return self.output.added(attended, residual if wanted is None else residual[wanted.tokens])
 
     @property
     def fuses(self) -> bool:
@@ -108,15 +106,29 @@ class Attention(nn.Module):
         least: int | None = None if asked is None or self._window is not None else asked(rows)
         return least
 
-    def _attended(self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _attended(
+        self, qkv: Tensor, positions: Tensor, inputs: AttentionInputs, k_cache: Tensor, v_cache: Tensor, wanted: Wanted | None = None
+    ) -> Tensor:  # [tokens, heads · head_dim], or [n, heads · head_dim]
         whole = qkv.view(self._shape)
         if self._rope_attend is not None:
             attended: Tensor | None = self._rope_attend(whole, positions, self._cos_sin, k_cache, v_cache, inputs, self._scale)
             if attended is not None:
-                return attended.view(-1, self._width)
+                return _picked(attended.view(-1, self._width), wanted)
         q, k, v = whole.split_with_sizes(self._split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q)[0], self.k_norm.forward(k)[0]
         q = self._rotary_write(q, k, v, positions, self._cos_sin, k_cache, v_cache, inputs.slots)
+        if wanted is not None and wanted.attention is not None:
+            q, inputs, wanted = q[wanted.tokens], wanted.attention, None
         out: Tensor = self._attend(q, k_cache, v_cache, inputs, self._scale, self._window, self._soft_cap)
-        return out.view(-1, self._width)
+        return _picked(out.view(-1, self._width), wanted)
+
+
+def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
+    """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads nothing back."""
+    table = inputs.block_table.index_select(0, alone.chunk)
+    return replace(inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1)
+
+
+def _picked(attended: Tensor, wanted: Wanted | None) -> Tensor:
+    return attended if wanted is None else attended[wanted.tokens]

@@ -30,13 +30,32 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """The wanted tokens of a step, each as a sequence of its own with one query."""
+
+    chunk: Tensor  # [n], int32: the step's sequence whose keys each sees
+    context: Tensor  # [n], int32: and how many of them; 0: none, and its result is zero
+    query_start: Tensor  # [n + 1], int32: 0, 1, 2 …
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the last block computes to the end. ``attention``: of these tokens alone; None: of all, and these are picked from it."""
+
+    tokens: Tensor  # [n], int32: packed tokens
+    attention: AttentionInputs | None
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """Inputs of one forward pass over packed tokens.
 
-    ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them.
+    ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them. ``alone``: where it is worth it, what the
+    last block attends to: to no more than these, each by itself.
     """
 
     token_ids: Tensor  # [tokens], int64
     positions: Tensor  # [tokens], int64
     attention: tuple[AttentionInputs, ...]  # one per KV group
     wanted: Tensor | None = None  # [n], int32; at least one
+    alone: Alone | None = None

@@ -16,10 +16,10 @@ from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.whole_step import StepWeights, WholeStep
-from headrace.layers.attention import Attention
+from headrace.layers.attention import Attention, attention_alone
 from headrace.layers.basic import Embedding, FeedForward, LayerNorm, RMSNorm
 from headrace.layers.context import LayerContext
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.layers.inputs import AttentionInputs, ForwardInputs, Wanted
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
@@ -53,12 +53,12 @@ class Block(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
         v_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
-        wanted: Tensor | None = None,  # [n]: in the last block, the tokens whose results are read; None: all
+        wanted: Wanted | None = None,  # in the last block, the tokens whose results are read; None: all
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm.forward(x, residual)
         x = self.attention.forward(x, positions, inputs, k_cache, v_cache, wanted)
         if wanted is not None:
-            residual = residual[wanted]
+            residual = residual[wanted.tokens]
         if self.post_attention_norm is not None:
             x, _ = self.post_attention_norm.forward(x)
         x, residual = self.feed_forward_norm.forward(x, residual)
@@ -80,7 +80,7 @@ class Block(nn.Module):
         inputs: AttentionInputs,
         k_cache: Tensor,
         v_cache: Tensor,
-        wanted: Tensor | None,
+        wanted: Wanted | None,
     ) -> Tensor:
         """As ``forward``, for many rows: sums are parts of the products before them. Returns the residual with both results added."""
         assert isinstance(self.feed_forward, FeedForward)
@@ -155,7 +155,8 @@ class Decoder(nn.Module):
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm, [tokens, hidden].
 
-        Of ``inputs.wanted`` tokens only, where it names them: beyond its attention, the last block computes no others.
+        Of ``inputs.wanted`` tokens only, where it names them: of others the last block computes keys and values, and without ``inputs.alone``
+        attention, too.
         ``kv_caches``: one tensor a KV group, [blocks, layers, 2, kv_heads, block_size, head_dim].
         """
         if self._step is not None and inputs.wanted is None and (whole := self._step(inputs, kv_caches)) is not None:
@@ -197,7 +198,7 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for block, group, place in self._steps:
             k_cache, v_cache = halves[group][place], halves[group][place + 1]
-            wanted = inputs.wanted if block is self._steps[-1][0] else None
+            wanted = _wanted(inputs, group) if block is self._steps[-1][0] else None
             x, residual = block.forward(x, residual, inputs.positions, inputs.attention[group], k_cache, v_cache, wanted)
         return x, residual
 
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
         """The sum after the last block."""
         for block, group, place in self._steps:
             k_cache, v_cache = halves[group][place], halves[group][place + 1]
-            wanted = inputs.wanted if block is self._steps[-1][0] else None
+            wanted = _wanted(inputs, group) if block is self._steps[-1][0] else None
             residual = block.forward_added(residual, inputs.positions, inputs.attention[group], k_cache, v_cache, wanted)
         return residual
 
@@ -224,6 +225,13 @@ class Decoder(nn.Module):
         logits = self.head.forward(hidden)
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+
+
+def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
+    """For the last block, whose keys and values lie in this KV group."""
+    if inputs.wanted is None:
+        return None
+    return Wanted(inputs.wanted, None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone))
 
 
 def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.layers.inputs import Alone, AttentionInputs, ForwardInputs
 from headrace.request import StepPlan
 from headrace.worker.rows import Ints, Rows, Staging
+
+# Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all do as quickly.
+LEAST_ALONE = {"cpu": 128, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,12 @@ class Packing:
     @property
     def last(self) -> Ints:  # [w]: the packed index of each chunk's last token
         return self.query_start[1:] - 1
+
+    @property
+    def alone(self) -> tuple[Ints, Ints, Ints]:
+        """As ``Alone`` has them: chunks, contexts and query starts of the wanted tokens."""
+        assert self.wanted is not None
+        return self.chunk[self.wanted], self.position[self.wanted] + 1, np.arange(len(self.wanted) + 1, dtype=np.int32)
 
     def hidden_rows(self, chunks: Ints) -> Ints:
         """Where the hidden states of these chunks' last tokens lie among those that were computed."""
@@ -76,6 +85,7 @@ class Gather:
 
     def __init__(self, rows: Rows, kernels: Kernels) -> None:
         self._rows = rows
+        self._least_alone = LEAST_ALONE[rows.device.type]
         self._gather: Callable[..., Any] = kernels.choose("gather_inputs", dtype=torch.int32)
 
     def inputs(self, plan: StepPlan, packing: Packing) -> ForwardInputs:
@@ -85,10 +95,12 @@ class Gather:
             staging.put(part)
         if packing.wanted is not None:
             staging.put(packing.wanted)
-        row, query_start, context, chunk, position, *wanted = staging.ship()
+            for part in packing.alone if len(packing.chunk) >= self._least_alone else ():
+                staging.put(part)
+        row, query_start, context, chunk, position, *rest = staging.ship()
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
         gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens)
-        return replace(gathered, wanted=wanted[0]) if wanted else gathered
+        return replace(gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None)
 
     def gathered(
         self,
@@ -108,3 +120,14 @@ class Gather:
             ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
             attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context, shared_tokens))
         return ForwardInputs(ids, positions, tuple(attention))
+
+
+def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
+    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that a graph holds.
+
+    A token that is said again, to fill ``wanted`` [n] up, sees no keys: nobody reads its result twice.
+    """
+    new = torch.ones_like(wanted)
+    new[1:] = wanted[1:] != wanted[:-1]
+    start = torch.arange(len(wanted) + 1, dtype=torch.int32, device=wanted.device)
+    return Alone(chunk[wanted], (position[wanted] + 1) * new, start)
