@@ -6,6 +6,7 @@ import random
 import struct
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,23 @@ def _bits(new: NewRow) -> list[int]:
     return list(struct.unpack("<10i", struct.pack("<6fi", *floats, max(p.top_k, 0)) + whole + struct.pack("<i", new.num_prompt_tokens)))
 
 
+def _traits(new: NewRow) -> Iterator[Trait]:
+    p = new.params
+    penalties = p.presence_penalty, p.frequency_penalty
+    if p.temperature:
+        yield Trait.RANDOM
+    if (p.top_p, p.min_p) != (1.0, 0.0) or p.top_k > 0:
+        yield Trait.FILTERED
+    if new.bad_word_ids or p.logit_bias or p.allowed_token_ids or p.min_tokens:
+        yield Trait.EDITED
+    if any(penalties) or p.repetition_penalty != 1.0:
+        yield Trait.PENALISED
+    if any(penalties):
+        yield Trait.COUNTED
+    if p.logprobs is not None:
+        yield Trait.SCORED
+
+
 def _assert_same(rows: Rows, record: Record) -> None:
     assert rows.token_ids.tolist() == record.ids
     assert [table.tolist() for table in rows.tables] == record.tables
@@ -72,7 +90,7 @@ def _assert_same(rows: Rows, record: Record) -> None:
     for row, new in record.known.items():
         host, p = rows.host[row], new.params
         assert host.params is p and rows.traits[row] == host.traits and rows.num_prompt_tokens[row] == new.num_prompt_tokens
-        assert bool(host.traits & Trait.COUNTED) == bool(p.presence_penalty or p.frequency_penalty)
+        assert {trait for trait in Trait if trait & host.traits} == set(_traits(new))
         assert host.stop_ids.tolist() == ([token for token in new.stop_token_ids if token < VOCAB] if p.min_tokens else [])
         assert dict(zip(host.bias_ids.tolist(), host.bias_values.tolist(), strict=True)) == (p.logit_bias or {})
         assert (None if host.allowed_ids is None else host.allowed_ids.tolist()) == (sorted({*p.allowed_token_ids}) if p.allowed_token_ids else None)
@@ -109,6 +127,8 @@ def test_rows_are_what_plans_made_them(block_sizes: tuple[int, ...], seed: int) 
         rows.apply(plan)
         record.apply(plan)
         _assert_same(rows, record)
+        places = rows._table_edits(plan)[0].tolist()
+        assert len(set(places)) == len(places), "of two writes of one place a device keeps either"
 
 
 def test_a_row_given_away_twice_in_a_plan_is_the_last_one_s() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from headrace.kernels import reference
 from headrace.kernels import sampling as twin
+from headrace.kernels.rows import write_rows
 from headrace.spec import Activation
 from tests.support.card import check, chosen, require_card
 from tests.support.kernel_cases import DTYPES
@@ -128,3 +129,15 @@ def test_scores() -> None:
     got, want = chosen("score_tokens", dtype=torch.float32)(logits, targets, 5), twin.score_tokens(logits, targets, 5)
     assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
     torch.testing.assert_close(got[1], want[1], atol=2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[1], [0], [0, 5, 0], [2112] * 248, [4097, 1, 0, 1023, 1024, 1025]], ids=lambda lengths: f"{len(lengths)} rows")
+def test_new_rows(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    begin = torch.tensor([0, *lengths], device=CUDA).cumsum(0).int()
+    written = torch.randint(99, (300, 4097), dtype=torch.int32, device=CUDA)
+    ids, row = torch.randint(2**31 - 1, (sum(lengths),), dtype=torch.int32, device=CUDA), torch.randperm(300, device=CUDA)[: len(lengths)]
+    wanted = written.clone()
+    write_rows(wanted, ids, row, begin, max(lengths))
+    chosen("write_rows", dtype=torch.int32)(written, ids, row, begin, max(lengths))
+    assert torch.equal(written, wanted)
