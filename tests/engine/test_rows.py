@@ -22,11 +22,14 @@ from headrace.worker.rows import Rows, Trait
 CPU = torch.device("cpu")
 VIEWS = ("slice", "view", "as_strided", "alias", "detach")
 ROWS, LONGEST, VOCAB = 7, 61, 50  # nothing is a multiple of anything
+PENALISED = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.25)
 ASKED = (
+    PENALISED,
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_p=0.9, top_k=2**31 - 1, min_p=0.1),
     SamplingParams(temperature=1.0, top_k=-1, logprobs=3),
-    SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=-0.25),
+    SamplingParams(temperature=0.3, min_p=0.2, logprobs=0),
+    SamplingParams(temperature=1.0, top_p=0.5),
     SamplingParams(temperature=0.5, presence_penalty=-2.0, repetition_penalty=1e-40, logit_bias={4: 1.5, 2: -100.0}),
     SamplingParams(temperature=0.0, repetition_penalty=1.3, allowed_token_ids=(9, 3, 9), min_tokens=4),
 )
@@ -133,8 +136,8 @@ def test_rows_are_what_plans_made_them(block_sizes: tuple[int, ...], seed: int) 
 
 def test_a_row_given_away_twice_in_a_plan_is_the_last_one_s() -> None:
     rows, record = Rows(ROWS, LONGEST, VOCAB, (4,), CPU), Record((4,))
-    one, other = (NewRow(3, n, array("i", [n] * 5), 2, ASKED[3], n, ()) for n in (1, 2))
-    for plan in (StepPlan(1, rows_added=(one, other)), StepPlan(2, rows_added=(replace(other, params=ASKED[4]), one))):
+    one, other = (NewRow(3, n, array("i", [n] * 5), 2, PENALISED, n, ()) for n in (1, 2))
+    for plan in (StepPlan(1, rows_added=(one, other)), StepPlan(2, rows_added=(replace(other, params=ASKED[-2]), one))):
         rows.apply(plan)
         record.apply(plan)
         _assert_same(rows, record)
@@ -169,7 +172,7 @@ class Counted(TorchDispatchMode):
 def _launched(count: int) -> tuple[int, Counter[str]]:
     """(calls of the operation, everything else) for so many new rows in a plan."""
     writes: list[Any] = []
-    new = tuple(NewRow(row, row, array("i", [row] * 9), 9, ASKED[3], row, (7,)) for row in range(count))
+    new = tuple(NewRow(row, row, array("i", [row] * 9), 9, PENALISED, row, (7,)) for row in range(count))
     edits = [array("i", column) for column in zip(*((row, group, 0, 5) for row in range(count) for group in range(2)), strict=True)]
     rows = Rows(ROWS, LONGEST, VOCAB, (4, 8), CPU, lambda *given: writes.append(given))
     with Counted() as counted:
