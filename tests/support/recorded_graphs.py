@@ -178,6 +178,9 @@ class SlotDecoder:
         """Small steps of short contexts have graphs of their own."""
         return 24 if rows <= 2 else 0
 
+    def way(self, tokens: int) -> None:
+        """All alike."""
+
     def least_shared(self, rows: int) -> int | None:
         """And so have large ones that share keys."""
         return 8 if rows > 2 else None

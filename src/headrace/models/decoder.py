@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,14 @@ from headrace.quant.unquantized import Unquantized
 from headrace.spec import DecoderSpec, LayerSpec, NormKind, attention_groups
 
 Halves = Sequence[Sequence[Tensor]]  # of each KV group, keys and values of its layers in turn
+
+
+class Way(Enum):
+    """How blocks are computed."""
+
+    FUSED = "norms, sums and activation are parts of the products"
+    ADDED = "sums are parts of the products"
+    PLAIN = "sums are parts of the norms"
 
 
 class Block(nn.Module):
@@ -168,15 +177,22 @@ class Decoder(nn.Module):
         halves = [
             cache.view(cache.shape[0], count, *cache.shape[3:]).unbind(1) for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
-        if self._fuses and len(x) <= MOST_ROWS:
-            x, residual = self._fused_blocks(x, inputs, halves), None
-            x = x if inputs.wanted is None else x[inputs.wanted]
-        elif self._adds and len(x) >= LEAST_ADDED:
-            x, residual = self._added_blocks(x, inputs, halves), None
-        else:
-            x, residual = self._blocks(x, inputs, halves)
+        match self.way(len(x)):
+            case Way.FUSED:
+                x, residual = self._fused_blocks(x, inputs, halves), None
+                x = x if inputs.wanted is None else x[inputs.wanted]
+            case Way.ADDED:
+                x, residual = self._added_blocks(x, inputs, halves), None
+            case Way.PLAIN:
+                x, residual = self._blocks(x, inputs, halves)
         hidden, _ = self.norm.forward(x, residual)
         return hidden
+
+    def way(self, tokens: int) -> Way:
+        """How the blocks compute steps of so many tokens, launch by launch."""
+        if self._fuses and tokens <= MOST_ROWS:
+            return Way.FUSED
+        return Way.ADDED if self._adds and tokens >= LEAST_ADDED else Way.PLAIN
 
     def brief(self, rows: int, block_size: int) -> int:
         """Up to which context steps of so many rows are computed in one launch; 0: none are. ``block_size``: of the KV cache."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,8 @@ class Computes(Protocol):
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor: ...  # [tokens, hidden]
 
     def logits(self, hidden: Tensor) -> Tensor: ...  # [n, hidden] → [n, vocab], float32 or as the head gives them
+
+    def way(self, tokens: int) -> Hashable: ...  # steps that go different ways ask for different memory
 
 
 class ComputesInOne(Computes, Protocol):

@@ -121,6 +121,11 @@ class Gather:
             attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context, shared_tokens))
         return ForwardInputs(ids, positions, tuple(attention))
 
+    def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:
+        """``inputs`` of a step of which only ``wanted`` [n] int32 are read, from what is on the device already."""
+        alone = alone_of(wanted, chunk, position) if len(chunk) >= self._least_alone else None
+        return replace(inputs, wanted=wanted, alone=alone)
+
 
 def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
     """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that a graph holds.

@@ -231,7 +231,9 @@ class ModelRunner:
         if self._arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
-        return self._arena.run(compute, len(inputs.token_ids), wanted, kind=inputs.attention[0].max_query_len == 1)
+        tokens = len(inputs.token_ids)
+        kind = self._decoder.way(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None
+        return self._arena.run(compute, tokens, wanted, kind=kind)
 
     def _graphed(self, plan: StepPlan, packing: Packing) -> bool:
         """Whether every chunk is one token and there is a graph for so many."""

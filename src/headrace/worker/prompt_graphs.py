@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import ForwardInputs
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec
 from headrace.worker.device_memory import scratch_of_graphs
@@ -123,7 +122,10 @@ class PromptGraphs:
     @property
     def samples(self) -> tuple[Shape, ...]:
         """Those that show what graphs take, the largest first: it has the memory that all share."""
-        return tuple(dict.fromkeys(Shape(self._tokens[-1], sequences) for sequences in (self._sequences[-1], self._sequences[0])))
+        few, middle, many = (self._tokens[at] for at in (0, len(self._tokens) // 2, -1))
+        sequences = self._sequences
+        shapes = Shape(many, sequences[-1]), Shape(many, sequences[0]), Shape(middle, sequences[-1]), Shape(few, sequences[0])
+        return tuple(dict.fromkeys(shapes))
 
     @property
     def captured(self) -> tuple[Shape, ...]:
@@ -215,14 +217,13 @@ class PromptGraphs:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
         inputs = self._gather.gathered(row, query_start, context, chunk, position, shape.tokens, self._bounds.max_model_len, 0)
-        found = self._decoder.forward(self._wanting(inputs, wanted), self._kv_caches)
+        if self._bounds.prune:
+            inputs = self._gather.wanting(inputs, wanted, chunk, position)
+        found = self._decoder.forward(inputs, self._kv_caches)
         if self._hidden is None:
             most = self._sequences[-1] if self._bounds.prune else self._tokens[-1]
             self._hidden = found.new_empty((most, *found.shape[1:]))
         self._hidden[: len(found)].copy_(found)
-
-    def _wanting(self, inputs: ForwardInputs, wanted: Tensor) -> ForwardInputs:
-        return replace(inputs, wanted=wanted) if self._bounds.prune else inputs
 
     def _capture(self, shape: Shape) -> None:
         with torch.inference_mode(), scratch_of_graphs(self._rows.device):
