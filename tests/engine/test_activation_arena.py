@@ -12,6 +12,7 @@ import pytest
 
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
+from headrace.models.decoder import Way
 from headrace.request import StepResult
 from headrace.sampling_params import SamplingParams
 from headrace.worker import worker
@@ -96,8 +97,7 @@ def test_a_wrong_lifetime_shows(folders: dict[str, Path], poisoned: None) -> Non
     """Each that lasts beyond the next request, in turn, is made to end with it: what is read then is NaN, or another's."""
     executor = worker_for(folders["llama"])
     expected = said([[_first(executor, 21)]])
-    (kind,) = arena_of(executor)._kinds.values()
-    (trace,) = kind._traces
+    (trace,) = arena_of(executor)._kinds[(Way.PLAIN, False, False), False]._traces
     right, long, shown = trace.ends, 0, 0
     for at, end in enumerate(right):
         if end is not None and end > at + 1:

@@ -41,7 +41,7 @@ from headrace.worker.rows import Ints, Rows
 _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 2048  # beyond, launches take no more than a few hundredths of a step of any model
-MOST_GRAPHS = 48
+MOST_GRAPHS = 96
 _TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
 _SEQUENCES = (1, 4, 16, 64, 256)
 # Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what

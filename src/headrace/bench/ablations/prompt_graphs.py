@@ -1,27 +1,49 @@
-"""Steps with prompts as graphs, on and off: ms to the first token over the length of the prompt.
+"""Steps with prompts as graphs, on and off: ms to the first token over the length of the prompt, alone; requests/s where one begins as another ends.
 
-A length is timed once it has been recorded; what it takes before (a step launch by launch, then one that is recorded) is not.
+What a shape of step takes before it has a graph (launch by launch, then recorded behind one) is not timed.
 """
 
 from __future__ import annotations
 
 from headrace.bench.ablations.lab import Figure, Lab, Point, Result
+from headrace.bench.statistics import summarise
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.engine.assembly import Engine
 
 X = "prompt tokens"
 FIRST = Figure("ms to the first token", False)
+LOAD = "requests at once"
+SERVED = (Figure("requests/s", True), Figure("p99 itl ms", False))
 _UNTIMED = 3  # prompts of a length, at first
 _TURNS = 5  # and behind them
 
 
-def measure(lab: Lab) -> Result:
+def measure(lab: Lab) -> list[Result]:
+    return [_alone(lab), _one_after_another(lab)]
+
+
+def _alone(lab: Lab) -> Result:
     lengths = (16, 48) if lab.quick else (16, 64, 128, 256, 512, 1024, 2048)
 
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
         return [{X: length, FIRST.name: 1e3 * first_token(lab, mode, engine, length, seed)}]
 
     return lab.result("one prompt, one token out", X, (FIRST,), lab.curves(X, lengths, point), log="x")
+
+
+def _one_after_another(lab: Lab) -> Result:
+    """Most steps decode for some and compute the prompts of others."""
+    loads, turns, lengths = ((2,), 2, Lengths(16, 4, 0.5)) if lab.quick else ((8, 32, 64), 8, Lengths(256, 32, 0.9))
+
+    def point(mode: str, engine: Engine, load: int, seed: int) -> list[Point]:
+        for each in (10**6 + seed, seed):
+            dialogues = random_dialogues(turns * load, lengths, vocab_size=engine.info.vocab_size, seed=each)
+            run = lab.run(mode, each, engine.core, dialogues, max_concurrency=load)
+        figures = summarise(run.samples, run.seconds)
+        return [{LOAD: load, SERVED[0].name: figures["request_throughput"], SERVED[1].name: figures["p99_itl_ms"]}]
+
+    title = f"prompts of {lengths.prompt}, answers of {lengths.output} ± 90 %, one begins as another ends"
+    return lab.result(title, LOAD, SERVED, lab.curves(LOAD, loads, point))
 
 
 def first_token(lab: Lab, mode: str, engine: Engine, length: int, seed: int) -> float:
