@@ -50,7 +50,7 @@ def answers(llm: LLM, seed: int = 0) -> list[Any]:
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, model: str | None, **keywords: Any) -> None:
-    technique = keywords.pop("technique", {})
+    technique = {"prompt_graphs": False, **keywords.pop("technique", {})}  # graphs need no arena
     with LLM(model, **{**STRICT, **keywords}, technique={**technique, "activation_arena": False}) as llm:
         expected = answers(llm)
     monkeypatch.setattr(worker, "create_arena", PoisonedArena)
@@ -86,7 +86,7 @@ def test_torchs_product_has_the_same_bits_wherever_it_lies(biased: bool) -> None
 
 
 def test_a_prompt_is_one_request_for_memory_and_the_buffer_is_given_back() -> None:
-    with LLM(**STRICT) as llm:
+    with LLM(**STRICT, technique={"prompt_graphs": False}) as llm:
         prompt = {"prompt_token_ids": [5] * 77}
         for _ in range(4):
             llm.generate([prompt], params(max_tokens=1), use_tqdm=False)
