@@ -396,7 +396,7 @@ def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[
     draw, answers = random.Random(seed), hash_engine.Answers()
     asked: list[Any] = []
     gone: set[int] = set()
-    with recorded_executor(graphed=graphed, num_blocks=20, max_model_len=48) as (executor, runner, _):
+    with recorded_executor(graphed=graphed, prompts=graphed, num_blocks=20, max_model_len=48) as (executor, runner, _):
         real: Callable[..., Any] = runner.forward
         rng = random.Random(seed + 1)
 
