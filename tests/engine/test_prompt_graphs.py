@@ -166,6 +166,23 @@ def test_a_step_that_fails_leaves_nothing_to_record() -> None:
         assert Shape(32, 1) in graphs_of(runner).captured
 
 
+def test_an_idle_engine_records_what_prompts_by_themselves_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor() as (made, runner, decoder, planner):
+        graphs = graphs_of(runner)
+        assert [made.prepare() for _ in range(5)] == [True, True, True, False, False]
+        assert graphs.captured == (Shape(16, 1), Shape(32, 1), Shape(48, 1), *FIRST)
+        decoder.fault = RuntimeError("a prompt must not call the decoder")
+        answer(made, planner, [prompt(0, 20)])
+    with executor() as (made, runner, decoder, planner):
+        graphs, decoder.fault = graphs_of(runner), torch.OutOfMemoryError("Tried to allocate 2 GiB")
+        assert [made.prepare() for _ in range(4)] == [True, True, True, False]
+        assert graphs.captured == (Shape(32, 1), Shape(48, 1), *FIRST)
+        decoder.fault = MemoryError("on purpose")
+        with pytest.raises(StepFailed):
+            answer(made, planner, [prompt(0, 9)])
+        assert not made.prepare(), "not before it has recovered"
+
+
 def test_a_kernel_that_looks_at_the_device_costs_the_graphs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with executor() as (_, runner, _, _):
         graphs = graphs_of(runner)

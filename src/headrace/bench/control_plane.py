@@ -156,7 +156,7 @@ class _FirstStep:
 
     def __init__(self, inner: Executor) -> None:
         self.info, self.collect, self.sample, self.recover, self.close = inner.info, inner.collect, inner.sample, inner.recover, inner.close
-        self._submit = inner.submit
+        self.prepare, self._submit = inner.prepare, inner.submit
         self.at: float | None = None
 
     def submit(self, plan: StepPlan) -> Ticket:

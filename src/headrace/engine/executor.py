@@ -45,6 +45,7 @@ class Executor(Protocol):
     ``collect`` raises StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks*
     (its deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
     the plans that follow build them anew. Nothing between submit and collect may read results on the host.
+    ``prepare``, with nothing in flight and nothing to do: some milliseconds' worth of what later steps will want; whether there may be more.
     """
 
     info: ExecutorInfo
@@ -56,6 +57,8 @@ class Executor(Protocol):
     def collect(self, ticket: Ticket) -> StepResult: ...
 
     def recover(self) -> None: ...
+
+    def prepare(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -151,6 +154,9 @@ class KeyedHashExecutor:
     def recover(self) -> None:
         self._rows.clear()
         self._broken = False
+
+    def prepare(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._rows.clear()

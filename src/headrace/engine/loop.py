@@ -110,6 +110,10 @@ class StampedExecutor:
     def recover(self) -> None:
         self._inner.recover()
 
+    def prepare(self) -> bool:
+        self._pulse.enter("device", DEVICE_LIMIT)
+        return self._inner.prepare()
+
     def close(self) -> None:
         self._inner.close()
 
@@ -139,7 +143,7 @@ class EngineLoop:
         core, links, pulse = self._core, self._links, self._pulse
         while self._running:
             pulse.turn += 1
-            if core.has_work:
+            if core.has_work or core.executor.prepare():
                 said = links.poll()
             else:
                 pulse.enter("idle")

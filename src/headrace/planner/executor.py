@@ -201,6 +201,9 @@ class ModelledExecutor:
     def recover(self) -> None:
         raise AssertionError("a simulated step does not fail")
 
+    def prepare(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._sequences.clear()
 

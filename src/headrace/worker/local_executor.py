@@ -85,6 +85,9 @@ class LocalExecutor:
         self._runner.forget()
         self._broken = False
 
+    def prepare(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Lets go of the model: its memory is free even while somebody still holds this executor. Nothing can be submitted any more."""
         if self._pool is not None:

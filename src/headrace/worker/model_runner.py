@@ -265,6 +265,10 @@ class ModelRunner:
             return StepResult(*found, device_seconds=self._clock.now() - step.started)
         return StepResult(*found, device_seconds=taken.device, idle_seconds=taken.idle, lent_seconds=taken.lent)
 
+    def prepare(self) -> bool:
+        """With nothing in flight: see Executor."""
+        return self.prompt_graphs is not None and self.prompt_graphs.prepare()
+
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are."""
         self._rows.clear()

@@ -8,9 +8,9 @@ a shape: so many tokens, so many sequences, both rounded up. What fills a step u
     sequences     0                  1            2                  3 4 5      no query, no key
     wanted        the last token of each, and that of the last one again for those that are none
 
-Shapes are many and a graph costs some milliseconds and megabytes, so one is recorded where a shape comes for the second time: that step runs
-eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. Shapes that the device bounds are padded
-by a hair at most: the host has time there.
+Shapes are many and a graph costs some milliseconds and a megabyte, so one is recorded where a shape comes for the second time: that step runs
+eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. Those of prompts by themselves are recorded
+ahead, one at a time, where an engine is idle. Shapes that the device bounds are padded by a hair at most: the host has time there.
 
 What lives here: shapes, their static inputs, when one is worth a graph, capture and replay. What may not: what a step computes (models/),
 decode steps (graphs.py), sampling.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -103,6 +103,7 @@ class PromptGraphs:
         self._recorder = recorder
         self._bounds = bounds
         self._tokens, self._sequences = bounds.tokens, bounds.sequences
+        self._lone = tuple(Shape(tokens, self._sequences[0]) for tokens in self._tokens if self._is_host_bound(tokens))
         self._gather = Gather(rows, kernels)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._seen: set[Shape] = set()  # without a graph, or before it had one
@@ -136,14 +137,10 @@ class PromptGraphs:
         self.capture(self.samples[:2])
 
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """In this order, each behind an eager step of nobody's. Where a kernel gives way, and to a twin that looks at the device, there are none
-        in the end."""
+        """In this order. Where a kernel gives way, and to a twin that looks at the device, there are none in the end."""
         try:
-            with torch.inference_mode():
-                for shape in shapes:
-                    self._ship(shape, _nobody(shape))
-                    self._run(shape)
-                    self._capture(shape)
+            for shape in shapes:
+                self._rehearse_and_capture(shape)
         except RuntimeError:
             if self._kernels.graphable:
                 raise
@@ -180,17 +177,28 @@ class PromptGraphs:
         return self._hidden[:count]
 
     def record(self) -> None:
-        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Where that fails, such steps go on as they are."""
+        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on."""
         shape, self._due = self._due, None
-        if shape is None:
-            return
+        if shape is not None:
+            self._try(self._capture, shape)
+
+    def prepare(self) -> bool:
+        """Records a shape that a prompt by itself may come to need, while nothing is computed. Whether it did."""
+        coming = (shape for shape in self._lone if shape not in self._graphs and shape not in self._refused)
+        shape = next(coming, None) if 0 < len(self._graphs) < self.most else None
+        if shape is not None:
+            self._try(self._rehearse_and_capture, shape)
+        return shape is not None
+
+    # --- parts
+
+    def _try(self, capture: Callable[[Shape], None], shape: Shape) -> None:
+        """Where it fails, such steps go on as they are."""
         try:
-            self._capture(shape)
+            capture(shape)
         except RuntimeError as error:
             self._refused.add(shape)
             _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
-
-    # --- parts
 
     def _is_due(self, shape: Shape) -> bool:
         """Whether it comes again, and may have a graph."""
@@ -201,7 +209,10 @@ class PromptGraphs:
         return again
 
     def _is_worth(self, tokens: int, shape: Shape) -> bool:
-        return shape.tokens * self._bounds.products <= _HOST_BOUND or shape.tokens - tokens <= _HAIR * tokens
+        return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
+
+    def _is_host_bound(self, tokens: int) -> bool:
+        return tokens * self._bounds.products <= _HOST_BOUND
 
     def _shares(self, plan: StepPlan, sequences: int) -> bool:
         """Whether the step looks for keys that its sequences share: graphs here do not."""
@@ -225,6 +236,13 @@ class PromptGraphs:
             most = self._sequences[-1] if self._bounds.prune else self._tokens[-1]
             self._hidden = found.new_empty((most, *found.shape[1:]))
         self._hidden[: len(found)].copy_(found)
+
+    def _rehearse_and_capture(self, shape: Shape) -> None:
+        """Behind an eager step of nobody's, which pays for every first use."""
+        with torch.inference_mode():
+            self._ship(shape, _nobody(shape))
+            self._run(shape)
+            self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
         with torch.inference_mode(), scratch_of_graphs(self._rows.device):

@@ -37,6 +37,8 @@ class QueuesPlans(Protocol):
 
     def forget(self) -> None: ...
 
+    def prepare(self) -> bool: ...
+
 
 class QueuedExecutor:
     """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every one submitted
@@ -86,6 +88,10 @@ class QueuedExecutor:
         self._restore()
         self._runner.forget()
         self._broken = False
+
+    def prepare(self) -> bool:
+        assert self._runner is not None and not self._queued and self._launched is None, "nothing may be in flight"
+        return not self._broken and self._runner.prepare()
 
     def close(self) -> None:
         """Lets go of the model and gives its memory back to the device. Nothing can be submitted any more."""
