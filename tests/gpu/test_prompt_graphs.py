@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace import LLM
+from headrace.worker import prompt_graphs
 from headrace.worker.device_memory import device_use
 from headrace.worker.prompt_graphs import PromptGraphs
 from tests.support import tiny
@@ -31,6 +32,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 ASKED = params(max_tokens=6, logprobs=3)
 LENGTHS = (1, 5, 64, 70, 33, 17, 90, 100, 64, 41, 3)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shape is recorded when it comes for the second time."""
+    monkeypatch.setattr(prompt_graphs, "_AGAIN_SERVED", 2)
 
 
 def graphs_of(llm: LLM) -> PromptGraphs:
@@ -98,3 +105,15 @@ def test_what_graphs_take_is_planned_for() -> None:
             llm.generate([{"prompt_token_ids": draw.choices(range(256), k=length)} for length in lengths], params(max_tokens=2), use_tqdm=False)
         assert len(graphs.captured) > 12
         assert device_use(CARD).used - start <= planned_graphs(llm) - llm.info.memory["graphs"]
+
+
+def test_an_idle_engine_records_ahead_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "_AGAIN_SERVED", 16)
+    with LLM(**STRICT) as llm:
+        expected, executor, before = answers(llm), llm.engine.core.executor, device_use(CARD).used
+        while executor.prepare():
+            pass
+        lone = {shape.tokens for shape in graphs_of(llm).captured if shape.sequences == 1}
+        assert lone >= {16, 48, 96, 160, 2048}
+        assert device_use(CARD).used - before <= planned_graphs(llm) - llm.info.memory["graphs"]
+        close(answers(llm), expected, 2e-4)

@@ -8,9 +8,10 @@ a shape: so many tokens, so many sequences, both rounded up. What fills a step u
     sequences     0                  1            2                  3 4 5      no query, no key
     wanted        the last token of each, and that of the last one again for those that are none
 
-Shapes are many and a graph costs some milliseconds and a megabyte, so one is recorded where a shape comes for the second time: that step runs
-eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. Those of prompts by themselves are recorded
-ahead, one at a time, where an engine is idle. Shapes that the device bounds are padded by a hair at most: the host has time there.
+Shapes are many and a graph costs some milliseconds and a megabyte. Captured at a start are the largest, in whose memory all others lie, and for
+prompts by themselves one of every doubling, which serves what is up to half as long. Any other shape is recorded where it comes again: that
+step runs eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. An idle engine records those of
+prompts by themselves ahead. Shapes that the device bounds are padded by a hair at most: the host has time there.
 
 What lives here: shapes, their static inputs, when one is worth a graph, capture and replay. What may not: what a step computes (models/),
 decode steps (graphs.py), sampling.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -43,7 +45,10 @@ _log = logging.getLogger(__name__)
 MOST_TOKENS = 2048  # beyond, launches take no more than a few hundredths of a step of any model
 MOST_GRAPHS = 96
 _TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
+_DOUBLINGS = (32, 64, 128, 256, 512, 1024)
 _SEQUENCES = (1, 4, 16, 64, 256)
+_AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile
+_AGAIN_SERVED = 16
 # Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what
 # a step waits for, and padding costs nothing. With more it may be so much of a step at most.
 _HOST_BOUND = 1.4e11
@@ -106,7 +111,7 @@ class PromptGraphs:
         self._lone = tuple(Shape(tokens, self._sequences[0]) for tokens in self._tokens if self._is_host_bound(tokens))
         self._gather = Gather(rows, kernels)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._seen: set[Shape] = set()  # without a graph, or before it had one
+        self._seen: Counter[Shape] = Counter()  # how often, without a graph
         self._refused: set[Shape] = set()  # that cannot be captured
         self._due: Shape | None = None  # computed eagerly just now
         most = Shape(self._tokens[-1], self._sequences[-1])
@@ -133,8 +138,8 @@ class PromptGraphs:
         return tuple(sorted(self._graphs))
 
     def capture_all(self) -> None:
-        """The largest, in whose memory the others lie; others when they come."""
-        self.capture(self.samples[:2])
+        """What an engine begins with."""
+        self.capture((*self.samples[:2], *(shape for shape in self._lone[::-1] if shape.tokens in _DOUBLINGS)))
 
     def capture(self, shapes: Sequence[Shape]) -> None:
         """In this order. Where a kernel gives way, and to a twin that looks at the device, there are none in the end."""
@@ -149,14 +154,17 @@ class PromptGraphs:
     # --- steps
 
     def shape_of(self, plan: StepPlan, packing: Packing) -> Shape | None:
-        """With which graph the step is computed, or with which inputs, as one is about to be recorded; None: as it is."""
+        """Which graph computes the step, or is recorded behind it; None: the step is computed as it is."""
         tokens, sequences = len(packing.chunk), len(packing.context)
         if not self._graphs or tokens > self._tokens[-1] or (packing.wanted is not None) != self._bounds.prune or self._shares(plan, sequences):
             return None
         shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
         if not self._is_worth(tokens, shape):
             return None
-        return shape if shape in self._graphs or self._is_due(shape) else None
+        if shape in self._graphs:
+            return shape
+        larger = self._larger(shape)
+        return shape if self._is_due(shape, _AGAIN if larger is None else _AGAIN_SERVED) else larger
 
     def write(self, shape: Shape, plan: StepPlan, packing: Packing) -> None:
         """What the host has to say of the step; ``compute`` must follow."""
@@ -200,13 +208,18 @@ class PromptGraphs:
             self._refused.add(shape)
             _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
 
-    def _is_due(self, shape: Shape) -> bool:
-        """Whether it comes again, and may have a graph."""
+    def _larger(self, shape: Shape) -> Shape | None:
+        """The smallest there is a graph for that serves such steps, in less time than launching them takes."""
+        sizes = range(shape.tokens + 1, 2 * shape.tokens + 1)
+        serving = (each for each in self._graphs if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
+        return min(serving, default=None)
+
+    def _is_due(self, shape: Shape, times: int) -> bool:
+        """Whether it comes for so many times, and may have a graph."""
         if shape in self._refused or len(self._graphs) >= self.most:
             return False
-        again = shape in self._seen
-        self._seen.add(shape)
-        return again
+        self._seen[shape] += 1
+        return self._seen[shape] >= times
 
     def _is_worth(self, tokens: int, shape: Shape) -> bool:
         return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
