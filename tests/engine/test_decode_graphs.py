@@ -318,14 +318,13 @@ def test_graphs_keep_to_the_budget_of_logits() -> None:
 
 
 def test_what_broke_a_capture_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: RecordedGraph) -> None:
-        self._recording.__exit__(None, None, None)
+    def broken(*_: Any) -> None:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def full(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(RecordedGraph, "capture_end", broken)
+    monkeypatch.setattr(RecordedGraph, "made", broken)
     monkeypatch.setattr(DecodeGraphs, "_run_eagerly", lambda self, bucket: None)
     monkeypatch.setattr(SlotDecoder, "forward", full)
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"), recorded_executor(graphed=True):

@@ -7,11 +7,13 @@ What lives here: the stand-ins for torch.cuda, a decoder whose answers hang on e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,18 +95,33 @@ def _place(tensor: Tensor) -> int:
 
 
 class RecordedGraph:
-    """As torch.cuda.CUDAGraph."""
+    """As torch.cuda.CUDAGraph. A capture that ends with an error leaves its pool among those recorded to, until the allocator is told."""
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
-        self._recording = _Recording()
+    recorded_to: ClassVar[set[int | None]] = set()
+
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        if pool in self.recorded_to:
+            raise RuntimeError(f"already recording to pool {pool}")
+        self.recorded_to.add(pool)
+        self._pool = pool
+        self._recording: _Recording | None = _Recording()
         self._recording.__enter__()
 
     def capture_end(self) -> None:
-        self._recording.__exit__(None, None, None)
-        self._recording.undo()
+        if self._recording is None:
+            raise RuntimeError("nothing is being captured")
+        recording, self._recording = self._recording, None
+        recording.__exit__(None, None, None)
+        recording.undo()
+        self.made(recording.steps)
+        self.recorded_to.discard(self._pool)
+
+    def made(self, steps: list[Callable[[], None]]) -> None:
+        """What the driver makes of it."""
+        self._steps = steps
 
     def replay(self) -> None:
-        for step in self._recording.steps:
+        for step in self._steps:
             step()
 
 
@@ -130,11 +147,14 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "Stream": lambda device=None: stream,
         "current_stream": lambda device=None: stream,
         "stream": lambda stream: nullcontext(),
-        "graph_pool_handle": lambda: None,
+        "graph_pool_handle": partial(next, itertools.count()),
+        "current_device": lambda: 0,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(RecordedGraph, "recorded_to", set())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: RecordedGraph.recorded_to.remove(pool), raising=False)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
     for module in (graphs, prompt_graphs_module):
         monkeypatch.setattr(module, "scratch_of_graphs", lambda device: nullcontext())
@@ -241,7 +261,8 @@ def recorded_executor(
         captured.capture_all()
     if graphed and prompts:
         bounds = Bounds(max_num_seqs, max_model_len, tokens_a_step=64, products=1e6, prune=True)
-        prompt_graphs = PromptGraphs(decoder, kernels, rows, caches, recorder, bounds)
+        hidden = torch.zeros((bounds.most_wanted, 1), dtype=torch.int64)
+        prompt_graphs = PromptGraphs(decoder, kernels, rows, caches, recorder, bounds, hidden)
         prompt_graphs.capture_all()
     settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True}
     runner = ModelRunner(decoder, caches, rows, kernels, **settings, clock=VirtualClock(), graphs=captured, prompt_graphs=prompt_graphs)

@@ -1,6 +1,7 @@
 """Attention over a paged KV cache: projections, head norms, rotation, the cache write and the attention itself.
 
-What lives here: the layer. What may not: block tables (the cache), rotary tables (rotary.py), kernels.
+What lives here: the layer, and what tokens that are read see of a step. What may not: block tables themselves (the cache), rotary tables
+(rotary.py), kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tensors of one step, as layers and kernels see them.
 
-What lives here: frozen bundles of tensors. What may not: building them (worker/inputs.py) or reading them.
+What lives here: frozen bundles of tensors. What may not: building them (worker/inputs.py; for wanted tokens attention.py) or reading them.
 """
 
 from __future__ import annotations

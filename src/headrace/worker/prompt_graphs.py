@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -75,6 +75,11 @@ class Bounds:
     prune: bool
 
     @property
+    def most_wanted(self) -> int:
+        """Hidden states that a step brings."""
+        return self.sequences[-1] if self.prune else self.tokens[-1]
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """That steps are filled up to, ascending."""
         most = min(self.tokens_a_step, MOST_TOKENS)
@@ -100,7 +105,16 @@ class PromptGraphs:
     Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and behind all that reads what it brings, ``record``.
     """
 
-    def __init__(self, decoder: ComputesInOne, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor], recorder: Recorder, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        decoder: ComputesInOne,
+        kernels: Kernels,
+        rows: Rows,
+        kv_caches: Sequence[Tensor],
+        recorder: Recorder,
+        bounds: Bounds,
+        hidden: Tensor,  # [bounds.most_wanted, hidden]: what every graph writes
+    ) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self._rows = rows
@@ -116,7 +130,7 @@ class PromptGraphs:
         self._due: Shape | None = None  # computed eagerly just now
         most = Shape(self._tokens[-1], self._sequences[-1])
         self._shipped = torch.zeros(_places(most)[-1].stop, dtype=torch.int32, device=rows.device)
-        self._hidden: Tensor | None = None  # [most, hidden]: what every graph writes
+        self._hidden = hidden
 
     # --- what is captured at a start
 
@@ -164,7 +178,8 @@ class PromptGraphs:
         if shape in self._graphs:
             return shape
         larger = self._larger(shape)
-        return shape if self._is_due(shape, _AGAIN if larger is None else _AGAIN_SERVED) else larger
+        due = self._count(shape) >= (_AGAIN if larger is None else _AGAIN_SERVED)
+        return shape if due and shape not in self._refused and len(self._graphs) < self.most else larger
 
     def write(self, shape: Shape, plan: StepPlan, packing: Packing) -> None:
         """What the host has to say of the step; ``compute`` must follow."""
@@ -181,30 +196,29 @@ class PromptGraphs:
             self._due = shape
         else:
             graph.replay()
-        assert self._hidden is not None, "an eager step made it"
         return self._hidden[:count]
 
     def record(self) -> None:
         """Some milliseconds, once a shape: what was computed eagerly is a graph from now on."""
         shape, self._due = self._due, None
         if shape is not None:
-            self._try(self._capture, shape)
+            self._try(shape)
 
     def prepare(self) -> bool:
-        """Records a shape that a prompt by itself may come to need, while nothing is computed. Whether it did."""
+        """Records a shape that a prompt by itself may come to need, while nothing is computed. Whether it did. Raises what computing raises."""
         coming = (shape for shape in self._lone if shape not in self._graphs and shape not in self._refused)
         shape = next(coming, None) if 0 < len(self._graphs) < self.most else None
         if shape is not None:
-            self._try(self._rehearse_and_capture, shape)
+            self._rehearse_and_capture(shape)
         return shape is not None
 
     # --- parts
 
-    def _try(self, capture: Callable[[Shape], None], shape: Shape) -> None:
+    def _try(self, shape: Shape) -> None:
         """Where it fails, such steps go on as they are."""
         try:
-            capture(shape)
-        except RuntimeError as error:
+            self._capture(shape)
+        except Exception as error:  # the step that brought it has been queued as it should
             self._refused.add(shape)
             _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
 
@@ -214,12 +228,10 @@ class PromptGraphs:
         serving = (each for each in self._graphs if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
         return min(serving, default=None)
 
-    def _is_due(self, shape: Shape, times: int) -> bool:
-        """Whether it comes for so many times, and may have a graph."""
-        if shape in self._refused or len(self._graphs) >= self.most:
-            return False
+    def _count(self, shape: Shape) -> int:
+        """How often it has come, this time included."""
         self._seen[shape] += 1
-        return self._seen[shape] >= times
+        return self._seen[shape]
 
     def _is_worth(self, tokens: int, shape: Shape) -> bool:
         return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
@@ -229,6 +241,8 @@ class PromptGraphs:
 
     def _shares(self, plan: StepPlan, sequences: int) -> bool:
         """Whether the step looks for keys that its sequences share: graphs here do not."""
+        if plan.shared_tokens == 0:
+            return False
         least = self._decoder.least_shared(sequences)
         return least is not None and (plan.shared_tokens is None or plan.shared_tokens >= least)
 
@@ -241,13 +255,11 @@ class PromptGraphs:
     def _run(self, shape: Shape) -> None:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
-        inputs = self._gather.gathered(row, query_start, context, chunk, position, shape.tokens, self._bounds.max_model_len, 0)
+        longest = shape.tokens + 1  # more than any sequence has: who fills a step up must not be taken for a query of the only one
+        inputs = self._gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
         if self._bounds.prune:
             inputs = self._gather.wanting(inputs, wanted, chunk, position)
         found = self._decoder.forward(inputs, self._kv_caches)
-        if self._hidden is None:
-            most = self._sequences[-1] if self._bounds.prune else self._tokens[-1]
-            self._hidden = found.new_empty((most, *found.shape[1:]))
         self._hidden[: len(found)].copy_(found)
 
     def _rehearse_and_capture(self, shape: Shape) -> None:

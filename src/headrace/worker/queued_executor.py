@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ class QueuedExecutor:
         self._restore = restore
         self._runner: QueuesPlans | None = runner  # None: closed
         self._broken = False
+        self._prepares = True
         self._queued: deque[tuple[StepPlan, Sampled | StepFailed]] = deque()
         self._launched: tuple[StepPlan, Launched | StepFailed] | None = None  # the last one, while it waits for its masks
 
@@ -91,7 +93,16 @@ class QueuedExecutor:
 
     def prepare(self) -> bool:
         assert self._runner is not None and not self._queued and self._launched is None, "nothing may be in flight"
-        return not self._broken and self._runner.prepare()
+        if self._broken or not self._prepares:
+            return False
+        try:
+            return self._runner.prepare()
+        except Exception:  # nobody waits for it: it is left alone from now on
+            self._prepares = False
+            _log.exception("nothing more is prepared ahead")
+            with suppress(RuntimeError):  # of a device that answers nothing any more: the next step says so
+                self._restore()
+            return False
 
     def close(self) -> None:
         """Lets go of the model and gives its memory back to the device. Nothing can be submitted any more."""

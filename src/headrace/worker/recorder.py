@@ -28,11 +28,23 @@ class Recorder:
         """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator, every time.)"""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 yield graph
+                graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # of a capture that is of no use any more; what broke it is what counts
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that is of no use any more: what broke it is what counts.
+
+        Where ending it fails, too, torch's allocator goes on giving out the pool's memory and lets nobody else record there: it is told that
+        this is over, and later graphs have a pool of their own.
+        """
+        try:
             graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._pool = torch.cuda.graph_pool_handle()

@@ -308,6 +308,7 @@ class Rows:
         """Where in all tables, and which blocks; of two edits of one place the later one holds."""
         group = np.asarray(plan.table_group) if len(self.tables) > 1 else 0
         places = np.asarray(plan.table_row, dtype=np.int64) * self._widths[group] + np.asarray(plan.table_index) + self._firsts[group]
+        assert (np.asarray(plan.table_index) < self._widths[group]).all(), "a block table has no such place"
         blocks, ordered = np.asarray(plan.table_block, dtype=np.int32), np.sort(places)
         if (ordered[1:] != ordered[:-1]).all():  # as ever; telling costs a tenth of finding the last ones
             return places, blocks

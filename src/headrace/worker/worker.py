@@ -269,7 +269,8 @@ class _Start:
         bounds = Bounds(
             **lengths, tokens_a_step=self._setting.tokens_a_step, products=products_of(self._spec), prune=self._config.device.last_layer_pruning
         )
-        return decode, PromptGraphs(decoder, self._kernels, rows, kv_caches, recorder, bounds)
+        hidden = torch.empty((bounds.most_wanted, self._spec.hidden_size), dtype=self._setting.dtype, device=self._setting.device)
+        return decode, PromptGraphs(decoder, self._kernels, rows, kv_caches, recorder, bounds, hidden)
 
     def _create_runner(
         self,

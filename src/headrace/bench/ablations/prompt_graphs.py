@@ -1,6 +1,6 @@
 """Steps with prompts as graphs, on and off: ms to the first token over the length of the prompt, alone; requests/s where one begins as another ends.
 
-What a shape of step takes before it has a graph (launch by launch, then recorded behind one) is not timed.
+Prompts by themselves are timed once every shape of theirs is recorded, as an idle server does it; the others behind as many requests that are not.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def _alone(lab: Lab) -> Result:
     lengths = (16, 48) if lab.quick else (16, 64, 128, 256, 512, 1024, 2048)
 
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
+        while engine.core.executor.prepare():
+            pass
         return [{X: length, FIRST.name: 1e3 * first_token(lab, mode, engine, length, seed)}]
 
     return lab.result("one prompt, one token out", X, (FIRST,), lab.curves(X, lengths, point), log="x")
