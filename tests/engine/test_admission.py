@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace import garbage
 from headrace.engine.executor import KeyedHashExecutor, Ticket
 from headrace.engine.llm import LLM
 from headrace.errors import InvalidRequest
@@ -103,7 +104,7 @@ def test_rows_are_enough_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen.found == [2]
 
 
-def test_nothing_is_collected_until_the_first_step_and_then_as_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collections_of_their_own_accord_wait_for_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = AtFirstStep(monkeypatch, gc.isenabled)
     llm.generate(prompts(40, 32), FOUR, use_tqdm=False)
     assert seen.found == [False] and gc.isenabled()
@@ -117,6 +118,26 @@ def test_nothing_is_collected_until_the_first_step_and_then_as_before(llm: LLM, 
         assert not gc.isenabled(), "who has switched them off keeps them off"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("lately", "everything", "expected"), [(256, 8192, []), (4, 16, [1, 1, 1, 2, 1, 1, 1, 2])])
+def test_a_long_call_is_looked_through_now_and_then(
+    lately: int, everything: int, expected: list[int], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "_LATELY", lately)
+    monkeypatch.setattr(garbage, "_EVERYTHING", everything)
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            generations.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        llm.generate(prompts(2, 8), SamplingParams(max_tokens=34, ignore_eos=True), use_tqdm=False)
+    finally:
+        gc.callbacks.remove(note)
+    assert generations[: len(expected)] == expected and len(generations) <= len(expected) + 1
 
 
 def test_the_last_of_many_is_refused_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
@@ -31,7 +30,7 @@ from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelt
 from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDead, InvalidRequest
-from headrace.garbage import no_collections
+from headrace.garbage import collect_now_and_then, no_collections
 from headrace.request import Request, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -208,21 +207,21 @@ class LLM:
         self.shutdown()
 
     def _run(self, read: Callable[[], list[Given]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
-        with ExitStack() as calm:
-            calm.enter_context(no_collections())
+        with no_collections():
             given = read()
             bar = _progress(use_tqdm, len(given))
             batch = _Batch(given, bar)
             try:
                 self._enter(batch)
-                calm.close()
-                while batch.running:
+                for turn in itertools.count(1):
+                    if not batch.running:
+                        break
                     self.turn()
+                    collect_now_and_then(turn)
             finally:
                 self._leave(batch.running)
                 if bar is not None:
                     bar.close()
-        with no_collections():
             return [batch.collectors[request.request_id].output() for _, request in given]
 
     def _enter(self, batch: _Batch) -> None:
