@@ -144,6 +144,8 @@ def test_a_larger_graph_serves_what_has_none_for_a_while() -> None:
         assert calls == [48, 48] and Shape(48, 1) in graphs_of(runner).captured
         answer(made, planner, [prompt(0, 7)])  # of at most twice as many tokens
         assert calls == [48, 48]
+        answer(made, planner, [*pair(40), prompt(2, 20)])  # one of more sequences and as many tokens
+        assert calls == [48, 48]
         answer(made, planner, pair(7))
         assert calls == [48, 48, 7]
 

@@ -13,8 +13,8 @@ from headrace.engine import loop
 from headrace.engine.assembly import Engine
 from headrace.engine.connection import EngineSocket
 from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.engine.loop import Pulse, StampedExecutor, take_first_step
-from headrace.engine.process import Beat
+from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor, take_first_step
+from headrace.engine.process import Beat, Shutdown
 from headrace.errors import StepFailed
 from headrace.metrics import StepRecorder
 from headrace.scratch import Scratch
@@ -92,3 +92,27 @@ def test_an_engine_that_says_it_can_serve_has_taken_a_step(fails: bool) -> None:
     while core.has_work:
         core.step()
     assert recorder.summary()["steps"] == 3  # the clients' alone
+
+
+def test_an_idle_loop_prepares_a_little_at_a_time_and_listens_in_between() -> None:
+    """It blocks on its sockets once nothing is left to prepare; what it prepares counts as the device's time."""
+    pulse, heard, phases = Pulse(), list[str](), list[str]()
+    left = iter((True, True, False))
+
+    def prepare() -> bool:
+        phases.append(pulse.phase)
+        return next(left)
+
+    def poll() -> list[Any]:
+        heard.append("poll")
+        return []
+
+    def wait() -> list[Any]:
+        heard.append("wait")
+        assert pulse.phase == "idle"
+        return [(None, Shutdown())]
+
+    executor = StampedExecutor(SimpleNamespace(info=None, prepare=prepare), cast(StepRecorder, None), pulse, 0.0)  # type: ignore[arg-type]
+    core = SimpleNamespace(has_work=False, executor=executor)
+    EngineLoop(cast(Engine, SimpleNamespace(core=core)), cast(Any, SimpleNamespace(poll=poll, wait=wait)), pulse).run()
+    assert heard == ["poll", "poll", "wait"] and phases == ["device"] * 3

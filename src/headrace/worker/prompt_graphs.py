@@ -224,7 +224,7 @@ class PromptGraphs:
 
     def _larger(self, shape: Shape) -> Shape | None:
         """The smallest there is a graph for that serves such steps, in less time than launching them takes."""
-        sizes = range(shape.tokens + 1, 2 * shape.tokens + 1)
+        sizes = range(shape.tokens, 2 * shape.tokens + 1)
         serving = (each for each in self._graphs if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
         return min(serving, default=None)
 
