@@ -115,6 +115,7 @@ def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
     with LLM.from_config(config) as llm:
         engine, vocab = llm.engine, llm.info.vocab_size
         engine.await_kernels()
+        engine.prepare()
         for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):  # what is built or captured at first use
             drive(engine.core, part.dialogues(next(salts), vocab))
         observer = trace_into(str(trace), engine, replace(config.device, overlap=engine.core.depth))

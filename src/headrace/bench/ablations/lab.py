@@ -100,6 +100,7 @@ class Lab:
         self.choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
         try:
             engine.await_kernels()
+            engine.prepare()
             drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
             yield engine
         finally:

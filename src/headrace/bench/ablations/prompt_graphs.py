@@ -26,8 +26,6 @@ def _alone(lab: Lab) -> Result:
     lengths = (16, 48) if lab.quick else (16, 64, 128, 256, 512, 1024, 2048)
 
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
-        while engine.core.executor.prepare():
-            pass
         return [{X: length, FIRST.name: 1e3 * first_token(lab, mode, engine, length, seed)}]
 
     return lab.result("one prompt, one token out", X, (FIRST,), lab.curves(X, lengths, point), log="x")
