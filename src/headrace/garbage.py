@@ -1,7 +1,7 @@
 """What the garbage collector need not look at (everything that a process holds once it has started), when it need not look, and what only
 it gives back.
 
-What lives here: these calls. What may not: when they are made.
+What lives here: these calls. What may not: who makes them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def no_collections() -> Iterator[None]:
 
 
 def collect_now_and_then(turn: int) -> None:
-    """For a long call without collections (see above), once a turn: what was made lately is looked through in every 256th, which takes a
-    millisecond or two, and everything in every 8,192nd."""
+    """For a long call without collections (see above), once a turn: what was made lately is looked through in every 256th, which takes less
+    than a millisecond, and everything in every 8,192nd."""
     if turn % _LATELY == 0:
         gc.collect(1 if turn % _EVERYTHING else 2)
 

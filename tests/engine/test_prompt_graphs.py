@@ -19,7 +19,7 @@ from headrace.worker import prompt_graphs
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import MOST_TOKENS, Bounds, PromptGraphs, Shape, _fill, _places, products_of
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, run, take
-from tests.support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
+from tests.support.recorded_graphs import VOCAB, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
 FIRST = (Shape(32, 1), Shape(64, 1), Shape(64, 8))  # what a start captures
@@ -151,7 +151,7 @@ def test_a_larger_graph_serves_what_has_none_for_a_while() -> None:
 
 
 def test_what_it_cannot_hold_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of prompts, keys that are read once for many, steps beyond the largest shape."""
+    """Scores of prompts, keys that are read once for many."""
     with executor() as (made, runner, _, planner):
         graphs = graphs_of(runner)
         monkeypatch.setattr(graphs, "compute", None)
@@ -168,6 +168,15 @@ def test_what_it_cannot_hold_stays_eager(monkeypatch: pytest.MonkeyPatch) -> Non
         plan = planner.plan([(each, 0, 20) for each in several])
         assert plan.shared_tokens is not None and plan.shared_tokens >= 8
         run(made, plan)
+
+
+def test_a_step_beyond_the_largest_shape_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotDecoder, "least_shared", lambda self, rows: None)
+    with executor() as (made, _, decoder, planner):
+        calls = noted_calls(decoder)
+        for count in (2, 3):  # 44 tokens, which a graph serves, and 66
+            answer(made, planner, [prompt(row, 22, seed=count) for row in range(count)])
+        assert calls == [66]
 
 
 def test_a_capture_that_fails_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -200,32 +209,33 @@ def test_a_step_that_fails_leaves_nothing_to_record() -> None:
         assert Shape(16, 4) in graphs_of(runner).captured
 
 
-def test_an_idle_engine_records_what_prompts_by_themselves_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_records_what_prompts_by_themselves_may_need() -> None:
     with executor() as (made, runner, decoder, planner):
         graphs = graphs_of(runner)
         assert [made.prepare() for _ in range(4)] == [True, True, False, False]
         assert graphs.captured == tuple(sorted((Shape(16, 1), Shape(48, 1), *FIRST)))
         decoder.fault = RuntimeError("a prompt must not call the decoder")
         answer(made, planner, [prompt(0, 20)])
+
+
+def test_what_fails_ahead_is_left_alone_and_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with executor() as (made, runner, decoder, planner):
-        graphs, decoder.fault = graphs_of(runner), torch.OutOfMemoryError("Tried to allocate 2 GiB")
+        restored: list[str] = []
+        monkeypatch.setattr(made, "_restore", lambda: restored.append("set aside"))
+        decoder.fault = torch.OutOfMemoryError("Tried to allocate 2 GiB")
         assert not made.prepare() and not made.prepare()
-        assert graphs.captured == FIRST
+        assert graphs_of(runner).captured == FIRST and restored == ["set aside"]
+        assert answer(made, planner, [prompt(0, 20)]) != [[]]
+
+
+def test_nothing_is_prepared_between_a_failed_step_and_recovery() -> None:
+    with executor() as (made, _, decoder, planner):
         decoder.fault = MemoryError("on purpose")
         with pytest.raises(StepFailed):
             answer(made, planner, pair(9))
-        assert not made.prepare(), "not before it has recovered"
-
-
-def test_a_kernel_that_looks_at_the_device_costs_the_graphs_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    with executor() as (_, runner, _, _):
-        graphs = graphs_of(runner)
-        monkeypatch.setattr(graphs, "_run", _reading)
-        with pytest.raises(RuntimeError, match="capturing"):
-            graphs.capture((Shape(16, 1),))
-        monkeypatch.setattr(RecordableKernels, "graphable", False)
-        graphs.capture((Shape(16, 1),))
-        assert graphs.captured == ()
+        assert not made.prepare()
+        made.recover()
+        assert made.prepare()
 
 
 def _full(*_: Any) -> None:

@@ -215,8 +215,7 @@ class ModelRunner:
         if graphs is not None and self._graphed(plan, packing):
             bucket = graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
             return partial(self._replayed, graphs, bucket, len(plan.rows))
-        shape = None if prompts is None or plan.prompt_logprobs else prompts.shape_of(plan, packing)
-        if prompts is not None and shape is not None:
+        if prompts is not None and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
             return partial(prompts.compute, shape, len(packing.chunk if packing.wanted is None else packing.wanted))
         return partial(self._computed, self._gather.inputs(plan, packing))

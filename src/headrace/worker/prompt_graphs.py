@@ -42,7 +42,7 @@ from headrace.worker.rows import Ints, Rows
 
 _log = logging.getLogger(__name__)
 
-MOST_TOKENS = 2048  # beyond, launches take no more than a few hundredths of a step of any model
+MOST_TOKENS = 2048  # of more, the device is what a step waits for, from a billion parameters on
 MOST_GRAPHS = 96
 _TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
 _DOUBLINGS = (32, 64, 128, 256, 512, 1024)
@@ -170,7 +170,9 @@ class PromptGraphs:
     def shape_of(self, plan: StepPlan, packing: Packing) -> Shape | None:
         """Which graph computes the step, or is recorded behind it; None: the step is computed as it is."""
         tokens, sequences = len(packing.chunk), len(packing.context)
-        if not self._graphs or tokens > self._tokens[-1] or (packing.wanted is not None) != self._bounds.prune or self._shares(plan, sequences):
+        if not self._graphs or tokens > self._tokens[-1] or plan.prompt_logprobs or self._shares(plan, sequences):
+            return None
+        if (packing.wanted is not None) != self._bounds.prune:  # single tokens, more than decode steps have graphs for
             return None
         shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
         if not self._is_worth(tokens, shape):
