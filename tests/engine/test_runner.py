@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from headrace.engine.executor import Executor
+from headrace.layers.inputs import MOST_FEW, ForwardInputs
+from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams
-from headrace.worker.inputs import LEAST_ALONE, alone_of, pack
+from headrace.worker import inputs
+from headrace.worker.inputs import LEAST_ALONE, LEAST_LEADING, Packing, alone_of, pack
 from tests.support import tiny
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
@@ -252,3 +256,39 @@ def test_bfloat16_generates(folder: Path) -> None:
     sequences = _prompts()
     generate(worker_for(folder, dtype="bfloat16"), sequences, 4)
     assert all(len(sequence.output) == 4 for sequence in sequences)
+
+
+@pytest.mark.parametrize(
+    ("counts", "leading"),
+    [
+        ([1] * LEAST_LEADING + [MOST_FEW + 1], LEAST_LEADING),
+        ([1] * 40 + [500, 17, 300], 40),
+        ([1] * (LEAST_LEADING - 1) + [500], 0),  # too few
+        ([1] * 40, 0),  # a decode step
+        ([500, *[1] * 40], 0),  # they do not come first
+        ([1] * 40 + [500, 1], 0),  # nor all of them
+        ([1] * 40 + [500, MOST_FEW], 0),  # for whom the other kernel has to be launched anyway
+    ],
+)
+def test_single_tokens_before_prompts_are_counted_where_they_can_be_taken_by_themselves(counts: list[int], leading: int) -> None:
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    nothing = np.zeros(0, dtype=np.int32)
+    assert Packing(starts, nothing, nothing, nothing).leading == leading
+
+
+def test_steps_say_how_many_sequences_come_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LEAST_LEADING", 2)
+    seen: list[int] = []
+    forward = Decoder.forward
+
+    def watched(decoder: Decoder, step: ForwardInputs, caches: Sequence[torch.Tensor]) -> torch.Tensor:
+        seen.append(step.attention[0].leading)
+        return forward(decoder, step, caches)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    executor = worker_for(folder)
+    planner, (first, second, late) = Planner(executor.info.kv_groups), _prompts([5, 6, MOST_FEW + 3])
+    generate(executor, [first, second], 2, planner=planner)
+    planner.add(late)
+    run(executor, planner.plan([first.next, second.next, (late, 0, MOST_FEW + 3)]))
+    assert seen[-3:] == [0, 0, 2]  # a prompt, a decode step, both

@@ -148,3 +148,39 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
     for _ in range(2):
         check(kernel(*arguments), reference.paged_attention(*arguments))
     assert caplog.text.count("there is no compiler") == 1
+
+
+SINGLES = {
+    "uneven": [(1, each) for each in (1, 0, 5, 64, 65, 1000, 4097, 17, 129, 300, 2500, 63, 128, 192, 900, 31, 77)],
+    "alike": [(1, 300 + row % 20) for row in range(140)],
+}
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("lengths", SINGLES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 8, 64), (16, 16, 128), (32, 4, 128)])
+def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, lengths: str, block_size: int) -> None:
+    """They have a launch of their own, and nobody else attends to them: blanks would show."""
+    first, prompts = SINGLES[lengths], [(300, 900), (17, 17), (130, 2130)]
+    case, inputs = on_card(PagedCase([*first, *prompts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size))
+    kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), cuda_prefill=True, cuda_decode=True)
+    kernel = kernels.choose("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    step = replace(inputs, leading=len(first))
+    arguments = (case.q, case.k_cache, case.v_cache)
+    got = kernel(*arguments, step, dim**-0.5, None, None)
+    assert kernel.singles._plan[0] is step and not kernel._plans
+    check(got, reference.paged_attention(*arguments, inputs, dim**-0.5, None, None))
+    assert torch.equal(kernel(*arguments, replace(step), dim**-0.5, None, None), got)
+
+
+@pytest.mark.parametrize(("flags", "window", "shared"), [({}, 500, 0), ({"cuda_decode": False}, None, 0), ({}, None, 5000)])
+def test_who_else_attends_to_single_queries_before_prompts(flags: dict[str, bool], window: int | None, shared: int) -> None:
+    """Windows, the switch, keys that may be shared."""
+    lengths = [*SINGLES["uneven"], (300, 900)]
+    case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
+    kernels = Kernels(torch.device("cuda"), strict=True, cuda_prefill=True, **({"cuda_decode": True} | flags))
+    kernel = kernels.choose("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    step = replace(inputs, leading=17, shared_tokens=shared)
+    arguments = (case.q, case.k_cache, case.v_cache)
+    check(kernel(*arguments, step, 128**-0.5, window, None), reference.paged_attention(*arguments, inputs, 128**-0.5, window, None))
+    assert kernel._plans and (kernel.singles is None or kernel.singles._plan is None)

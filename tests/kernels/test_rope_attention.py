@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,17 @@ def test_other_cards_and_other_softmaxes_are_not_served(monkeypatch: pytest.Monk
     assert Kernels(torch.device("cpu")).offer("rope_attention", **GOOD) is None
 
 
+@pytest.mark.parametrize("off", ["cuda_decode", "batch_invariant", "unified_maximum", "dtype", "card", None])
+def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that turn part of a head or norm heads are served: that has happened before."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if off == "card" else (9, 0))
+    monkeypatch.setattr(rope_candidates, "import_module", lambda name: SimpleNamespace(create_singles=lambda site: "made"))
+    facts = {"dtype": torch.float16 if off == "dtype" else torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8}
+    flags = {"batch_invariant": off == "batch_invariant", "unified_maximum": off == "unified_maximum", "cuda_decode": off != "cuda_decode"}
+    made = rope_candidates.create_singles(Site("paged_attention", torch.device("cuda"), facts, **flags))
+    assert made == (None if off else "made")
+
+
 def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | None) -> tuple[Attention, Tensor]:
     """One of an 8B model's layers, small, with a kernel that answers so; its rotary table."""
     kernels = Kernels(torch.device("cpu"))
@@ -108,8 +120,13 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
     assert "rope_attention" not in offered
 
 
-@pytest.mark.parametrize(("dim", "group", "keys", "block_size"), [(128, 4, 16, 128), (128, 8, 16, 8), (64, 4, 32, 128), (64, 1, 32, 16)])
-def test_the_source_compiles_without_spilling_and_two_programs_fit(dim: int, group: int, keys: int, block_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dim", "group", "keys", "block_size", "fresh"),
+    [(128, 4, 16, 128, True), (128, 8, 16, 8, True), (64, 4, 32, 128, True), (64, 1, 32, 16, True), (128, 4, 16, 128, False)],
+)
+def test_the_source_compiles_without_spilling_and_two_programs_fit(
+    dim: int, group: int, keys: int, block_size: int, fresh: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
     if (found := shutil.which("nvcc")) is None:
         pytest.skip("nvcc is not installed")
@@ -117,7 +134,7 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(dim: int, gro
 
     source = tmp_path / "rope.cu"
     source.write_text(compiler.source("early.cuh", "rope_attention.cu") + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
-    options = Variant(dim, group, 8, block_size, keys).options((9, 0))
+    options = Variant(dim, group, 8, block_size, keys, fresh).options((9, 0))
     made = subprocess.run(
         [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)], capture_output=True, text=True, timeout=110
     )

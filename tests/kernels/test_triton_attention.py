@@ -12,6 +12,7 @@ from headrace.kernels import reference
 from headrace.kernels.triton import attention, plan, prefill
 from headrace.kernels.triton.attention import PagedAttention
 from headrace.kernels.triton.prefill import bulk_keys
+from headrace.layers.inputs import AttentionInputs
 from tests.support.kernel_cases import PagedCase, assert_close
 
 DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 200)]
@@ -146,3 +147,27 @@ def test_tokens_of_no_sequence_and_queries_that_see_nothing_get_zeros() -> None:
     out = PagedAttention(64, 2, 2, False)(q, case.k_cache, case.v_cache, case.inputs, 0.1, None, None)
     assert not out[:3].any() and not out[5].any() and not out[7:].any()
     assert out[3:5].all() and out[6].all()
+
+
+class TakesFirst:
+    """In place of rope_attention.Singles: zeros for those it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def attend(self, q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs, scale: float) -> bool:
+        self.asked.append(inputs.leading)
+        out[: inputs.leading] = 0.0
+        return True
+
+
+@pytest.mark.parametrize(("window", "soft_cap", "asked"), [(None, None, [2]), (70, None, []), (None, 5.0, [])])
+def test_single_queries_before_prompts_may_be_somebody_elses(window: int | None, soft_cap: float | None, asked: list[int]) -> None:
+    case = PagedCase([(1, 70), (1, 150), (37, 100)], heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16)
+    case.poison(window)
+    attention = PagedAttention(64, 2, 2, False, singles=TakesFirst())  # type: ignore[arg-type]
+    got = attention(case.q, case.k_cache, case.v_cache, replace(case.inputs, leading=2), 64**-0.5, window, soft_cap)
+    want = case.run(reference.paged_attention, window, soft_cap)
+    want[: 2 if asked else 0] = 0.0
+    assert_close(got, want, case.q.dtype)
+    assert attention.singles.asked == asked  # type: ignore[union-attr]

@@ -164,7 +164,8 @@ class Kernels:
 
     ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
     (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
-    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``, ``empty``: see Site.
+    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``, ``cuda_decode``,
+    ``empty``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of what comes from a call site is
@@ -181,6 +182,7 @@ class Kernels:
         programmatic: bool = False,
         unified_maximum: bool = False,
         cuda_prefill: bool = False,
+        cuda_decode: bool = False,
         empty: Empty = plainly_empty,
     ) -> None:
         self.device = device
@@ -188,6 +190,7 @@ class Kernels:
         self._programmatic = programmatic
         self._unified_maximum = unified_maximum
         self._cuda_prefill = cuda_prefill
+        self._cuda_decode = cuda_decode
         self._empty = empty
         self._strict = strict
         self._disabled = disabled
@@ -251,7 +254,7 @@ class Kernels:
 
     def _choose(self, key: Key, *, optional: bool = False) -> _Chosen:
         op, facts, before = key
-        flags = (self.batch_invariant, self._programmatic, self._unified_maximum, self._cuda_prefill)
+        flags = (self.batch_invariant, self._programmatic, self._unified_maximum, self._cuda_prefill, self._cuda_decode)
         site = Site(op, self.device, dict(facts), *flags, empty=self._empty)
         declined: list[tuple[str, Declined]] = []
         for candidate in _after(before, CANDIDATES[op]):

@@ -42,8 +42,9 @@ class Site:
 
     ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
     need not look for its maximum where a guard finds out whether that was needed. ``cuda_prefill``: prompts are attended to in CUDA C++
-    where there is a kernel for it. ``behind``: what the candidates after this one, or the twin, make of the same call site, for one that
-    serves a part of what comes from there; who asks has accepted. ``empty``: where results of many rows get their memory.
+    where there is a kernel for it; ``cuda_decode``: so are single queries before them. ``behind``: what the candidates after this one, or
+    the twin, make of the same call site, for one that serves a part of what comes from there; who asks has accepted. ``empty``: where
+    results of many rows get their memory.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Site:
     programmatic: bool = False
     unified_maximum: bool = False
     cuda_prefill: bool = False
+    cuda_decode: bool = False
     behind: Callable[[], Callable[..., Any]] = _unknown
     empty: Empty = plainly_empty
 

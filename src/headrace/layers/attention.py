@@ -128,7 +128,7 @@ class Attention(nn.Module):
 def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
     """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads nothing back."""
     table = inputs.block_table.index_select(0, alone.chunk)
-    return replace(inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1)
+    return replace(inputs, block_table=table, query_start=alone.query_start, context_len=alone.context, max_query_len=1, leading=0)
 
 
 def _picked(attended: Tensor, wanted: Wanted | None) -> Tensor:

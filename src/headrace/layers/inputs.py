@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MOST_FEW = 16  # queries: rows of a matrix instruction
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """One KV group's view of a step: sequences are packed one after another, without padding between them.
 
     ``shared_tokens``: as StepPlan has it; too few, and nobody looks for keys that sequences share.
+    ``leading``: so many sequences, which come first, have one query, and all behind them more than MOST_FEW; 0: who knows.
 
     Its tensors stay as they are while it is in use: what a kernel derives from them for the first layer holds for all.
     """
@@ -27,6 +30,7 @@ class AttentionInputs:
     max_query_len: int
     max_context_len: int
     shared_tokens: int | None = None
+    leading: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import Alone, AttentionInputs, ForwardInputs
+from headrace.layers.inputs import MOST_FEW, Alone, AttentionInputs, ForwardInputs
 from headrace.request import StepPlan
 from headrace.worker.rows import Ints, Rows, Staging
 
+LEAST_LEADING = 16  # sequences of one query before prompts, from which on they are worth a launch that takes no others
 # Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all do as quickly.
 LEAST_ALONE = {"cpu": 128, "cuda": 1024}
 
@@ -52,6 +53,15 @@ class Packing:
         """Where the hidden states of these chunks' last tokens lie among those that were computed."""
         last = self.last[chunks]
         return last if self.wanted is None else np.searchsorted(self.wanted, last).astype(np.int32)
+
+    @property
+    def leading(self) -> int:
+        """As AttentionInputs has it; 0, too, where they are few, or all there are."""
+        lengths = np.diff(self.query_start)
+        longer = np.flatnonzero(lengths != 1)
+        if not len(longer) or longer[0] < LEAST_LEADING or (lengths[longer[0] :] <= MOST_FEW).any():
+            return 0
+        return int(longer[0])
 
 
 def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
@@ -99,7 +109,7 @@ class Gather:
                 staging.put(part)
         row, query_start, context, chunk, position, *rest = staging.ship()
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
-        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens)
+        gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens, packing.leading)
         return replace(gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None)
 
     def gathered(
@@ -112,13 +122,15 @@ class Gather:
         longest_query: int,
         longest_context: int,
         shared_tokens: int | None = None,
+        leading: int = 0,
     ) -> ForwardInputs:
         """The same from what is on the device already."""
         rows, attention = self._rows, []
         for table, block_size in zip(rows.tables, rows.block_sizes, strict=True):
             width = -(-longest_context // block_size)
             ids, positions, slots, block_table = self._gather(rows.token_ids, table, row, chunk, position, context, block_size, width)
-            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, longest_query, longest_context, shared_tokens))
+            longest = longest_query, longest_context
+            attention.append(AttentionInputs(block_table, query_start, context, slots, block_size, *longest, shared_tokens, leading))
         return ForwardInputs(ids, positions, tuple(attention))
 
     def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:

@@ -1,4 +1,6 @@
-"""Rotary embedding, the cache write and decode attention in one launch (csrc/rope_attention.cu): its callable, machine code and launches.
+"""Rotary embedding, the cache write and decode attention in one launch (csrc/rope_attention.cu): its callables, machine code and launches.
+
+Beside prompts one launch turns and writes all tokens; then it is attention alone (Singles).
 
 What lives here: what the kernel is given, its scratch memory, which steps it takes. What may not: which layers (rope_candidates.py),
 dealing out keys (kernels/triton/plan.py), keys that sequences share (kernels/triton/cascade.py has them, in launches of its own).
@@ -53,13 +55,14 @@ class _Parameters(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the source is compiled for. ``keys``: of a unit, a warp's."""
+    """What the source is compiled for. ``keys``: of a unit, a warp's. ``fresh``: it turns q and k and writes the newest keys, too."""
 
     head_dim: int
     group: int
     kv_heads: int
     block_size: int
     keys: int
+    fresh: bool = True
 
     @property
     def stages(self) -> int:
@@ -67,6 +70,7 @@ class Variant:
 
     def options(self, capability: tuple[int, int]) -> tuple[str, ...]:
         named = {"D": self.head_dim, "G": self.group, "HK": self.kv_heads, "BLOCK": self.block_size, "KEYS": self.keys, "STAGES": self.stages}
+        named["FRESH"] = int(self.fresh)
         return ("-arch=sm_{}{}".format(*capability), *(f"-D{name}={value}" for name, value in named.items()))
 
 
@@ -104,27 +108,89 @@ class _Scratch:
 
 
 @dataclass(slots=True, eq=False)
-class RopeAttention:
-    """As the twin, for steps in which every sequence has one query; None: this step is not for it, and nothing was done.
-
-    ``qkv`` [T, Hq + 2 Hk, D] in bfloat16. ``cascade``: steps in which keys may be shared are left to cascade attention.
-    ``programmatic``: of few rows, keys are asked for while the kernel before still runs. Calls of one object must follow each other on the
-    device.
-    """
+class Singles:
+    """Attention of sequences with one query each, over keys that lie in the cache, the newest among them: the kernel without what stands
+    before it (``fresh`` False). Calls of one object must follow each other on the device."""
 
     head_dim: int
     group: int
     kv_heads: int
     processors: int
     builds: Builds
-    cascade: bool
-    programmatic: bool
-    empty: Empty = plainly_empty
+    fresh: bool = False
     _scratch: _Scratch = field(init=False, repr=False)
     _plan: tuple[AttentionInputs, Plan] | None = field(init=False, default=None, repr=False)  # the last
 
     def __post_init__(self) -> None:
         self._scratch = _make_scratch(_PROGRAMS * self.processors, self.group, self.head_dim, self.builds.device)
+
+    def attend(self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> bool:
+        """Fills ``out`` [T, Hq, D] for the first ``inputs.leading`` sequences of a step. False: nothing was done. ``q`` [T, Hq, D], turned."""
+        first = inputs.leading
+        if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
+            return False
+        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)
+        return True
+
+    def launch(
+        self,
+        function: Function,
+        qkv: Tensor,
+        out: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        turning: tuple[Tensor, Tensor, Tensor],  # positions, slots and the rotary table
+        *,
+        early: bool = False,
+    ) -> None:
+        spans = self._planned(inputs).spans
+        tensors = (
+            qkv, out, k_cache, v_cache, spans, inputs.context_len, inputs.block_table, *turning,
+            self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
+        )  # fmt: skip
+        strides = k_cache.stride(0), k_cache.stride(1), qkv.stride(0), inputs.block_table.stride(0)
+        parameters = _Parameters(*(each.data_ptr() for each in tensors), *strides, qkv.shape[0], scale * LOG2_E.value, early)
+        stream = torch.cuda.current_stream(qkv.device).cuda_stream
+        function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
+
+    def function(self, block_size: int) -> Function | None:
+        """Built, or kept from before; None where that is not possible."""
+        return self.builds.function(Variant(self.head_dim, self.group, self.kv_heads, block_size, self.tiles.keys // _WARPS, self.fresh))
+
+    @property
+    def tiles(self) -> Tiles:
+        """Of the plan: 16 KiB of keys."""
+        return Tiles(16, 8192 // self.head_dim, _WARPS, 0, _PROGRAMS)
+
+    def _planned(self, inputs: AttentionInputs) -> Plan:
+        """Made by the first layer of a step; the others bring the same inputs."""
+        if self._plan is None or self._plan[0] is not inputs:
+            programs = _PROGRAMS * self.processors
+            dealt = programs, self.group, self.kv_heads, self.tiles, None, _WHOLE, _BEGINNING, _WARPS * programs
+            self._plan = inputs, make_plan(leading_of(inputs) if inputs.leading else inputs, None, 1, *dealt)
+        return self._plan[1]
+
+    def rehearse(self, block_size: int) -> object:
+        """Builds all it needs: a step of two sequences of one key, in one block, with scratch memory of its own."""
+        inputs, qkv, cache, _ = _rehearsed(self, block_size)
+        q = qkv[:, : self.group * self.kv_heads]
+        return replace(self).attend(q, torch.empty_like(q), cache[0], cache[1], replace(inputs, leading=2), 1.0)
+
+
+@dataclass(slots=True, eq=False)
+class RopeAttention(Singles):
+    """As the twin, for steps in which every sequence has one query; None: this step is not for it, and nothing was done.
+
+    ``qkv`` [T, Hq + 2 Hk, D] in bfloat16. ``cascade``: steps in which keys may be shared are left to cascade attention.
+    ``programmatic``: of few rows, keys are asked for while the kernel before still runs.
+    """
+
+    fresh: bool = True
+    cascade: bool = False
+    programmatic: bool = False
+    empty: Empty = plainly_empty
 
     def __call__(
         self,
@@ -143,43 +209,29 @@ class RopeAttention:
             return None
         # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the others, which do not.
         early = self.programmatic and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
-        spans = self._planned(inputs).spans
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
-        tensors = (
-            qkv, out, k_cache, v_cache, spans, inputs.context_len, inputs.block_table, positions, inputs.slots, cos_sin,
-            self._scratch.parts, self._scratch.peaks, self._scratch.tickets,
-        )  # fmt: skip
-        strides = k_cache.stride(0), k_cache.stride(1), qkv.stride(0), inputs.block_table.stride(0)
-        parameters = _Parameters(*(each.data_ptr() for each in tensors), *strides, rows, scale * LOG2_E.value, early)
-        stream = torch.cuda.current_stream(qkv.device).cuda_stream
-        function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, programmatic=early)
+        self.launch(function, qkv, out, k_cache, v_cache, inputs, scale, (positions, inputs.slots, cos_sin), early=early)
         return out
 
-    def function(self, block_size: int) -> Function | None:
-        """Built, or kept from before; None where that is not possible."""
-        return self.builds.function(Variant(self.head_dim, self.group, self.kv_heads, block_size, self.tiles.keys // _WARPS))
-
-    @property
-    def tiles(self) -> Tiles:
-        """Of the plan: 16 KiB of keys."""
-        return Tiles(16, 8192 // self.head_dim, _WARPS, 0, _PROGRAMS)
-
-    def _planned(self, inputs: AttentionInputs) -> Plan:
-        """Made by the first layer of a step; the others bring the same inputs."""
-        if self._plan is None or self._plan[0] is not inputs:
-            programs = _PROGRAMS * self.processors
-            dealt = programs, self.group, self.kv_heads, self.tiles, None, _WHOLE, _BEGINNING, _WARPS * programs
-            self._plan = inputs, make_plan(inputs, None, 1, *dealt)
-        return self._plan[1]
-
     def rehearse(self, block_size: int) -> object:
-        """Builds all it needs: a step of two sequences of one key, in one block, with scratch memory of its own."""
-        device, ints = self.builds.device, partial(torch.tensor, dtype=torch.int32, device=self.builds.device)
-        qkv = torch.zeros((2, (self.group + 2) * self.kv_heads, self.head_dim), dtype=torch.bfloat16, device=device)
-        cache = torch.zeros((2, 1, self.kv_heads, block_size, self.head_dim), dtype=torch.bfloat16, device=device)
-        zeros, angles = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((1, self.head_dim), device=device)
-        inputs = AttentionInputs(ints([[0], [0]]), ints([0, 1, 2]), ints([1, 1]), zeros, block_size, 1, 1)
-        return replace(self)(qkv, zeros, angles, cache[0], cache[1], inputs, 1.0)
+        inputs, qkv, cache, angles = _rehearsed(self, block_size)
+        return replace(self)(qkv, inputs.slots, angles, cache[0], cache[1], inputs, 1.0)
+
+
+def leading_of(inputs: AttentionInputs) -> AttentionInputs:
+    """The step of the first sequences alone."""
+    first = inputs.leading
+    table, starts, contexts, slots = inputs.block_table[:first], inputs.query_start[: first + 1], inputs.context_len[:first], inputs.slots[:first]
+    return replace(inputs, block_table=table, query_start=starts, context_len=contexts, slots=slots, max_query_len=1, leading=0)
+
+
+def _rehearsed(kernel: Singles, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
+    """Two sequences of one key: the step, q with k and v, both caches, rotary table."""
+    device, ints = kernel.builds.device, partial(torch.tensor, dtype=torch.int32, device=kernel.builds.device)
+    qkv = torch.zeros((2, (kernel.group + 2) * kernel.kv_heads, kernel.head_dim), dtype=torch.bfloat16, device=device)
+    cache = torch.zeros((2, 1, kernel.kv_heads, block_size, kernel.head_dim), dtype=torch.bfloat16, device=device)
+    zeros, angles = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros((1, kernel.head_dim), device=device)
+    return AttentionInputs(ints([[0], [0]]), ints([0, 1, 2]), ints([1, 1]), zeros, block_size, 1, 1), qkv, cache, angles
 
 
 def _lies_well(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs) -> bool:
@@ -196,6 +248,13 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
 
 
 def create(site: Site, *, cascade: bool) -> RopeAttention:
+    return RopeAttention(*_shape(site), Builds(site.device), cascade=cascade, programmatic=can_chain(site), empty=site.empty)
+
+
+def create_singles(site: Site) -> Singles:
+    return Singles(*_shape(site), Builds(site.device))
+
+
+def _shape(site: Site) -> tuple[int, int, int, int]:
     head_dim, heads, kv_heads = (int(site.facts[name]) for name in ("head_dim", "num_heads", "num_kv_heads"))
-    processors = torch.cuda.get_device_properties(site.device).multi_processor_count
-    return RopeAttention(head_dim, heads // kv_heads, kv_heads, processors, Builds(site.device), cascade, can_chain(site), site.empty)
+    return head_dim, heads // kv_heads, kv_heads, torch.cuda.get_device_properties(site.device).multi_processor_count

@@ -40,6 +40,16 @@ def why_not(facts: Mapping[str, Any]) -> str | None:
     return None
 
 
+def create_singles(site: Site) -> Any | None:
+    """Who attends to single queries beside prompts at a call site of ``paged_attention``, as rope_attention.Singles; None: the others do."""
+    turned = {"rotary_dim": site.facts.get("head_dim"), "normed": False, "window": None, "soft_cap": None}  # who calls sees to that
+    if not site.cuda_decode or site.batch_invariant or site.unified_maximum or why_not({**site.facts, **turned}) is not None:
+        return None
+    if torch.cuda.get_device_capability(site.device) < _CAPABILITY:
+        return None
+    return import_module("headrace.kernels.cuda.rope_attention").create_singles(site)
+
+
 def _create(site: Site, *, cascade: bool) -> Callable[..., Any] | Declined:
     """Whoever is declined loses nothing but speed: rotation and attention apart stand behind it."""
     if (reason := why_not(site.facts)) is not None or (reason := missing(site.device)) is not None:

@@ -6,7 +6,8 @@ What may not: the kernels (prefill.py, decode.py).
     query length    1 … FEW              more                      FEW: as many as fit, with a KV head's group, into one 16-row
     kernel          decode, split KV     prefill, whole rows            matrix instruction
 
-On Hopper a kernel in CUDA C++ may stand in for prefill (kernels/cuda/prefill.py).
+On Hopper kernels in CUDA C++ may stand in for prefill (kernels/cuda/prefill.py) and, where sequences of one query come first and the others
+have many, for decode (kernels/cuda/rope_attention.py).
 
 Both read lengths on the device alone; sequences of the other kind are passed over. With ``batch_invariant`` every sequence goes through
 the prefill kernel in one configuration: its tiles lie at absolute multiples, so a row's bits depend on nothing but its own keys.
@@ -19,18 +20,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda.prefill import Prompts, why_not
+from headrace.kernels.cuda.rope_candidates import create_singles
 from headrace.kernels.later import Later
 from headrace.kernels.triton import decode, plan, prefill
 from headrace.kernels.triton.cascade import Common, make_common
 from headrace.kernels.triton.launch import Aim, aiming, can_come_later
 from headrace.kernels.triton.sharing import FEWEST, LEAST_SAVED
 from headrace.layers.inputs import AttentionInputs
+
+if TYPE_CHECKING:
+    from headrace.kernels.cuda.rope_attention import Singles
 
 _MOST_PROGRAMS = 3  # of the decode kernel, a processor
 
@@ -94,7 +100,8 @@ class PagedAttention:
     ``processors`` of the device. ``bulk``: it has a copy engine (compute capability 9), which brings keys and values to the prefill
     kernel wherever blocks are as large as tiles: from 64 tokens, better 128. ``cascade``: what decoding sequences begin with in common is
     read once for many (cascade.py). ``unified``: the decode kernel looks for no highest score where it need not (decode.py); not for
-    float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and values lie as it wants.
+    float16. ``prompts``: attends to sequences of many queries where there is no window and no cap, and keys and values lie as it wants;
+    ``singles``: to those of one query beside them.
     Calls of one object must follow each other on the device.
     """
 
@@ -108,6 +115,7 @@ class PagedAttention:
     cascade: bool = False
     unified: bool = False
     prompts: Prompts | None = None
+    singles: Singles | None = None
     empty: Empty = plainly_empty
     _plans: dict[int | None, tuple[AttentionInputs, plan.Plan]] = field(init=False, repr=False, compare=False)  # the last, by window
     _scratch: decode.Scratch = field(init=False, repr=False, compare=False)
@@ -142,12 +150,27 @@ class PagedAttention:
             if sequences == 1 and longest > few:
                 few = 0  # one prompt: no second kernel
             self._attend_many(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few)
-        if few:
+        if few and not (inputs.leading and self._attend_singles(q, out, k_cache, v_cache, inputs, scale, window, soft_cap)):
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
             decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common, unified)
         return out
+
+    def _attend_singles(
+        self,
+        q: Tensor,
+        out: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> bool:
+        if self.singles is None or window is not None or soft_cap is not None or (self._ticket is not None and plan.may_share(inputs, self.group)):
+            return False
+        return self.singles.attend(q, out, k_cache, v_cache, inputs, scale)
 
     def _attend_many(
         self,
@@ -187,7 +210,8 @@ class PagedAttention:
         share, which steps can do without, may come later. ``windows`` of all layers; how many sequences a step has makes no difference.
         """
         kinds = {window is not None: window for window in windows}.values()
-        return [
+        singles = [] if self.singles is None or soft_cap is not None or all(windows) else [partial(self.singles.rehearse, block_size)]
+        return singles + [
             self._waits(call) if case.sharing else partial(call, self.device)
             for case in self._cases(block_size)
             for window in kinds
@@ -257,7 +281,7 @@ def create_paged_attention(site: Site) -> Callable[..., Tensor]:
     wanted = site.cuda_prefill and not site.batch_invariant and why_not(dtype, head_dim, capability) is None
     prompts = Prompts(head_dim, group, site.device) if wanted else None
     flags = site.batch_invariant, bulk, dtype, site.device
-    return PagedAttention(head_dim, group, processors, *flags, unified=unified, prompts=prompts, empty=site.empty)
+    return PagedAttention(head_dim, group, processors, *flags, unified=unified, prompts=prompts, singles=create_singles(site), empty=site.empty)
 
 
 def create_cascade_attention(site: Site) -> Callable[..., Tensor]:

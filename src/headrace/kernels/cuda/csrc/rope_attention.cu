@@ -6,6 +6,9 @@
 // KEYS keys of every unit: it copies them into a ring of its own, STAGES units ahead, and attends to them; nobody waits for another warp
 // until a pair of sequence and KV head is done with. Keys of earlier steps are asked for before the kernel in front of this one has ended.
 //
+// FRESH 0: q has been turned and the newest keys lie in the cache, as beside prompts, where one launch does that for all tokens: what is left
+// is attention.
+//
 // Where the plan finds many sequences, all about as long, each warp has whole pairs to itself instead, and nobody waits for another at all.
 // TEAM: warps that share a pair, a program's four or one; UNIT is so many times KEYS keys.
 //
@@ -29,14 +32,14 @@ static_assert(G <= 8 && (D == 64 || D == 128) && KEYS % 16 == 0 && BLOCK % 8 == 
 struct __align__(16) Record { int begin, end, sequence, head, step, first_0, last_0, first_1, last_1, shared[5], context, alike; };
 
 struct Params {
-  bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart
+  bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart; not FRESH: only q is read
   bf16* out;                   // [rows, HQ, D]
   bf16* keys;                  // [blocks, HK, BLOCK, D], blocks and heads with strides
   bf16* values;                // the same
   const Record* plan;          // [programs]
   const int* context;          // [rows]; 0: a row of no sequence
   const int* table;            // [rows, table_stride]
-  const long long* positions;  // [rows]
+  const long long* positions;  // [rows]; this and the next two for FRESH alone
   const long long* slots;      // [rows]; -1: nowhere
   const float* cos_sin;        // [positions, D]
   float* parts;                // [programs, 2, G, D]
@@ -121,6 +124,8 @@ template <int TEAM> __device__ __forceinline__ void advance(Place& at, const Par
   if (++at.step == at.tiles) next_pair<TEAM>(at, p);
 }
 
+__device__ __forceinline__ long long position_of(const Params& p, int sequence) { return FRESH ? given(p.positions + sequence) : 0; }
+
 // --- keys and values of earlier steps
 
 struct Copies {  // what comes next into the ring
@@ -134,14 +139,14 @@ template <int TEAM> __device__ __forceinline__ void look_up(Copies& c, const Par
 #pragma unroll
   for (int i = 0; i < ENTRIES; ++i) {
     int first = first_key<TEAM>(c.at, warp) + i * 8;
-    c.entry[i] = c.left > 0 && first < c.at.context - 1 ? given(p.table + (long long)c.at.sequence * p.table_stride + first / BLOCK) : 0;
+    c.entry[i] = c.left > 0 && first < c.at.context - FRESH ? given(p.table + (long long)c.at.sequence * p.table_stride + first / BLOCK) : 0;
   }
 }
 
 template <int TEAM> __device__ __forceinline__ void copy_unit(const Copies& c, const Params& p, u32 to, int warp, int lane) {
   if (c.left > 0) {
     constexpr int ROWS = 32 / CHUNKS, PIECE = ENTRIES == 1 ? KEYS : 8;  // rows a copy of all lanes has; rows that lie in one block
-    int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - 1 - first - row;
+    int first = first_key<TEAM>(c.at, warp), row = lane / CHUNKS, chunk = lane % CHUNKS, left = c.at.context - FRESH - first - row;
     u32 mine = to + row * ROW + ((chunk ^ row) << 4);
 #pragma unroll
     for (int piece = 0; piece < ENTRIES; ++piece) {
@@ -201,13 +206,15 @@ __device__ __forceinline__ Angle angle_at(const float* angles, int element) {
 }
 
 __device__ __forceinline__ void load_angles(Angles& a, const Params& p, int sequence, long long position, int lane) {
-  const float* angles = p.cos_sin + position * D;
+  if (FRESH) {
+    const float* angles = p.cos_sin + position * D;
 #pragma unroll
-  for (int s = 0; s < STEPS / 2; ++s)
+    for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + 8 * h + 2 * (lane % 4));
+      for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, 16 * s + 8 * h + 2 * (lane % 4));
+  }
   a.position = position;
-  a.upcoming = sequence + 1 < p.rows ? given(p.positions + sequence + 1) : 0;
+  a.upcoming = sequence + 1 < p.rows ? position_of(p, sequence + 1) : 0;
 }
 
 __device__ __forceinline__ void turn(u32& first, u32& second, const Angle& a) {
@@ -234,7 +241,7 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
     for (int h = 0; h < 2; ++h) n.query[s][h] = G == 8 || lane / 4 < G ? word_at(q + 16 * s + 8 * h) : 0;
-  n.owned = ends && at.context > 0 && (at.context - 1) % (TEAM * KEYS) / KEYS == warp;
+  n.owned = FRESH && ends && at.context > 0 && (at.context - 1) % (TEAM * KEYS) / KEYS == warp;
   if (n.owned) {
     const bf16* k = row + (HQ + at.head) * D;
     n.key[0] = word_at(k + 2 * lane % HALF);
@@ -247,10 +254,12 @@ __device__ __forceinline__ void load_newest(Newest& n, const Angles& a, const Pa
 }
 
 __device__ __forceinline__ void turn_query(Newest& n, const Angles& a) {
+  if (FRESH) {
 #pragma unroll
-  for (int s = 0; s < STEPS / 2; ++s)
+    for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) turn(n.query[s][h], n.query[s + STEPS / 2][h], a.query[s][h]);
+      for (int h = 0; h < 2; ++h) turn(n.query[s][h], n.query[s + STEPS / 2][h], a.query[s][h]);
+  }
 }
 
 __device__ __forceinline__ u32 word_in(u32 slice, int row, int word) { return slice + row * ROW + (((word / 4) ^ (row & 7)) << 4) + word % 4 * 4; }
@@ -483,7 +492,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
     return;
   }
   Place at = {mine.sequence, mine.head, mine.step};
-  long long position = given(p.positions + at.sequence);
+  long long position = position_of(p, at.sequence);
   enter<TEAM>(at, p, mine.context);
   const Place begun = at;
   const int begin = mine.begin, end = mine.end;
@@ -615,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
   const int all = p.rows * HK, each = (all + gridDim.x * WARPS - 1) / (gridDim.x * WARPS);
   const int pair = (blockIdx.x + warp * gridDim.x) * each, pairs = min(each, all - pair);
   const int sequence = min(pair / HK, p.rows - 1), context = given(p.context + sequence);
-  const long long position = given(p.positions + sequence);
+  const long long position = position_of(p, sequence);
   const int entry = given(p.table + (long long)sequence * p.table_stride);
   if (!mine.alike) {
     take_span(p, mine, warp, lane);
