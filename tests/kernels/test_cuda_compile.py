@@ -13,14 +13,11 @@ import pytest
 
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.step_shape import SOURCES, StepShape, why_not
+from tests.support.assembler import nvcc
 from tests.support.specs import LLAMA_8B
 
 SHAPE = StepShape(LLAMA_8B, block_size=128, programs=132)
 SHARED = 232448  # bytes a program may have
-
-
-def nvcc() -> str | None:
-    return shutil.which("nvcc") or next((str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))), None)
 
 
 def machine_code(text: str, folder: Path) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from headrace.kernels.cuda import compiler, prefill
 from headrace.kernels.cuda.prefill import FORMS, instructions, machine_code, rows_of, shared_bytes, why_not
+from tests.support.assembler import said_of
 
 SHARED = 232448  # bytes a program may have
 
@@ -69,26 +69,10 @@ def test_a_refusal_is_said_once_and_serves_nobody(monkeypatch: pytest.MonkeyPatc
     assert caplog.text.count("there is no compiler") == 1
 
 
-def compiled(dim: int, group: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the assembler says of registers, by the compiler of an installed toolkit."""
-    from kernels.test_cuda_compile import nvcc
-
-    if (found := nvcc()) is None:
-        pytest.skip("nvcc is not installed")
-    kept: dict[str, Any] = {}
-    monkeypatch.setattr(compiler, "build", lambda text, options, folder=None: kept.update(text=text, options=options) or b"")
-    machine_code(dim, group)
-    source = folder / "prefill.cu"
-    source.write_text(kept["text"])
-    options = [option for option in kept["options"] if option != "-default-device"]  # NVRTC's own
-    command = [found, "-cubin", "-std=c++17", "-Xptxas=-v", *options, "-o", str(folder / "prefill.cubin"), str(source)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stderr
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("dim", "group", "most"), [(128, 4, 0), (128, 6, 0), (64, 4, 40)])
 def test_next_to_nothing_spills_and_products_overlap(dim: int, group: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = compiled(dim, group, tmp_path, monkeypatch)
+    said = said_of(lambda: machine_code(dim, group), tmp_path, monkeypatch)
     stores = int(re.search(r"(\d+) bytes spill stores", said)[1])  # type: ignore[index]
     assert stores <= most, said
     assert "serialized" not in said, said

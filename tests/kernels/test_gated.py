@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,14 @@ from headrace.bench.tune_gated import TunedGate
 from headrace.kernels import Kernels, reference
 from headrace.kernels.candidate import Declined, Site
 from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
-from headrace.kernels.cuda.gated_measured import Tile
+from headrace.kernels.cuda.gated_measured import TALL, Form, Tile
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.layers.basic import FeedForward
 from headrace.layers.context import LayerContext
 from headrace.quant import Applies
 from headrace.quant.unquantized import Unquantized
 from headrace.spec import Activation
+from tests.support.assembler import said_of
 
 GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
 
@@ -59,13 +61,29 @@ def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, None), (128, Tile(224)), (4096, Tile(192, turns=True)))}
+    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, None), (128, Tile(224)), (4096, Tile(192, Form.TURNS)), (8192, Tile(192, Form.TALL)))}
     gated_measured.keep_tiles(path, "A card", tiles)
     assert gated_measured.read_tiles(path, "A card") == tiles
-    for odd in ("[128, 100]", "[128, 192, 2]", "[128, 192, 1, 1]", "[128, 128, 1]", "[128, 0, 1]", "[128]"):
+    rows = json.loads(path.read_text())["A card"]["64 x 32"]
+    assert rows == [[96, 0], [128, 224], [4096, 192, 1], [8192, 192, 2]]  # the first three as they were kept before there were tall tiles
+    for odd in ("[128, 100]", "[128, 176, 2]", "[128, 192, 3]", "[128, 192, 1, 1]", "[128, 128, 1]", "[128, 0, 1]", "[128, 192, true]", "[128]"):
         caplog.clear()
         path.write_text(f'{{"A card": {{"64 x 32": [{odd}]}}}}')
         assert gated_measured.read_tiles(path, "A card") == {} and "cannot be read" in caplog.text, odd
+
+
+def test_tall_tiles_serve_no_weight_that_is_too_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wrote the table: two steps of K at either end of a tile, and one between."""
+    monkeypatch.setattr(gated_measured, "kept_tiles", lambda: tmp_path / "gates.json")
+    rows = ((2048, Tile(176, Form.TURNS)), (8192, TALL[0]))
+    gated_measured.keep_tiles(tmp_path / "gates.json", "A card", {(64, 256): rows, (64, 264): rows})
+    assert gated_measured.measured_tiles("A card") == {(64, 256): (rows[0], (8192, None)), (64, 264): rows}
+
+
+@pytest.mark.parametrize(("outs", "thin"), [(192, 0), (384, 0), (14336, 128), (8192, 128), (64, 64), (1024, 64), (1000, 0), (200, 0), (208, 16)])
+def test_what_pairs_of_tall_tiles_leave_gets_thin_ones(outs: int, thin: int) -> None:
+    """Where their halves, gate and what it gates, are whole blocks of eight rows; else one more pair reads past the end."""
+    assert TALL[0].thin(outs) == thin and Tile(192, Form.TURNS).thin(outs) == Tile(192).thin(outs) == 0
 
 
 def test_the_shipped_table_is_sound() -> None:
@@ -100,13 +118,22 @@ def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, w
 
 
 def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, turns = Tile(224), Tile(192, turns=True)
+    wide, turns, tall = Tile(224), Tile(192, Form.TURNS), TALL[0]
     chosen = ((72, None), (80, None), (128, wide), (256, wide), (512, None), (1024, turns), (2048, turns))
     found = [TunedGate((64, 32), rows, tile, 1.0, 2.0) for rows, tile in chosen]
     other = [TunedGate((8, 32), 72, Tile(128), 1.0, 2.0)]
     assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), (8, 32): ((72, Tile(128)),)}
-    assert "64 x 32" in tune_gated.render(found)
+    found = [TunedGate((64, 32), rows, tile, 1.0, 2.0) for rows, tile in ((2048, turns), (8192, tall), (16384, tall))]
+    assert tune_gated.tiles_of(found) == {(64, 32): ((2048, turns), (gated_measured.BEYOND, tall))}, "beyond what was measured, too"
+    assert "64 x 32" in (said := tune_gated.render(found)) and "192 in turns" in said and "192 tall" in said
     assert tune_gated.gates_of([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == ((64, 32),)
+
+
+def test_tall_tiles_are_tried_for_long_prompts_of_weights_that_they_take() -> None:
+    tried = {rows: set(tune_gated.tiles_for(rows, 4096)) for rows in tune_gated.MANY}
+    assert {rows for rows, tiles in tried.items() if tiles & {*TALL}} == {rows for rows in tune_gated.MANY if rows > 1024}
+    assert all(tiles >= {*gated_measured.IN_TURNS} for tiles in tried.values())
+    assert not {*TALL} & {*tune_gated.tiles_for(16384, 256)}
 
 
 def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +170,31 @@ def test_the_source_compiles_for_every_tile() -> None:
     except compiler.CompileError:
         pytest.skip("no NVRTC here")
     for tile in gated_measured.TILES:
-        assert b"gated" in gated.machine_code(tile, Activation.SILU)
+        assert b"gated" in gated.machine_code(tile, Activation.SILU, tile.thin(1024))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("outs", [14336, 1024, 192])
+def test_tall_tiles_spill_nothing_and_their_products_overlap(outs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums take 192 of 232 registers: a word more, and every product waits for the one before."""
+    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    said = said_of(lambda: gated.machine_code(TALL[0], Activation.SILU, TALL[0].thin(outs)), tmp_path, monkeypatch)
+    assert "0 bytes spill stores" in said and "serialized" not in said, said
 
 
 def test_the_ring_fits_the_processor() -> None:
     gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
-    for columns in {tile.columns for tile in gated_measured.TILES}:
-        assert gated.stages_of(columns) >= 4 and gated._shared_bytes(columns) <= 232448
-        text = gated.instruction(columns)
-        assert f"m64n{columns}k16" in text and text.count('"+f"') == columns // 2
+    for tile in gated_measured.TILES:
+        assert gated.stages_of(tile) >= 4 and gated._shared_bytes(tile) <= 232448
+        text = gated.instruction(tile.columns)
+        assert f"m64n{tile.columns}k16" in text and text.count('"+f"') == tile.columns // 2
+
+
+def test_as_many_clusters_are_launched_as_there_are_tiles_to_share() -> None:
+    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    cases = {(128, 224): (2, 3, 2), (129, 225): (6, 3, 2), (257, 1000): (27, 22, 12)}  # rows and columns of the result
+    for (rows, outs), want in cases.items():
+        assert tuple(gated.places(tile, rows, outs) for tile in (Tile(224), Tile(192, Form.TURNS), TALL[0])) == want, (rows, outs)
 
 
 def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +214,7 @@ def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: py
     gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
     meeting, loaded = threading.Barrier(2, timeout=5), list[object]()
 
-    def compiled(tile: Tile, activation: Activation) -> object:
+    def compiled(tile: Tile, activation: Activation, thin: int) -> object:
         meeting.wait()  # each waits for the other
         return tile
 
@@ -181,5 +224,5 @@ def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: py
     for tiles in ((Tile(224), Tile(128)), (Tile(192), Tile(192))):
         kernels = gated.Kernels(torch.device("cuda", 0))
         with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(lambda tile, kernels=kernels: kernels.function(tile, Activation.SILU), tiles)) == list(tiles)
+            assert list(pool.map(lambda tile, kernels=kernels: kernels.function(tile, Activation.SILU, 1024), tiles)) == list(tiles)
     assert sorted(tile.columns for tile in loaded) == [128, 192, 224]  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from headrace.bench.report import table
 from headrace.bench.tune_vendor import MOST_FEW, held
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda.gated_measured import IN_TURNS, TOGETHER, Tile, Tiles
+from headrace.kernels.cuda.gated_measured import BEYOND, IN_TURNS, TALL, TOGETHER, Tile, Tiles
 from headrace.kernels.tables import Weight
 from headrace.kernels.triton.flat_forms import Shape
 from headrace.kernels.vendor.tuned import create_linear
@@ -33,6 +33,7 @@ from headrace.worker.graphs import buckets_up_to
 
 # Rows of prompts: each stands for those above the one before. Tiles in turns are counted in pairs of 128 rows: the fewer, the more it matters.
 MANY = (640, 768, 896, 1024, 1152, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
+LEAST_TALL = 1152  # rows: with fewer, tall tiles do not fill the device
 SECONDS = 0.005
 LEAST_GAIN, LEAST_LONG_GAIN = 1.02, 1.0  # times quicker than product and activation; a prompt needs less memory without the latter
 TITLES = ("gate", "rows", "tile", "µs", "vendor's and activation's µs")
@@ -62,17 +63,23 @@ def tune_gates(gates: Sequence[Weight], activation: Activation, working_set: int
         weights = [torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5) for _ in range(count)]
         layers = _layers(weights)
         tuned += [_best((outs, ins), each, layers, activation, TOGETHER, _short, LEAST_GAIN) for each in rows]
-        tuned += [_best((outs, ins), each, layers[:2], activation, IN_TURNS, held, LEAST_LONG_GAIN) for each in MANY]
+        tuned += [_best((outs, ins), each, layers[:2], activation, tiles_for(each, ins), held, LEAST_LONG_GAIN) for each in MANY]
         say(f"{outs} x {ins}, gated: {', '.join(f'up to {most}: {_name(tile)}' for most, tile in tiles_of(tuned)[outs, ins])}")
     return tuned
 
 
+def tiles_for(rows: int, ins: int) -> tuple[Tile, ...]:
+    """That are worth trying for a prompt's rows."""
+    return (*IN_TURNS, *(tile for tile in TALL if rows >= LEAST_TALL and tile.takes(ins)))
+
+
 def tiles_of(tuned: Sequence[TunedGate]) -> dict[Weight, Tiles]:
-    """As they are kept: neighbours with one tile are one row."""
+    """As they are kept: neighbours with one tile are one row, and what is best for the most rows is for more of them, too."""
     found: dict[Weight, Tiles] = {}
     for weight in dict.fromkeys(each.weight for each in tuned):
         own = [each for each in tuned if each.weight == weight]
-        found[weight] = tuple((list(group)[-1].rows, tile) for tile, group in groupby(own, key=lambda each: each.tile))
+        last = [(list(group)[-1].rows, tile) for tile, group in groupby(own, key=lambda each: each.tile)]
+        found[weight] = tuple((BEYOND if rows == MANY[-1] else rows, tile) for rows, tile in last)
     return found
 
 
@@ -85,7 +92,7 @@ def _cells(each: TunedGate) -> tuple[Any, ...]:
 
 
 def _name(tile: Tile | None) -> str:
-    return "none" if tile is None else f"{tile.columns}{' in turns' if tile.turns else ''}"
+    return "none" if tile is None else str(tile)
 
 
 Calls = dict[Any, list[Callable[[], Any]]]

@@ -1,4 +1,4 @@
-"""Gate and what it gates as one product, for 65 rows and more (csrc/gated.cu, gated_turns.cu): a layer's callable, machine code, launches.
+"""Gate and what it gates as one product, for 65 rows and more (csrc/gated*.cu): a layer's callable, machine code, launches.
 
 What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune_gated.py), compiling.
 """
@@ -16,23 +16,34 @@ from torch import Tensor
 from headrace.kernels.candidate import Empty, Site, plainly_empty
 from headrace.kernels.cuda import compiler
 from headrace.kernels.cuda.driver import Function, Module, NotLoadable, TensorMap, tensor_map
-from headrace.kernels.cuda.gated_measured import Tile, Tiles, measured_tiles
+from headrace.kernels.cuda.gated_measured import Form, Tile, Tiles, measured_tiles
 from headrace.kernels.triton.activation import KINDS
 from headrace.spec import Activation
 
 _NAME = "gated"
-_ROWS, _DEPTH, _THREADS = 128, 64, 384  # as the sources have them
+_DEPTH, _THREADS = 64, 384  # as the sources have them
 _SHARED = 232448 - 2048  # bytes of a processor, less what is aligned and the barriers
+_SOURCES = {Form.ONE: "gated.cu", Form.TURNS: "gated_turns.cu", Form.TALL: "gated_tall.cu"}
 
 
-def stages_of(columns: int) -> int:
+def _stage_bytes(tile: Tile) -> int:
+    return 2 * _DEPTH * (tile.rows + tile.columns)
+
+
+def stages_of(tile: Tile) -> int:
     """How deep the ring is: what fits."""
-    return min(8, _SHARED // (2 * _DEPTH * (_ROWS + columns)))
+    return min(8, _SHARED // _stage_bytes(tile))
 
 
-def _shared_bytes(columns: int) -> int:
-    stages = stages_of(columns)
-    return 1024 + stages * (2 * _DEPTH * (_ROWS + columns) + 16)
+def _shared_bytes(tile: Tile) -> int:
+    return 1024 + stages_of(tile) * (_stage_bytes(tile) + 16)
+
+
+def places(tile: Tile, rows: int, outs: int) -> int:
+    """Tiles that the programs of a cluster take at once, in all."""
+    if tile.form is Form.TALL:  # side by side; the others lie below each other
+        return -(-rows // tile.rows) * -(-outs // tile.columns)
+    return -(-rows // (tile.rows * tile.cluster)) * -(-outs // (tile.columns // 2))
 
 
 def instruction(columns: int) -> str:
@@ -47,11 +58,14 @@ def instruction(columns: int) -> str:
     )
 
 
-def machine_code(tile: Tile, activation: Activation) -> bytes:
-    """Built, or kept from before. Raises CompileError."""
-    defined = (f"-DCOLUMNS={tile.columns}", f"-DSTAGES={stages_of(tile.columns)}", f"-DKIND={KINDS[activation]}")
-    before, kernel = ("matrix.cuh", "activation.cuh", "gated_end.cuh"), "gated_turns.cu" if tile.turns else "gated.cu"
-    return compiler.build(compiler.source(*before) + instruction(tile.columns) + compiler.source(kernel), ("-arch=sm_90a", *defined))
+def machine_code(tile: Tile, activation: Activation, thin: int) -> bytes:
+    """Built, or kept from before. ``thin``: as ``Tile.thin`` has it. Raises CompileError."""
+    defined = {"COLUMNS": tile.columns, "STAGES": stages_of(tile), "KIND": KINDS[activation]}
+    if tile.form is Form.TALL:
+        defined["THIN"] = thin
+    instructions = "".join(map(instruction, (tile.columns, thin) if thin else (tile.columns,)))
+    text = compiler.source("matrix.cuh", "activation.cuh", "gated_end.cuh") + instructions + compiler.source(_SOURCES[tile.form])
+    return compiler.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in defined.items())))
 
 
 class Kernels:
@@ -60,18 +74,18 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._functions: dict[tuple[Tile, Activation], Function] = {}
+        self._functions: dict[tuple[Tile, Activation, int], Function] = {}
         self._lock = threading.Lock()
 
-    def function(self, tile: Tile, activation: Activation) -> Function:
-        """Raises CompileError, NotLoadable."""
-        key = (tile, activation)
+    def function(self, tile: Tile, activation: Activation, outs: int) -> Function:
+        """For a result of so many columns. Raises CompileError, NotLoadable."""
+        key = (tile, activation, tile.thin(outs))
         found = self._functions.get(key)
         if found is None:
             code = machine_code(*key)  # several threads at once, each another one
             with self._lock:
                 if key not in self._functions:
-                    self._functions[key] = Module(code, self.device).function(_NAME, _shared_bytes(tile.columns))
+                    self._functions[key] = Module(code, self.device).function(_NAME, _shared_bytes(tile))
                 found = self._functions[key]
         return found
 
@@ -86,7 +100,7 @@ class GatedLinear:
     weight: Tensor
     kernels: Kernels
     tiles: Tiles
-    maps: dict[int, TensorMap]  # of the weight, by columns of a tile
+    maps: dict[int, TensorMap]  # of the weight, by rows of a box
     empty: Empty = plainly_empty
 
     def __call__(self, x: Tensor, activation: Activation) -> Tensor | None:
@@ -98,18 +112,22 @@ class GatedLinear:
         return next((tile for most, tile in self.tiles if tokens <= most), None)
 
     def compute(self, x: Tensor, activation: Activation, tile: Tile) -> Tensor:
-        rows, outs, columns = x.contiguous(), self.weight.shape[0] // 2, tile.columns
+        rows, outs = x.contiguous(), self.weight.shape[0] // 2
         y = self.empty((rows.shape[0], outs), x.dtype, x.device)
-        if columns not in self.maps:
-            self.maps[columns] = tensor_map(self.weight, columns // 2, _DEPTH)
-        cluster = 2 if tile.turns else 1  # programs with tiles below each other
-        places = -(-rows.shape[0] // (_ROWS * cluster)) * -(-outs // (columns // 2))
-        self.kernels.function(tile, activation).launch(
-            min(places, self.kernels.processors // cluster) * cluster, _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
-            tensor_map(rows, _ROWS // 2, _DEPTH), self.maps[columns], c_void_p(y.data_ptr()),
-            c_int(rows.shape[0]), c_int(outs), c_int(rows.shape[1]), cluster=cluster,
+        clusters = min(places(tile, rows.shape[0], outs), self.kernels.processors // tile.cluster)
+        self.kernels.function(tile, activation, outs).launch(
+            clusters * tile.cluster, _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
+            tensor_map(rows, tile.rows // 2, _DEPTH), *self._weight_maps(tile, outs), c_void_p(y.data_ptr()),
+            c_int(rows.shape[0]), c_int(outs), c_int(rows.shape[1]), cluster=tile.cluster,
         )  # fmt: skip
         return y
+
+    def _weight_maps(self, tile: Tile, outs: int) -> list[TensorMap]:
+        """As the kernel takes them: tall tiles may leave columns to thin ones."""
+        widths = [tile.columns, *[tile.thin(outs) or tile.columns] * (tile.form is Form.TALL)]
+        for rows in {columns // 2 for columns in widths} - self.maps.keys():
+            self.maps[rows] = tensor_map(self.weight, rows, _DEPTH)
+        return [self.maps[columns // 2] for columns in widths]
 
 
 def create_gated(site: Site) -> Callable[[Tensor, Tensor | None], GatedLinear]:

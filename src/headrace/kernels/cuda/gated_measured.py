@@ -2,14 +2,15 @@
 
 What lives here: what a row of the tables means, where they are. What may not: measuring (bench/tune_gated.py), kernels.
 
-A row is [most rows, columns of a tile], with a 1 behind it for tiles that are taken in turns; ascending. 0 columns where the vendor's product
-and an activation of its own are as quick. Beyond the last row, and for weights that are not there, they always are.
+A row is [most rows, columns of a tile], with the number of the tile's form behind it if it is not the first; ascending. 0 columns where the
+vendor's product and an activation of its own are as quick. Beyond the last row, and for weights that are not there, they always are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,62 @@ from headrace.cost.profile import profile_folder
 from headrace.kernels.tables import Weight, keep_rows, read_rows, weight_key, weight_of, whole_numbers
 
 SHIPPED = Path(__file__).with_name("gated_measured.json")
+BEYOND = 2**20  # rows: more than a step has
+_DEPTH = 64  # of K, a step
+_TALL_STEPS = 5  # a tall tile's first two and last two, and one between
+
+
+class Form(IntEnum):
+    """How tiles are computed; a table has the number."""
+
+    ONE = 0  # two groups of warps share a tile of 128 rows
+    TURNS = 1  # they take tiles in turn, each a whole one
+    TALL = 2  # they share one of 256 rows, and results of one half leave while the other is multiplied
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """``columns`` of gate and what it gates together. ``turns``: two groups of warps take tiles in turn, each a whole one."""
+    """``columns`` of gate and what it gates together."""
 
     columns: int
-    turns: bool = False
+    form: Form = Form.ONE
+
+    def __str__(self) -> str:
+        return f"{self.columns}{('', ' in turns', ' tall')[self.form]}"
+
+    @property
+    def rows(self) -> int:
+        return 256 if self.form is Form.TALL else 128
+
+    @property
+    def cluster(self) -> int:
+        """So many programs share what they read."""
+        return 1 if self.form is Form.ONE else 2
+
+    def thin(self, outs: int) -> int:
+        """Columns of the tiles for what pairs of tall ones leave of ``outs``; 0: nothing is left, or it gets a pair like the others.
+
+        A pair has as many columns of the result as one of its tiles has of gate and what it gates; so have thin ones.
+        """
+        left = outs % self.columns if self.form is Form.TALL else 0
+        return 0 if left % 16 else left
+
+    def takes(self, ins: int) -> bool:
+        """Whether weights with so many columns can be read so."""
+        return self.form is not Form.TALL or ins > (_TALL_STEPS - 1) * _DEPTH
 
 
 TOGETHER = tuple(Tile(columns) for columns in (256, 224, 192, 128))  # that are worth trying: for some hundred rows
-IN_TURNS = tuple(Tile(columns, turns=True) for columns in (192, 176))  # and for a prompt's
-TILES = (*TOGETHER, *IN_TURNS)
+IN_TURNS = tuple(Tile(columns, Form.TURNS) for columns in (192, 176))  # for a prompt's
+TALL = (Tile(192, Form.TALL),)  # and for a long one's
+TILES = (*TOGETHER, *IN_TURNS, *TALL)
 Tiles = tuple[tuple[int, Tile | None], ...]  # up to so many rows: this tile, or none
 
 
 def measured_tiles(device: str) -> dict[Weight, Tiles]:
     """By shape of the gate; what was measured on this machine goes before what is shipped."""
-    return {**read_tiles(SHIPPED, device), **read_tiles(kept_tiles(), device)}
+    found = {**read_tiles(SHIPPED, device), **read_tiles(kept_tiles(), device)}
+    return {(outs, ins): tuple((most, tile if tile and tile.takes(ins) else None) for most, tile in rows) for (outs, ins), rows in found.items()}
 
 
 def kept_tiles() -> Path:
@@ -53,12 +91,12 @@ def keep_tiles(path: Path, device: str, found: Mapping[Weight, Tiles]) -> None:
 
 
 def _row(most: int, tile: Tile | None) -> list[int]:
-    return [most, 0] if tile is None else [most, tile.columns, *[1] * tile.turns]
+    return [most, 0] if tile is None else [most, tile.columns, *[int(tile.form)] * (tile.form is not Form.ONE)]
 
 
 def _tile(row: list[Any]) -> tuple[int, Tile | None]:
-    most, columns, *turns = whole_numbers(row)
-    tile = Tile(columns, turns == [1])
-    if turns not in ([], [1]) or (tile not in TILES and row[1:] != [0]):
-        raise ValueError(f"{row[1:]} is none of the tiles {[_row(0, each)[1:] for each in TILES]}")
-    return most, tile if columns else None
+    most, *what = whole_numbers(row)
+    tiles = {tuple(_row(0, each)[1:]): each for each in (None, *TILES)}
+    if tuple(what) not in tiles:
+        raise ValueError(f"{what} is none of the tiles {[list(each) for each in tiles]}")
+    return most, tiles[tuple(what)]

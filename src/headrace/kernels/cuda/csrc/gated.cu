@@ -43,22 +43,21 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       for (int k = 0; k < steps; k++) {
         wait(full + 8 * s, phase);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        begin();
         u64 x = described(x_at + s * X_BYTES + (group - 1) * (X_BYTES / 2)), w = described(w_at + s * W_BYTES);
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; i++) mma(c, x + 2 * i, w + 2 * i, k + i);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        commit();
         if (k) {
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          finished<1>();
           if (thread % 128 == 0) arrive(empty + 8 * last);  // it has only been read: nothing is to be released
         }
         last = s;
         if (++s == STAGES) { s = 0; phase ^= 1; }
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      finished<0>();
       if (thread % 128 == 0) arrive(empty + 8 * last);
-#pragma unroll
-      for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[i])::"memory");
+      hold(c);
       finish(c, y, tile % down * ROWS + thread / 32 * 16 + thread % 32 / 4, tile / down * OUTS, tokens, outs);
     }
   }

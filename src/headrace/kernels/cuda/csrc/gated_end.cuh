@@ -1,27 +1,34 @@
-// The end of a tile of a gate and what it gates: 64 rows of a group of four warps. Behind matrix.cuh and activation.cuh. Given: COLUMNS.
+// What the forms of a gate and what it gates share: sizes, the order of tiles, how 64 rows of a group of four warps end. Behind matrix.cuh and
+// activation.cuh. Given: COLUMNS.
 #define ROWS 128                         // of a tile
 #define DEPTH 64                         // of K at once
 #define X_BYTES (ROWS * DEPTH * 2)
 #define W_BYTES (COLUMNS * DEPTH * 2)
 #define OUTS (COLUMNS / 2)               // columns of y, a tile
-#define GROUPS ((OUTS / 8 + 3) / 4)      // of 32 columns
 
-// ``row``: the thread's first of the 64; the other is 8 further down. ``first``: column of y.
-__device__ __forceinline__ void finish(const float (&c)[COLUMNS / 2], u16 *y, int row, int first, int tokens, int outs) {
+// Tiles in bands, HIGH rows of them each, so that a band's x stays in the second-level cache while all weights pass by. Counted in tiles.
+struct Place { int row, column; };
+template <int HIGH> __device__ __forceinline__ Place banded(int tile, int down, int across) {
+  int band = tile / (HIGH * across), rest = tile - band * HIGH * across, rows = min(HIGH, down - band * HIGH);
+  return {band * HIGH + rest % rows, rest / rows};
+}
+
+// ``row``: the thread's first of the 64; the other is 8 further down. ``first``: column of y. A thread has as many sums as a tile columns of y.
+template <int SUMS> __device__ __forceinline__ void finish(const float (&c)[SUMS], u16 *y, int row, int first, int tokens, int outs) {
   int t = threadIdx.x % 4;
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
+  for (int g = 0; g < (SUMS / 8 + 3) / 4; g++) {  // of 32 columns
     int mine = g * 4 + t, column = first + 8 * mine;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       u32 q[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        int i = g * 4 + j < OUTS / 8 ? (g * 4 + j) * 4 + 2 * h : 0;
-        q[j] = pack(act(c[i]) * c[i + COLUMNS / 4], act(c[i + 1]) * c[i + 1 + COLUMNS / 4]);
+        int i = g * 4 + j < SUMS / 8 ? (g * 4 + j) * 4 + 2 * h : 0;
+        q[j] = pack(act(c[i]) * c[i + SUMS / 2], act(c[i + 1]) * c[i + 1 + SUMS / 2]);
       }
       transpose(q, t);
-      if (mine < OUTS / 8 && column < outs && row + 8 * h < tokens)
+      if (mine < SUMS / 8 && column < outs && row + 8 * h < tokens)
         *(uint4 *)(y + (u64)(row + 8 * h) * outs + column) = make_uint4(q[0], q[1], q[2], q[3]);
     }
   }

@@ -4,31 +4,20 @@
 // matrix units never wait for an activation (what CUTLASS calls ping-pong). Two programs, a cluster, have tiles below each other: each asks
 // the copy engine for its own rows of x and for half of the weights, which arrive in both (multicast). Sums go over all of K in its order.
 //
-// Tiles come in bands of BAND pairs of rows of tiles, so that a band's x stays in the second-level cache while all weights pass by.
-//
 // Behind gated_end.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
-#define BAND 8
+#define BAND 8  // pairs of rows of tiles
 
-__device__ __forceinline__ void load_both(u32 to, const Map *map, int k, int row, u32 bar) {  // into both programs of the cluster
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
-    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((u16)3) : "memory");
-}
-__device__ __forceinline__ void arrive_at(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void together() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory"); }
 __device__ __forceinline__ void pass_to(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group) : "memory"); }
 
-struct Place { int row, column; };
 struct Deal {
   int down, tiles;  // pairs of rows of tiles; pairs of tiles
   __device__ __forceinline__ Deal(int tokens, int outs) {
     down = (tokens + 2 * ROWS - 1) / (2 * ROWS), tiles = down * ((outs + OUTS - 1) / OUTS);
   }
   __device__ __forceinline__ Place place(int tile) const {
-    int across = tiles / down, band = tile / (BAND * across), rest = tile - band * BAND * across, rows = min(BAND, down - band * BAND);
-    return {((band * BAND + rest % rows) * 2 + (int)(blockIdx.x % 2)) * ROWS, rest / rows * OUTS};
+    Place pair = banded<BAND>(tile, down, tiles / down);
+    return {(pair.row * 2 + (int)(blockIdx.x % 2)) * ROWS, pair.column * OUTS};
   }
 };
 
@@ -81,16 +70,16 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
       turn(group);
       for (int k = 0; k < steps; k++) {
         wait(full + 8 * s, phase);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        begin();
         u64 x = described(x_at + s * X_BYTES), w = described(w_at + s * W_BYTES);
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; i++) {
           mma(c[0], x + 2 * i, w + 2 * i, k + i);
           mma(c[1], x + X_BYTES / 32 + 2 * i, w + 2 * i, k + i);
         }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        commit();
         if (k) {
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          finished<1>();
           release(last);
         }
         last = s;
@@ -98,13 +87,12 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
       }
       pass_to(3 - group);
       skip();
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      finished<0>();
       release(last);
       Place at = deal.place(tile);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(c[half][i])::"memory");
+        hold(c[half]);
         finish(c[half], y, at.row + half * 64 + thread / 32 * 16 + thread % 32 / 4, at.column, tokens, outs);
       }
     }

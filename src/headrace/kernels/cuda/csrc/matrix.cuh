@@ -17,10 +17,25 @@ __device__ __forceinline__ void load(u32 to, const Map *map, int k, int row, u32
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
     ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
 }
+__device__ __forceinline__ void load_both(u32 to, const Map *map, int k, int row, u32 bar) {  // into both programs of a cluster of two
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
+    ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((u16)3) : "memory");
+}
 __device__ __forceinline__ u32 of_program(u32 at, int rank) {  // the same place in the memory of another program of the cluster
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
   return there;
+}
+__device__ __forceinline__ void arrive_at(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void together() {  // all of a cluster
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+template <int N> __device__ __forceinline__ void hold(float (&x)[N]) {  // nothing that is under way is read before this
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 __device__ __forceinline__ u64 described(u32 at) {  // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
   return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);

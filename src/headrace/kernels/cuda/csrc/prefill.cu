@@ -28,13 +28,6 @@ __device__ __forceinline__ void load_heads(u32 to, const Map *map, int column, i
 __device__ __forceinline__ void clear(u32 at) { asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory"); }
 __device__ __forceinline__ void turn(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
 __device__ __forceinline__ void pass(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-template <int N> __device__ __forceinline__ void hold(float (&x)[N]) {  // nothing that is under way is read before this
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
 __device__ __forceinline__ u64 by_column(u32 at) {  // as ``described``, across what is summed over; halves of a row lie KEYS rows apart
   return (u64)((at & 0x3FFFF) >> 4) | ((u64)(KEYS * 128 / 16) << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -253,7 +246,7 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
       begin();
       scores(s, q_rows, described(k_at + ks * KV_BYTES));
       commit();
-      finish<0>();
+      finished<0>();
       hold(s);
       used(k_empty + 8 * ks);
       if (++ks == STAGES) { ks = 0; kp ^= 1; }
@@ -270,12 +263,12 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
         weighted(o, p, by_column(v_at + vs * KV_BYTES));
         commit();
         pass(others);
-        finish<1>();
+        finished<1>();
         hold(s);
         used(k_empty + 8 * ks);
         if (++ks == STAGES) { ks = 0; kp ^= 1; }
         if (n == 0) used(q_empty);
-        finish<0>();
+        finished<0>();
         hold(o);
         used(v_empty + 8 * vs);
         if (++vs == STAGES) { vs = 0; vp ^= 1; }
@@ -291,7 +284,7 @@ prefill(const __grid_constant__ Map q_map, const __grid_constant__ Map k_map, co
         mass[r] += __shfl_xor_sync(~0u, mass[r], 1);
         mass[r] += __shfl_xor_sync(~0u, mass[r], 2);
       }
-      finish<0>();
+      finished<0>();
       hold(o);
       used(v_empty + 8 * vs);
       if (++vs == STAGES) { vs = 0; vp ^= 1; }

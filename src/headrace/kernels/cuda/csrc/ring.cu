@@ -208,22 +208,21 @@ ring(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, const
     int before = 0;
     for (int k = 0; k < deal.count; k++) {
       wait(full + 8 * s, phase);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      begin();
       u64 x = described(base + s * STAGE_BYTES + W_BYTES), w = described(base + s * STAGE_BYTES + group * 8192);
 #pragma unroll
       for (int j = 0; j < DEPTH / 16; j++) mma(c, w + 2 * j, x + 2 * j, k + j);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      commit();
       if (k) {
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        finished<1>();
         if (thread % 128 == 0) arrive(empty + 8 * before);
       }
       before = s;
       if (++s == STAGES) { s = 0; phase ^= 1; }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    finished<0>();
     if (thread % 128 == 0) arrive(empty + 8 * before);
-#pragma unroll
-    for (int j = 0; j < ROWS / 2; j++) asm volatile("" : "+f"(c[j])::"memory");
+    hold(c);
     u32 mailbox = base + STAGES * STAGE_BYTES + thread * 16;  // [part][block of the owner's]
     if (WAYS > 1) {
       asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
