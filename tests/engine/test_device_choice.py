@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 
 from headrace.commands import doctor
 from headrace.errors import ConfigError
-from headrace.worker import driver, eligibility
+from headrace.spec import LayerSpec, MoESpec
+from headrace.worker import driver, eligibility, settings
 from headrace.worker.driver import CardFacts, DriverFacts, ask_driver
 from headrace.worker.eligibility import find_gpu
-from headrace.worker.settings import device_kind, resolve_device
+from headrace.worker.settings import device_kind, resolve_device, takes_long_steps
+from tests.support.specs import LLAMA_8B
 
 CARD = CardFacts("NVIDIA T400", "GPU-1", 3 * 2**30, 4 * 2**30)
 
@@ -140,3 +143,19 @@ def test_a_card_is_described_without_a_context(machine: Machine, monkeypatch: py
     assert doctor._card(find_gpu()).endswith("driver 580.1 for CUDA up to 13.0, 3.0 of 4.0 GiB free")
     machine.driver = None
     assert doctor._card(find_gpu()).endswith("driver unknown")
+
+
+@pytest.mark.parametrize(
+    ("name", "gains"),
+    [("large", False), ("small", True), ("sparse", True)],
+)
+def test_who_gains_by_very_long_steps(name: str, gains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device has room for them."""
+    small = replace(LLAMA_8B, hidden_size=2048, head_dim=64, intermediate_size=8192)
+    sparse = replace(LLAMA_8B, layers=(LayerSpec(moe=MoESpec(8, 2, 1024, renormalize=True)), *LLAMA_8B.layers[1:]))
+    spec = {"large": LLAMA_8B, "small": small, "sparse": sparse}[name]
+    monkeypatch.setattr(settings.families, "spec_from_config", lambda config: spec)
+    assert not takes_long_steps("cpu", {})
+    for memory, roomy in ((80, True), (24, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, memory=memory: SimpleNamespace(total_memory=memory * 2**30))
+        assert takes_long_steps("cuda", {}) == (gains and roomy)

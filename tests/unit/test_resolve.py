@@ -11,10 +11,10 @@ from headrace.config import EngineConfig
 from headrace.engine.resolve import resolve_config
 
 
-def resolved(device: str, *, watched: bool = True, **asked: Any) -> tuple[int | None, int | None, dict[str, str]]:
+def resolved(device: str, *, long_steps: bool = False, **asked: Any) -> tuple[int | None, int | None, dict[str, str]]:
     """(sequences at once, tokens a step, the reasons by name)."""
     config = EngineConfig()
-    config, decisions = resolve_config(replace(config, scheduler=replace(config.scheduler, **asked)), device, watched=watched)
+    config, decisions = resolve_config(replace(config, scheduler=replace(config.scheduler, **asked)), device, long_steps=long_steps)
     return config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, {each.name: each.reason for each in decisions}
 
 
@@ -23,12 +23,16 @@ def test_a_gpu_runs_more_at_once_than_a_cpu() -> None:
     assert "reads the weights once" in resolved("cuda")[2]["max_num_seqs"]
 
 
-def test_steps_are_larger_where_nobody_reads_along_and_the_card_is_large() -> None:
-    assert resolved("cuda", watched=True)[1] == 8192
-    seqs, tokens, reasons = resolved("cuda", watched=False)
+def test_steps_are_larger_where_that_gains() -> None:
+    seqs, tokens, reasons = resolved("cuda", long_steps=True)
     assert (seqs, tokens) == (512, 16384)
     assert "offline" in reasons["max_num_batched_tokens"]
-    assert resolved("cpu", watched=False)[1] == resolved("cpu", watched=True)[1] == 512
+    assert resolved("cpu", long_steps=True)[1] == resolved("cpu")[1] == 512
+
+
+def test_steps_are_whole_rounds_of_tiles() -> None:
+    """256 rows on 132 processors, whatever the columns: a multiple of 33 such rows of tiles."""
+    assert resolved("cuda")[1] == 33 * 256
 
 
 def test_what_is_asked_for_is_not_chosen() -> None:

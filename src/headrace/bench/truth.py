@@ -102,13 +102,14 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _prepared(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Bench:
-    from headrace.worker.settings import device_kind
+    from headrace.worker.settings import device_kind, takes_long_steps
 
     own = args.model is not None
     config = config_for(args.model, config) if own else config
     kind = device_kind(config.device.device)
-    resolved, _ = resolve_config(config, kind, watched=not args.offline)
-    spec = families.spec_from_config(find_model(replace(config.model, load_format="dummy") if own else config.model).config)
+    model = find_model(replace(config.model, load_format="dummy") if own else config.model).config
+    resolved, _ = resolve_config(config, kind, long_steps=args.offline and takes_long_steps(kind, model))
+    spec = families.spec_from_config(model)
     return _Bench(args, resolved, flags_of(config, args.flags) if own else list(args.flags), spec, kind, folder)
 
 

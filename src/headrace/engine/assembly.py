@@ -69,7 +69,7 @@ def create_engine(
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
-    ``watched``: somebody reads answers while they are written (see resolve_config).
+    ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
@@ -147,12 +147,12 @@ def _load(
     stages = Stages(RealClock())
     with no_collections():  # torch makes 170,000 objects that stay
         from headrace.worker.meter import DeviceLimits, create_recorder
-        from headrace.worker.settings import has_room, resolve_device
+        from headrace.worker.settings import resolve_device, takes_long_steps
         from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
-    config, decisions = resolve_config(config, device, watched=watched or not has_room(device))
+    config, decisions = resolve_config(config, device, long_steps=not watched and takes_long_steps(device, source.config))
     limits = DeviceLimits(device)
     executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")

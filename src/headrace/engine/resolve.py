@@ -18,8 +18,8 @@ from headrace.techniques import TECHNIQUES, Technique
 
 CPU_TOKENS_A_STEP = 512  # about two seconds of a 1B model's prefill: what a running answer may have to wait
 CPU_TOKENS_A_TIMED_STEP = 2048
-CUDA_TOKENS_A_STEP = 8192  # enough to fill the device with any model; a fifth of a second of an 8B model's prefill
-OFFLINE_TOKENS_A_STEP = 16384  # two fifths of a second of an 8B model, which nobody watches
+CUDA_TOKENS_A_STEP = 8448  # 64 a processor of an H200: whole rounds of tiles in every product; a fifth of a second of an 8B model's prefill
+LONG_TOKENS_A_STEP = 16384
 DEFAULT_ROWS = 256
 CUDA_ROWS = 512
 DEFAULT_BLOCK_SIZE = 16  # tokens
@@ -34,12 +34,12 @@ def find_source(config: EngineConfig) -> ModelSource:
     return find_model(replace(config.model, load_format="dummy") if weightless else config.model)
 
 
-def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -> tuple[EngineConfig, tuple[Decision, ...]]:
+def resolve_config(config: EngineConfig, device: str, *, long_steps: bool = False) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms.
 
     ``device``: "cpu", "cuda" or "none" (keyed-hash).
 
-    ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
+    ``long_steps``: nobody reads answers while they are written, and the model gains by longer steps (worker/settings.py).
     """
     decisions: list[Decision] = []
     if config.scheduler.max_num_seqs is None:
@@ -52,7 +52,7 @@ def resolve_config(config: EngineConfig, device: str, *, watched: bool = True) -
         decisions.append(Decision("max_step_ms", bound, "deadline: steps keep to the time between tokens (--tpot-target-ms)"))
         config = replace(config, scheduler=replace(config.scheduler, max_step_ms=bound))
     if config.scheduler.max_num_batched_tokens is None:
-        tokens, reason = _tokens_a_step(device, watched=watched, timed=config.scheduler.max_step_ms is not None)
+        tokens, reason = _tokens_a_step(device, long_steps=long_steps, timed=config.scheduler.max_step_ms is not None)
         tokens = max(tokens, config.scheduler.rows)
         decisions.append(Decision("max_num_batched_tokens", tokens, reason))
         config = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=tokens))
@@ -75,13 +75,13 @@ def _sequences_at_once(device: str) -> tuple[int, str]:
     return DEFAULT_ROWS, "the keyed-hash executor's default"
 
 
-def _tokens_a_step(device: str, *, watched: bool, timed: bool) -> tuple[int, str]:
+def _tokens_a_step(device: str, *, long_steps: bool, timed: bool) -> tuple[int, str]:
     if device == "cpu" and timed:
         return CPU_TOKENS_A_TIMED_STEP, "--max-step-ms bounds steps that answers wait for; the others may compute more at once"
-    if device == "cuda" and not watched:
-        return OFFLINE_TOKENS_A_STEP, "offline only the whole counts: fewer, larger steps read the weights less often"
+    if device == "cuda" and long_steps:
+        return LONG_TOKENS_A_STEP, "offline only the whole counts, and this model's fewer, larger steps read experts less often or launch less"
     if device == "cuda":
-        return CUDA_TOKENS_A_STEP, "fills the device, and keeps running answers waiting for tens of milliseconds at most"
+        return CUDA_TOKENS_A_STEP, "whole rounds of tiles fill the device; running answers wait no longer than that takes"
     if device == "cpu":
         return CPU_TOKENS_A_STEP, "prompts beside running answers are computed in chunks short enough for a CPU"
     return HASH_TOKENS_A_STEP, "the keyed-hash executor's default"

@@ -6,17 +6,23 @@ What lives here: ``resolve_*`` of what only the device can tell. What may not: m
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from headrace.config import Decision
+from headrace.cost.shapes import products
 from headrace.errors import ConfigError
+from headrace.models import families
+from headrace.spec import DecoderSpec
 from headrace.worker.eligibility import GPU, find_gpu
 from headrace.worker.host import has_fast_bf16, physical_cores
 
 _log = logging.getLogger(__name__)
 
 _ROOMY = 64 * 2**30  # bytes
+_LARGE_LAYER = 100_000_000  # weights of a dense layer, of which whole rounds of tiles are worth more than fewer steps (8B: 218 million, 1B: 61)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -51,6 +57,17 @@ def _device(requested: str) -> tuple[str, GPU | None]:
 def has_room(kind: str) -> bool:
     """Whether the activations of a very large step are a small part of the device's memory."""
     return kind == "cuda" and torch.cuda.get_device_properties(0).total_memory >= _ROOMY
+
+
+def gains_by_long_steps(spec: DecoderSpec) -> bool:
+    """Whether very long steps are quicker a token than steps of whole rounds of tiles: a sparse model's read experts less often, those of a
+    model with small layers launch less."""
+    return any(layer.moe for layer in spec.layers) or sum(each.ins * each.outs for each in products(spec)) < _LARGE_LAYER
+
+
+def takes_long_steps(kind: str, model: Mapping[str, Any]) -> bool:
+    """``model``: its config.json. Who reads along is another matter."""
+    return has_room(kind) and gains_by_long_steps(families.spec_from_config(model))
 
 
 def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:
