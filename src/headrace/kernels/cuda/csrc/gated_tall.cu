@@ -13,7 +13,7 @@
 // Behind gated_end.cuh. Given from outside: COLUMNS, THIN (0: the last pair is a full one), STAGES, KIND, and mma(), the instructions for both.
 #define TALL (2 * ROWS)
 #define X_STAGE (2 * X_BYTES)
-#define BAND 12  // rows of tiles
+#define BAND 11  // rows of tiles: three of 8,448 rows, six of twice as many
 
 struct Job { u16 *y; int tokens, outs, ins; };
 
