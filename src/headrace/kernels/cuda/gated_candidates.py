@@ -36,7 +36,7 @@ def _create(site: Site) -> Callable[..., Any] | Declined:
 
 def _rehearse(site: Site, make: Callable[..., Any], sizes: Sizes) -> Iterable[tuple[str, Callable[[], object]]]:
     layer = make(torch.empty(0, 0), None)
-    for tile in dict.fromkeys(tile for _, tile in layer.tiles if tile is not None):
+    for tile in dict.fromkeys(tile for _, tile in reversed(layer.tiles) if tile is not None):  # those for many rows compile longest
         yield f"{tile}", partial(layer.kernels.function, tile, sizes.spec.activation, site.facts["out_features"] // 2)
 
 
