@@ -178,7 +178,8 @@ TECHNIQUES = (
         "(CUTLASS 3; FlashAttention-3, Shah et al. 2024)",
         switch="device.gated_products",
         off=False,
-        improves="time a decode step of 65 to 512 requests, and of prompts: gate, up and activation in one launch, in tiles that fill the device",
+        improves="time a decode step of 65 to 512 requests, and of prompts: gate, up and activation in one launch, in tiles that fill the device, "
+        "for long prompts in tall ones that bring fewer bytes",
         off_means="gate and up are the vendor's product, the activation is a kernel of its own",
         needs_gpu=True,
         ablation="decode_steps",
@@ -229,8 +230,9 @@ TECHNIQUES = (
         "programmatic dependent launch (CUDA C++ Programming Guide)",
         switch="device.fused_rope_attention",
         off=False,
-        improves="time a decode step: rotation, cache write and attention are one launch, which asks for earlier keys before queries are there",
-        off_means="rotation with the cache write and attention are two launches, one behind the other",
+        improves="time a decode step: rotation, cache write and attention are one launch, which asks for earlier keys before queries are there; "
+        "single queries beside prompts are attended to by the same kernel",
+        off_means="rotation with the cache write and attention are two launches, one behind the other; beside prompts attention is Triton's",
         needs_gpu=True,
         ablation="decode_steps",
     ),
