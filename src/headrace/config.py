@@ -86,7 +86,7 @@ class SchedulerConfig:
     """Who goes, with how many tokens."""
 
     max_num_seqs: int | None = option(None, "sequences running at once; automatic by device", minimum=1)
-    max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device", size=True, minimum=1)
+    max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device, offline by model, too", size=True, minimum=1)
     max_logits_rows: int | None = option(
         None, "positions a step whose logits may be materialised (prompt_logprobs spend it); automatic: 512, and one a sequence", minimum=1
     )

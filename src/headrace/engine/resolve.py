@@ -81,7 +81,7 @@ def _tokens_a_step(device: str, *, long_steps: bool, timed: bool) -> tuple[int, 
     if device == "cuda" and long_steps:
         return LONG_TOKENS_A_STEP, "offline only the whole counts, and this model's fewer, larger steps read experts less often or launch less"
     if device == "cuda":
-        return CUDA_TOKENS_A_STEP, "whole rounds of tiles fill the device; running answers wait no longer than that takes"
+        return CUDA_TOKENS_A_STEP, "fills the device, an H200 with whole rounds of tiles; running answers wait no longer than that takes"
     if device == "cpu":
         return CPU_TOKENS_A_STEP, "prompts beside running answers are computed in chunks short enough for a CPU"
     return HASH_TOKENS_A_STEP, "the keyed-hash executor's default"

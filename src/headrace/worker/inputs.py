@@ -56,7 +56,7 @@ class Packing:
 
     @property
     def leading(self) -> int:
-        """As AttentionInputs has it; 0, too, where they are few, or all there are."""
+        """As AttentionInputs has it; 0, too, where they are few, or all there are. Graphs do without: last bits may differ."""
         lengths = np.diff(self.query_start)
         longer = np.flatnonzero(lengths != 1)
         if not len(longer) or longer[0] < LEAST_LEADING or (lengths[longer[0] :] <= MOST_FEW).any():

@@ -22,7 +22,9 @@ from headrace.worker.host import has_fast_bf16, physical_cores
 _log = logging.getLogger(__name__)
 
 _ROOMY = 64 * 2**30  # bytes
-_LARGE_LAYER = 100_000_000  # weights of a dense layer, of which whole rounds of tiles are worth more than fewer steps (8B: 218 million, 1B: 61)
+# Weights of a dense layer, from which on whole rounds of tiles are worth more than fewer steps: so it is with 218 million (8B), and not with
+# 61 (1B); what lies between was not measured.
+_LARGE_LAYER = 150_000_000
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -89,10 +89,10 @@ def _edits(new: NewRow, groups: Sequence[KVGroup]) -> Iterator[tuple[int, int, i
 
 
 def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens that matter: of batches that graphs are captured for (a capture must load nothing), then of larger steps."""
+    """Numbers of tokens that matter: of batches that graphs are captured for (a capture must load nothing), of larger steps, of the largest."""
     many = [count for size in (512, 1024, 2048, 4096, 8192, 16384) for count in (size * 3 // 4, size)]
     few = buckets_up_to(max_num_seqs)
-    return tuple(dict.fromkeys([*few, *(count for count in many if few[-1] < count <= max_num_batched_tokens)]))
+    return tuple(dict.fromkeys([*few, *(count for count in many if few[-1] < count < max_num_batched_tokens), max_num_batched_tokens]))
 
 
 def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int], *, max_num_seqs: int) -> None:

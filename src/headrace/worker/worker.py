@@ -150,7 +150,7 @@ class _Start:
             programmatic=config.device.programmatic_launch,
             unified_maximum=config.device.unified_maximum,
             cuda_prefill=config.device.cuda_prefill,
-            cuda_decode=config.device.fused_rope_attention,
+            cuda_decode=rope.ROPE not in _disabled(config.device),
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         self._demand = create_demand(

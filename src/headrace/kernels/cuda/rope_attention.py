@@ -35,6 +35,10 @@ _PROGRAMS = 2  # a processor
 _RING_BYTES = 16384  # of a warp
 _BEGINNING = 1  # units without keys that the source has before each pair's
 _WHOLE = 4 + _BEGINNING  # units of a sequence's KV head that one program attends to: parts cost more than they gain
+_UNBUILT = {  # by Variant.fresh: what is said of it
+    True: "attention with rotary embedding inside cannot be built here; both are kernels of their own",
+    False: "attention of single queries before prompts cannot be built here in CUDA C++; Triton's kernel serves them",
+}
 _POINTERS = ("qkv", "out", "keys", "values", "plan", "context", "table", "positions", "slots", "cos_sin", "parts", "peaks", "tickets")
 
 
@@ -94,7 +98,7 @@ class Builds:
             module = Module(compiler.build(compiler.source("early.cuh", f"{_NAME}.cu"), variant.options(self._capability)), self.device.index)
             return module.function(_NAME, module.number("shared_bytes"))
         except (compiler.CompileError, NotLoadable) as error:
-            _log.warning("attention with rotary embedding inside cannot be built here (%s); both are kernels of their own", error)
+            _log.warning("%s (%s)", _UNBUILT[variant.fresh], error)
             return None
 
 

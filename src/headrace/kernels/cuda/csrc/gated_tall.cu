@@ -6,7 +6,8 @@
 // row do not depend on the others.
 //
 // A group multiplies its halves side by side but for the first two and the last two steps of a tile, which one half takes after the other:
-// while the matrix units work on one, the results of the other leave. So there must be five steps.
+// while the matrix units work on one, the results of the other leave, as far as the compiler lets them: it waits for all products after a
+// third of the arithmetic. So there must be five steps.
 //
 // Columns that fill no pair of tiles any more get a pair of THIN columns each, dealt behind all others.
 //
