@@ -30,6 +30,9 @@ def no_collections() -> Iterator[None]:
     milliseconds with torch in it, and finds nothing.
 
     Who has switched collections off keeps them off. Where two threads are here at once, they are on again when the first one leaves.
+
+    What was made meanwhile is looked through at the end: else the first object made afterwards would begin that, and often a collection of
+    everything, before who waits for what is done has it.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -37,6 +40,8 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if were_on:
+            if gc.get_count()[0] > gc.get_threshold()[0] > 0:
+                gc.collect(1)
             gc.enable()
 
 
