@@ -41,7 +41,7 @@ def no_collections() -> Iterator[None]:
     finally:
         if were_on:
             if gc.get_count()[0] > gc.get_threshold()[0] > 0:
-                gc.collect(1)
+                gc.collect(0)
             gc.enable()
 
 
