@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.models import families
 from headrace.sampling_params import SamplingParams
 from headrace.worker import prompt_graphs
 from headrace.worker.model_runner import ModelRunner
-from headrace.worker.prompt_graphs import MOST_TOKENS, Bounds, PromptGraphs, Shape, _fill, _places, products_of
+from headrace.worker.prompt_graphs import MOST_TOKENS, Bounds, PromptGraphs, Shape, _fill, _places
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, run, take
 from tests.support.recorded_graphs import VOCAB, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
 
@@ -267,7 +268,7 @@ def test_products_of_known_models() -> None:
     shape = {"vocab_size": 128256, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "model_type": "llama", "hidden_act": "silu"}
     llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
     spec = families.spec_from_config({**shape, **llama, "architectures": ["LlamaForCausalLM"]})
-    assert products_of(spec) == 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert multiplications(spec) == 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
 
 
 def test_numbers_lie_apart_and_the_rest_is_of_nobody() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from headrace.spec import DecoderSpec
 
@@ -90,6 +91,15 @@ def products(spec: DecoderSpec) -> tuple[Product, ...]:
         Product("down", spec.intermediate_size, spec.hidden_size, dense),
     )
     return tuple(each for each in found if each.layers)
+
+
+def multiplications(spec: DecoderSpec) -> float:
+    """Multiplications by weights for each token, in the mean layer."""
+    hidden, size = spec.hidden_size, spec.head_dim
+    attention = hidden * size * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    matrices = 3 if spec.gated_mlp else 2
+    width = (layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size for layer in spec.layers)
+    return attention + fmean(matrices * hidden * each for each in width)
 
 
 def head_product(spec: DecoderSpec) -> Product:

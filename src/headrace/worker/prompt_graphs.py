@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ from torch import Tensor
 
 from headrace.kernels import Kernels
 from headrace.request import StepPlan
-from headrace.spec import DecoderSpec
 from headrace.worker.device_memory import scratch_of_graphs
 from headrace.worker.graphs import ComputesInOne
 from headrace.worker.inputs import Gather, Packing
@@ -88,15 +86,6 @@ class Bounds:
     @property
     def sequences(self) -> tuple[int, ...]:
         return (*(size for size in _SEQUENCES if size < self.max_num_seqs), self.max_num_seqs)
-
-
-def products_of(spec: DecoderSpec) -> float:
-    """Multiplications by weights for each token, in the mean layer."""
-    hidden, size = spec.hidden_size, spec.head_dim
-    attention = hidden * size * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    matrices = 3 if spec.gated_mlp else 2
-    width = (layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size for layer in spec.layers)
-    return attention + fmean(matrices * hidden * each for each in width)
 
 
 class PromptGraphs:

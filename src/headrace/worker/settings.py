@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.config import Decision
-from headrace.cost.shapes import products
+from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.spec import DecoderSpec
@@ -64,7 +64,7 @@ def has_room(kind: str) -> bool:
 def gains_by_long_steps(spec: DecoderSpec) -> bool:
     """Whether very long steps are quicker a token than steps of whole rounds of tiles: a sparse model's read experts less often, those of a
     model with small layers launch less."""
-    return any(layer.moe for layer in spec.layers) or sum(each.ins * each.outs for each in products(spec)) < _LARGE_LAYER
+    return any(layer.moe for layer in spec.layers) or multiplications(spec) < _LARGE_LAYER
 
 
 def takes_long_steps(kind: str, model: Mapping[str, Any]) -> bool:

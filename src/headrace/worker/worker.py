@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.builders import Builders
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
+from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.head_start import HeadStart
@@ -42,7 +43,7 @@ from headrace.worker.later import LaterKernels
 from headrace.worker.local_executor import LocalExecutor
 from headrace.worker.memory import KVPlan, row_bytes
 from headrace.worker.model_runner import ModelRunner
-from headrace.worker.prompt_graphs import Bounds, PromptGraphs, products_of
+from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
@@ -268,7 +269,7 @@ class _Start:
         if not self._config.device.prompt_graphs:
             return (decode,)
         bounds = Bounds(
-            **lengths, tokens_a_step=self._setting.tokens_a_step, products=products_of(self._spec), prune=self._config.device.last_layer_pruning
+            **lengths, tokens_a_step=self._setting.tokens_a_step, products=multiplications(self._spec), prune=self._config.device.last_layer_pruning
         )
         hidden = torch.empty((bounds.most_wanted, self._spec.hidden_size), dtype=self._setting.dtype, device=self._setting.device)
         return decode, PromptGraphs(decoder, self._kernels, rows, kv_caches, recorder, bounds, hidden)
