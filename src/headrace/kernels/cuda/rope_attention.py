@@ -14,6 +14,7 @@ import threading
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -112,29 +113,21 @@ class _Scratch:
 
 
 @dataclass(slots=True, eq=False)
-class Singles:
-    """Attention of sequences with one query each, over keys that lie in the cache, the newest among them: the kernel without what stands
-    before it (``fresh`` False). Calls of one object must follow each other on the device."""
+class _Kernel:
+    """One form of the kernel with its scratch memory and the last plan. Calls of one object must follow each other on the device."""
+
+    FRESH: ClassVar[bool]  # it turns q and k and writes the newest keys, too
 
     head_dim: int
     group: int
     kv_heads: int
     processors: int
     builds: Builds
-    fresh: bool = False
     _scratch: _Scratch = field(init=False, repr=False)
     _plan: tuple[AttentionInputs, Plan] | None = field(init=False, default=None, repr=False)  # the last
 
     def __post_init__(self) -> None:
         self._scratch = _make_scratch(_PROGRAMS * self.processors, self.group, self.head_dim, self.builds.device)
-
-    def attend(self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> bool:
-        """Fills ``out`` [T, Hq, D] for the first ``inputs.leading`` sequences of a step. False: nothing was done. ``q`` [T, Hq, D], turned."""
-        first = inputs.leading
-        if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
-            return False
-        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)
-        return True
 
     def launch(
         self,
@@ -161,7 +154,7 @@ class Singles:
 
     def function(self, block_size: int) -> Function | None:
         """Built, or kept from before; None where that is not possible."""
-        return self.builds.function(Variant(self.head_dim, self.group, self.kv_heads, block_size, self.tiles.keys // _WARPS, self.fresh))
+        return self.builds.function(Variant(self.head_dim, self.group, self.kv_heads, block_size, self.tiles.keys // _WARPS, self.FRESH))
 
     @property
     def tiles(self) -> Tiles:
@@ -176,6 +169,21 @@ class Singles:
             self._plan = inputs, make_plan(leading_of(inputs) if inputs.leading else inputs, None, 1, *dealt)
         return self._plan[1]
 
+
+@dataclass(slots=True, eq=False)
+class Singles(_Kernel):
+    """Attention of sequences with one query each, over keys that lie in the cache, the newest among them."""
+
+    FRESH: ClassVar[bool] = False
+
+    def attend(self, q: Tensor, out: Tensor, k_cache: Tensor, v_cache: Tensor, inputs: AttentionInputs, scale: float) -> bool:
+        """Fills ``out`` [T, Hq, D] for the first ``inputs.leading`` sequences of a step. False: nothing was done. ``q`` [T, Hq, D], turned."""
+        first = inputs.leading
+        if not _lies_well(q, k_cache, v_cache, inputs) or (function := self.function(inputs.block_size)) is None:
+            return False
+        self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, (inputs.slots,) * 3)  # which nobody reads
+        return True
+
     def rehearse(self, block_size: int) -> object:
         """Builds all it needs: a step of two sequences of one key, in one block, with scratch memory of its own."""
         inputs, qkv, cache, _ = _rehearsed(self, block_size)
@@ -184,16 +192,17 @@ class Singles:
 
 
 @dataclass(slots=True, eq=False)
-class RopeAttention(Singles):
+class RopeAttention(_Kernel):
     """As the twin, for steps in which every sequence has one query; None: this step is not for it, and nothing was done.
 
     ``qkv`` [T, Hq + 2 Hk, D] in bfloat16. ``cascade``: steps in which keys may be shared are left to cascade attention.
     ``programmatic``: of few rows, keys are asked for while the kernel before still runs.
     """
 
-    fresh: bool = True
-    cascade: bool = False
-    programmatic: bool = False
+    FRESH: ClassVar[bool] = True
+
+    cascade: bool
+    programmatic: bool
     empty: Empty = plainly_empty
 
     def __call__(
@@ -229,7 +238,7 @@ def leading_of(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, block_table=table, query_start=starts, context_len=contexts, slots=slots, max_query_len=1, leading=0)
 
 
-def _rehearsed(kernel: Singles, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
+def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
     """Two sequences of one key: the step, q with k and v, both caches, rotary table."""
     device, ints = kernel.builds.device, partial(torch.tensor, dtype=torch.int32, device=kernel.builds.device)
     qkv = torch.zeros((2, (kernel.group + 2) * kernel.kv_heads, kernel.head_dim), dtype=torch.bfloat16, device=device)

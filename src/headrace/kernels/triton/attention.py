@@ -150,27 +150,19 @@ class PagedAttention:
             if sequences == 1 and longest > few:
                 few = 0  # one prompt: no second kernel
             self._attend_many(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few)
-        if few and not (inputs.leading and self._attend_singles(q, out, k_cache, v_cache, inputs, scale, window, soft_cap)):
+        singles = self._for_singles(inputs, window, soft_cap)
+        if few and not (singles is not None and singles.attend(q, out, k_cache, v_cache, inputs, scale)):
             small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
             decode.attend(q, out, k_cache, v_cache, inputs, scale, window, soft_cap, few, small, made, self._scratch, self._common, unified)
         return out
 
-    def _attend_singles(
-        self,
-        q: Tensor,
-        out: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> bool:
-        if self.singles is None or window is not None or soft_cap is not None or (self._ticket is not None and plan.may_share(inputs, self.group)):
-            return False
-        return self.singles.attend(q, out, k_cache, v_cache, inputs, scale)
+    def _for_singles(self, inputs: AttentionInputs, window: int | None, soft_cap: float | None) -> Singles | None:
+        """Who attends to the first sequences of a step, if they are known to be single queries before prompts."""
+        if not inputs.leading or window is not None or soft_cap is not None or plan.cascades(inputs, window, self.group, self._ticket):
+            return None
+        return self.singles
 
     def _attend_many(
         self,

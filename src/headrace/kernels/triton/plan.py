@@ -245,7 +245,7 @@ def make_plan(
     sequences, device = inputs.context_len.shape[0], inputs.context_len.device
     spans = torch.empty((programs, FIELDS.value), dtype=torch.int32, device=device)
     ahead = torch.empty(sequences + 1, dtype=torch.int32, device=device)
-    cascade = _cascades(inputs, window, group, ticket)
+    cascade = cascades(inputs, window, group, ticket)
     shared = torch.empty((LINES, sequences), dtype=torch.int32, device=device) if cascade else None
     _plan_kernel[(sequences if cascade else 1,)](
         inputs.block_table, inputs.query_start, inputs.context_len, spans, ahead,
@@ -264,7 +264,7 @@ def empty_plan(inputs: AttentionInputs, window: int | None, programs: int, group
     device = inputs.context_len.device
     spans = torch.zeros((programs, FIELDS.value), dtype=torch.int32, device=device)
     spans[:, [FIRST_0.value, FIRST_1.value]] = 1  # behind the last ones: there are none
-    cascade = _cascades(inputs, window, group, ticket)
+    cascade = cascades(inputs, window, group, ticket)
     return Plan(spans, torch.zeros((LINES, inputs.context_len.shape[0]), dtype=torch.int32, device=device) if cascade else None)
 
 
@@ -279,5 +279,6 @@ def may_share(inputs: AttentionInputs, group: int) -> bool:
     return enough and may_group(inputs.context_len.shape[0], group)
 
 
-def _cascades(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+def cascades(inputs: AttentionInputs, window: int | None, group: int, ticket: Tensor | None) -> bool:
+    """Whether keys that sequences share are read once for many."""
     return ticket is not None and window is None and may_share(inputs, group)
