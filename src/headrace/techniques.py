@@ -170,7 +170,7 @@ TECHNIQUES = (
         improves="time a decode step of 65 to 512 requests; prompt tokens/s in steps of 4,096 tokens and more, which are bound by the card's power",
         off_means="cuBLAS' first proposal computes them, and the norm behind long products adds the residual",
         needs_gpu=True,
-        ablation="last_layer_pruning",
+        ablation="every_step",
     ),
     Technique(
         name="gated_products",
@@ -182,7 +182,7 @@ TECHNIQUES = (
         "for long prompts in tall ones that bring fewer bytes",
         off_means="gate and up are the vendor's product, the activation is a kernel of its own",
         needs_gpu=True,
-        ablation="decode_steps",
+        ablation="every_step",
     ),
     Technique(
         name="cuda_prefill",
@@ -234,7 +234,7 @@ TECHNIQUES = (
         "single queries beside prompts are attended to by the same kernel",
         off_means="rotation with the cache write and attention are two launches, one behind the other; beside prompts attention is Triton's",
         needs_gpu=True,
-        ablation="decode_steps",
+        ablation="every_step",
     ),
     Technique(
         name="cascade_attention",

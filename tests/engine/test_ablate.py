@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from headrace.bench import ablate
+from headrace.bench.ablations import every_step
+from headrace.bench.ablations.lab import Lab
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.errors import ConfigError
-from headrace.techniques import TECHNIQUES
+from headrace.techniques import TECHNIQUES, find_technique
 from tests.support import tiny
 
 
@@ -82,3 +84,12 @@ def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(config: EngineConfig, c
         ablate.run(Namespace(name="cuda-graphs", quick=True, output_json=None, plot=None), config)
     assert "cuda_graphs" not in ablate._possible("cpu") and "cuda_graphs: missing" in capsys.readouterr().err
     assert ablate._possible("cuda") == [technique.name for technique in TECHNIQUES]
+
+
+def test_every_kind_of_step_is_measured_with_equal_tokens(config: EngineConfig) -> None:
+    """For techniques that need a GPU: with the switch of another one here."""
+    results = every_step.measure(Lab(config, find_technique("chunked_prefill"), quick=True))
+    assert [result.x for result in results] == ["running requests", "prompt tokens", "requests at once"]
+    for result in results:
+        assert result.same == result.compared > 0
+        assert all(off[result.figures[0].name] > 0 < on[result.figures[0].name] for off, on in result.pairs())
