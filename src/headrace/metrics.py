@@ -154,11 +154,14 @@ class StepRecorder:
         capacity: int = 1024,
         promise: float | None = None,
         calibrated: Callable[[StepLoad, bool], float] | None = None,
+        energy: Callable[[], float | None] | None = None,
     ) -> None:
         """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted.
-        ``calibrated``: seconds of a load (and whether it is of single tokens alone) by what was fitted to earlier runs here."""
+        ``calibrated``: seconds of a load (and whether it is of single tokens alone) by what was fitted to earlier runs here.
+        ``energy``: joules that the device has used since the start, where it counts them; asked when a summary is."""
         self._cost_model = cost_model
         self._calibrated = calibrated
+        self._energy = energy
         self._errors = {"learned": FadingError(), "calibrated": FadingError()}
         self.promise = promise
         self._ring: deque[StepRecord] = deque(maxlen=capacity)
@@ -289,6 +292,7 @@ class StepRecorder:
             **{name: int(sums[name]) for name in COUNTS},
             **{name: sums[name] for name in AMOUNTS},
             "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
+            "energy_joules": self._energy() if self._energy is not None else None,
             "promise_seconds": self.promise,
             "promise_tail": self._tail.ratio,
             "prediction_errors": {name: each.as_dict() for name, each in self._errors.items() if each.count},
@@ -334,6 +338,9 @@ def render_steps(summary: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for name, key, help in counters:
         lines += render_value(f"headrace_{name}", summary[key], "counter", help)
+    if summary["energy_joules"] is not None:
+        help = "joules that the device has used since the start, by its own counter, whoever used it"
+        lines += render_value("headrace_energy_joules_total", summary["energy_joules"], "counter", help)
     lines += _render_promise(summary)
     lines += _render_errors(summary["prediction_errors"])
     lines += _render_last(summary["last_step"])

@@ -38,6 +38,7 @@ class FakeEngine:
     calls: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     stops_after: int | None = None
+    power: float | None = 500.0  # watts
 
     def generate(self, prompts: Sequence[dict[str, list[int]]], params: Sequence[Any], *, use_tqdm: bool) -> list[Any]:
         self.calls.append(([prompt["prompt_token_ids"] for prompt in prompts], [each.max_tokens for each in params]))
@@ -56,7 +57,7 @@ class FakeEngine:
         return SimpleNamespace(token_ids=[0] * count, finish_reason="error", stop_reason="the device is on fire")
 
     def summary(self) -> dict[str, Any]:
-        return {"floor_seconds": self.floor}
+        return {"floor_seconds": self.floor, "energy_joules": None if self.power is None else self.power * self.clock}
 
 
 def measured(row: Row, engine: FakeEngine, repeats: int = 3) -> Measured:
@@ -115,6 +116,12 @@ def test_a_shared_prefix_is_shared_within_a_run_only() -> None:
     prefixes = {tuple(prompt["prompt_token_ids"][:2048]) for prompt in first}
     assert len(first) == 256 and len(prefixes) == 1 and len(first[0]["prompt_token_ids"]) == 2112
     assert second[0]["prompt_token_ids"][:2048] != first[0]["prompt_token_ids"][:2048]
+
+
+def test_power_is_the_mean_over_what_was_timed_where_it_is_counted() -> None:
+    assert measured(row_of("decode-8"), FakeEngine()).watts == pytest.approx(500.0)
+    assert measured(row_of("decode-8"), FakeEngine(power=None)).watts is None
+    assert measured(row_of("prefill-1x2048"), FakeEngine(), repeats=1).watts is None  # half a second: too short for a card's counter
 
 
 def test_an_answer_that_ended_early_is_no_measurement() -> None:
@@ -188,6 +195,14 @@ def test_what_was_not_measured_is_missing_with_its_reason(peer: Peer) -> None:
     model["rows"] = [model["rows"][0], {"row": "mixed", "values": [], "problem": "out of memory"}]
     for text in (terminal(model, peer), markdown(model, peer)):
         assert text.count("missing") >= 10 and "mixed (out of memory)" in text and "decode-8, decode-32" in text
+
+
+def test_power_has_a_column_where_it_was_counted(peer: Peer) -> None:
+    model = model_of(peer, "Llama-3.2-1B")
+    assert all("| W |" not in text and " W\n" not in text for text in (terminal(model, peer), markdown(model, peer)))
+    model["rows"][0]["watts"], model["facts"]["power limit"] = 687.6, "700 W"
+    assert " 688\n" in terminal(model, peer) and "| 688 |" in markdown(model, peer) and "| W |" in markdown(model, peer)
+    assert all("power limit: 700 W" in text for text in (terminal(model, peer), markdown(model, peer)))
 
 
 def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:

@@ -19,6 +19,7 @@ from headrace.bench.table_rows import Asked, Row, requests_of
 from headrace.metrics import StepRecord
 
 WARM_UP_REQUESTS = 128  # of a row with more requests that is no decode row
+LEAST_POWER_SECONDS = 1.0  # of work, to say what it drew: a card's counter moves some ten times a second
 
 
 class Generates(Protocol):
@@ -41,6 +42,7 @@ class Measured:
     """One row's figures. ``values``: one a repeat, in the row's unit; ``floor`` in the same unit by this device's own limits.
 
     ``host_ms`` (host time a decode step), ``idle`` (share of the time in which the device waited) and ``device_ms`` are of decode rows only.
+    ``watts``: the device's mean power over all that was timed for the row, prompts of decode rows too; None where nothing counts it.
     ``problem`` says why there are no values.
     """
 
@@ -51,6 +53,7 @@ class Measured:
     host_ms: float | None = None
     idle: float | None = None
     device_ms: float | None = None
+    watts: float | None = None
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -73,6 +76,24 @@ class _Run:
 
 
 @dataclass(slots=True)
+class _Power:
+    """What the device used over some runs; ``known`` as long as it is counted."""
+
+    joules: float = 0.0
+    seconds: float = 0.0
+    known: bool = True
+
+    def add(self, before: float | None, after: float | None, seconds: float) -> None:
+        self.known = self.known and before is not None and after is not None
+        self.joules += (after or 0.0) - (before or 0.0)
+        self.seconds += seconds
+
+    @property
+    def watts(self) -> float | None:
+        return self.joules / self.seconds if self.known and self.seconds >= LEAST_POWER_SECONDS else None
+
+
+@dataclass(slots=True)
 class TableBench:
     """Runs rows on one LLM. ``now`` is the clock in seconds."""
 
@@ -82,12 +103,13 @@ class TableBench:
     repeats: int = 3
     now: Callable[[], float] = time.perf_counter
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
+    _power: _Power = field(default_factory=_Power)
 
     def measure(self, row: Row) -> Measured:
         """Raises BenchFailed when a request did not end as asked, and what ``generate`` raises."""
         asked = requests_of(row, self.vocab_size, 0)
         self._warm_up(row)
-        taken = self._last_step()
+        taken, self._power = self._last_step(), _Power()
         figures = [self._repeat(row) for _ in range(self.repeats)]
         floors = [run.floor for run in figures]
         measured = Measured(
@@ -98,6 +120,7 @@ class TableBench:
             requests=len(asked.prompts),
             prompt_tokens=asked.prompt_tokens,
             output_tokens=asked.output_tokens,
+            watts=self._power.watts,
         )
         return replace(measured, **self._of_decode_steps(row.count, taken)) if row.group == "decode" else measured
 
@@ -121,12 +144,14 @@ class TableBench:
         return self._run(requests_of(row, self.vocab_size, next(self._seeds), one_token=one_token))
 
     def _run(self, asked: Asked) -> _Run:
-        before = self.recorder.summary()["floor_seconds"]
+        before = self.recorder.summary()
         begin = self.now()
         outputs = self.llm.generate(asked.prompts, asked.params, use_tqdm=False)
         seconds = self.now() - begin
+        after = self.recorder.summary()
         _check(asked, outputs)
-        return _Run(seconds, self.recorder.summary()["floor_seconds"] - before)
+        self._power.add(before["energy_joules"], after["energy_joules"], seconds)
+        return _Run(seconds, after["floor_seconds"] - before["floor_seconds"])
 
     def _last_step(self) -> int:
         records = self.recorder.records

@@ -28,7 +28,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     """``job``: rows (names), scale, repeats, result (a file)."""
     rows = [scaled(row, job["scale"]) for row in select_rows(job["rows"]) if row.group != "start"]
     limits = limits_here(config.device.device)  # before the engine takes the memory
-    facts = machine_facts(str(limits), device=device_name(config), flags=_said(config))
+    facts = machine_facts(str(limits), device=device_name(config), flags=_said(config), **_power_of(config))
     result: dict[str, Any] = {"facts": facts, "limits": limits_of(limits), "rows": []}
     write_json(Path(job["result"]), result)
     from headrace.engine.llm import LLM  # the engine, and torch with it
@@ -41,6 +41,14 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
         for row in rows:
             result["rows"].append(asdict(_measured(bench, row)))
             write_json(Path(job["result"]), result | account_of(llm.engine))
+
+
+def _power_of(config: EngineConfig) -> dict[str, str]:
+    from headrace.worker.energy import power_limit
+    from headrace.worker.settings import device_kind
+
+    watts = power_limit(device_kind(config.device.device))
+    return {} if watts is None else {"power limit": f"{watts:.0f} W"}
 
 
 def _said(config: EngineConfig) -> str:

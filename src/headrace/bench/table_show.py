@@ -35,6 +35,7 @@ class Line:
     floor_here: float | None
     host_ms: float | None
     idle: float | None
+    watts: float | None
     problem: str | None
 
     @property
@@ -66,6 +67,7 @@ def lines_of(model: Mapping[str, Any], peer: Peer) -> list[Line]:
                 here,
                 each.get("host_ms"),
                 each.get("idle"),
+                each.get("watts"),
                 each["problem"],
             )
         )
@@ -83,7 +85,7 @@ def refusals(model: Mapping[str, Any], peer: Peer) -> list[str]:
     return differences(model["limits"], peer.limits)
 
 
-def _cells(line: Line, *, comparable: bool) -> list[str]:
+def _cells(line: Line, *, comparable: bool, power: bool) -> list[str]:
     ratio = f"{line.ratio:.2f}" if line.ratio is not None else ""
     return [
         _number(line.measured) or MISSING,
@@ -95,6 +97,7 @@ def _cells(line: Line, *, comparable: bool) -> list[str]:
         _number(line.floor_here),
         _number(line.host_ms),
         f"{line.idle:.1%}" if line.idle is not None else "",
+        *[f"{line.watts:.0f}" if line.watts is not None else ""] * power,
     ]
 
 
@@ -106,17 +109,16 @@ def _number(value: float | None) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _columns(peer: Peer) -> list[str]:
-    return ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
-
-
-def _grid(model: Mapping[str, Any], peer: Peer) -> list[list[str]]:
-    comparable = not refusals(model, peer)
-    return [[line.row.says, *_cells(line, comparable=comparable)] for line in lines_of(model, peer)]
+def _grid(model: Mapping[str, Any], peer: Peer) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows. Power has a column where the device counts it."""
+    lines, comparable = lines_of(model, peer), not refusals(model, peer)
+    power = any(line.watts is not None for line in lines)
+    columns = ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle", *["W"] * power]
+    return columns, [[line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines]
 
 
 def terminal(model: Mapping[str, Any], peer: Peer) -> str:
-    grid, columns = _grid(model, peer), _columns(peer)
+    columns, grid = _grid(model, peer)
     widths = [max(len(row[i]) for row in [columns, *grid]) for i in range(len(columns))]
     right = [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in [columns, *grid]]
     parts = [_title(model), *(f"{name}: {value}" for name, value in _facts(model, peer)), "", table(right[0], right[1:])]
@@ -127,10 +129,10 @@ def terminal(model: Mapping[str, Any], peer: Peer) -> str:
 
 
 def markdown(model: Mapping[str, Any], peer: Peer) -> str:
-    columns = _columns(peer)
+    columns, grid = _grid(model, peer)
     lines = [f"## {_title(model)}", "", f"`{model['command']}`", ""]
     lines += [f"- {name}: {value}" for name, value in _facts(model, peer)]
-    lines += ["", *_markdown_table(columns, _grid(model, peer)), ""]
+    lines += ["", *_markdown_table(columns, grid), ""]
     lines += [f"Missing: {text}." for text in _problems(model, peer)]
     if model.get("techniques"):
         lines += ["", "Techniques, off → on (gain: how many times better):", "", *_markdown_table(_CURVE_COLUMNS, _curves(model)), ""]
@@ -175,7 +177,7 @@ def _title(model: Mapping[str, Any]) -> str:
 def _facts(model: Mapping[str, Any], peer: Peer) -> Iterator[tuple[str, str]]:
     """What every table carries, and whether the ratio may be read."""
     facts = model["facts"]
-    for name in ("date", "device", "machine", "versions", "flags"):
+    for name in ("date", "device", "machine", "versions", "flags", "power limit"):
         if name in facts:
             yield name, facts[name]
     yield "limits of this run", said_limits(model["limits"]) if model.get("limits") else "not measured"

@@ -41,6 +41,26 @@ class DriverFacts:
         return found[0] if len(found) == 1 else None
 
 
+class CardCounter:
+    """The driver's own count of what one card has used, and what it may draw. The library stays open as long as this lives."""
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._library = library
+        self._handle = handle
+
+    def joules(self) -> float:
+        """Since the driver was loaded, whoever used them; the driver moves it some ten times a second. Raises OSError, AttributeError."""
+        value = ctypes.c_ulonglong()
+        _check(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(value)))
+        return value.value / 1e3
+
+    def power_limit(self) -> float:
+        """Watts that the driver lets it draw. Raises OSError, AttributeError."""
+        value = ctypes.c_uint()
+        _check(self._library.nvmlDeviceGetEnforcedPowerLimit(self._handle, ctypes.byref(value)))
+        return value.value / 1e3
+
+
 class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
@@ -61,6 +81,14 @@ def ask_driver() -> DriverFacts | None:
         return None
 
 
+def find_counter(uuid: str) -> CardCounter | None:
+    """Of the card with this uuid, as torch has it. Raises OSError or AttributeError where there is no driver, or it does not answer."""
+    library = ctypes.CDLL(_LIBRARY)
+    _check(library.nvmlInit_v2())
+    found = [handle for handle in _handles(library) if _text(library.nvmlDeviceGetUUID, handle).endswith(uuid)]
+    return CardCounter(library, found[0]) if len(found) == 1 else None
+
+
 @contextmanager
 def _opened(library: ctypes.CDLL) -> Iterator[None]:
     _check(library.nvmlInit_v2())
@@ -70,12 +98,18 @@ def _opened(library: ctypes.CDLL) -> Iterator[None]:
         library.nvmlShutdown()
 
 
-def _cards(library: ctypes.CDLL) -> Iterator[CardFacts]:
+def _handles(library: ctypes.CDLL) -> Iterator[ctypes.c_void_p]:
     count = ctypes.c_uint()
     _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
     for index in range(count.value):
-        handle, memory = ctypes.c_void_p(), _Memory()
+        handle = ctypes.c_void_p()
         _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
+        yield handle
+
+
+def _cards(library: ctypes.CDLL) -> Iterator[CardFacts]:
+    for handle in _handles(library):
+        memory = _Memory()
         _check(library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
         yield CardFacts(_text(library.nvmlDeviceGetName, handle), _text(library.nvmlDeviceGetUUID, handle), int(memory.free), int(memory.total))
 

@@ -20,6 +20,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecorder
 from headrace.models import families
+from headrace.worker.energy import create_energy_meter
 from headrace.worker.profile import resolve_profile
 
 _log = logging.getLogger(__name__)
@@ -32,11 +33,11 @@ class DeviceLimits:
     while a start has to wait for something else. A glance at a card that was never measured borrows a GiB of it, and gives it back."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
+        self.device = device
 
     @cached_property
     def found(self) -> tuple[DeviceProfile | None, Decision]:
-        return resolve_profile(self._device)
+        return resolve_profile(self.device)
 
 
 def create_recorder(
@@ -50,11 +51,12 @@ def create_recorder(
 ) -> tuple[StepRecorder, Decision]:
     """``dtype`` is the one weights are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them."""
     profile, decision = limits.found
+    energy = create_energy_meter(limits.device).joules
     if profile is None:
-        return StepRecorder(promise=promise), decision
+        return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
     cost_model = CostModel(families.spec_from_config(model_config), groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
-    return StepRecorder(cost_model, promise=promise, calibrated=find_price(cost_model, switches or {})), decision
+    return StepRecorder(cost_model, promise=promise, calibrated=find_price(cost_model, switches or {}), energy=energy), decision
 
 
 def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:
