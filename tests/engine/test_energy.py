@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,41 +62,59 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def found(device: str) -> EnergyMeter:
     meter = create_energy_meter(device)
-    meter.wait(10.0)
+    meter.now()
     return meter
 
 
 def test_a_card_counts_from_the_engines_start_on(card: FakeDriver) -> None:
     meter = found("cuda")
-    assert meter.joules() == 0.0 and power_limit("cuda") == 650.0
+    assert meter.now() == 0.0 and power_limit("cuda") == 650.0
     card.millijoules += 1_234_500
-    assert meter.joules() == 1234.5
+    assert meter.now() == 1234.5
+
+
+def test_who_asks_does_not_wait_for_the_driver(card: FakeDriver) -> None:
+    """It is told what was last known, and the driver is asked behind it, once at a time."""
+    meter, asked, answers = found("cuda"), 0, Event()
+    driver_answers = card.nvmlDeviceGetTotalEnergyConsumption
+
+    def slow(handle: Any, value: Any) -> int:
+        nonlocal asked
+        asked += 1
+        assert answers.wait(10.0)
+        return driver_answers(handle, value)
+
+    card.nvmlDeviceGetTotalEnergyConsumption = slow  # type: ignore[method-assign]
+    card.millijoules += 3000
+    assert [meter.joules() for _ in range(5)] == [0.0] * 5 and asked == 1
+    answers.set()
+    assert meter.now() == 3.0
 
 
 def test_a_counter_that_fails_stands_still_and_says_so_once(card: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
     meter = found("cuda")
     card.millijoules += 2000
-    assert meter.joules() == 2.0
+    assert meter.now() == 2.0
     card.status = NOT_SUPPORTED
-    assert [meter.joules() for _ in range(3)] == [2.0] * 3 and len(caplog.messages) == 1
+    assert [meter.now() for _ in range(3)] == [2.0] * 3 and len(caplog.messages) == 1
     card.status, card.millijoules = 0, 0  # a driver that was loaded anew
-    assert meter.joules() == 2.0
+    assert meter.now() == 2.0
 
 
 def test_a_card_that_does_not_count_has_no_figure(card: FakeDriver) -> None:
     card.status = NOT_SUPPORTED
-    assert found("cuda").joules() is None and power_limit("cuda") is None
+    assert found("cuda").now() is None and power_limit("cuda") is None
 
 
 def test_no_driver_and_another_card_are_no_errors(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b"))
-    assert found("cuda").joules() is None and power_limit("cuda") is None
+    assert found("cuda").now() is None and power_limit("cuda") is None
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1"))
     for library in ("libthere-is-none.so", "libc.so.6"):
         monkeypatch.setattr(driver, "_LIBRARY", library)
-        assert found("cuda").joules() is None and power_limit("cuda") is None
+        assert found("cuda").now() is None and power_limit("cuda") is None
 
 
 def powercap(folder: Path, packages: list[int], most: int = 1000) -> list[Path]:
@@ -121,13 +140,13 @@ def test_packages_are_summed_and_begin_anew_at_their_range(tmp_path: Path) -> No
 
 def test_a_cpu_without_counters_or_with_others_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy, "PackageCounters", lambda: PackageCounters(tmp_path))
-    assert found("cpu").joules() is None and power_limit("cpu") is None
+    assert found("cpu").now() is None and power_limit("cpu") is None
     (counter,) = powercap(tmp_path, [100])
     meter = found("cpu")
     counter.write_text("300")
-    assert meter.joules() == pytest.approx(200e-6)
+    assert meter.now() == pytest.approx(200e-6)
     counter.write_text("?")
-    assert meter.joules() == pytest.approx(200e-6)
+    assert meter.now() == pytest.approx(200e-6)
 
 
 def test_metrics_have_it_where_it_is_counted() -> None:

@@ -57,11 +57,14 @@ class FakeEngine:
         return SimpleNamespace(token_ids=[0] * count, finish_reason="error", stop_reason="the device is on fire")
 
     def summary(self) -> dict[str, Any]:
-        return {"floor_seconds": self.floor, "energy_joules": None if self.power is None else self.power * self.clock}
+        return {"floor_seconds": self.floor}
+
+    def joules(self) -> float | None:
+        return None if self.power is None else self.power * self.clock
 
 
 def measured(row: Row, engine: FakeEngine, repeats: int = 3) -> Measured:
-    return TableBench(engine, 1000, engine, repeats, lambda: engine.clock).measure(row)
+    return TableBench(engine, 1000, engine, repeats, lambda: engine.clock, engine.joules).measure(row)
 
 
 def row_of(name: str) -> Row:

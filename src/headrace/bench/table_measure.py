@@ -95,13 +95,14 @@ class _Power:
 
 @dataclass(slots=True)
 class TableBench:
-    """Runs rows on one LLM. ``now`` is the clock in seconds."""
+    """Runs rows on one LLM. ``now`` is the clock in seconds; ``joules``: what the device has used, where that is counted."""
 
     llm: Generates
     vocab_size: int
     recorder: Records
     repeats: int = 3
     now: Callable[[], float] = time.perf_counter
+    joules: Callable[[], float | None] = lambda: None
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
     _power: _Power = field(default_factory=_Power)
 
@@ -144,14 +145,13 @@ class TableBench:
         return self._run(requests_of(row, self.vocab_size, next(self._seeds), one_token=one_token))
 
     def _run(self, asked: Asked) -> _Run:
-        before = self.recorder.summary()
+        before, used = self.recorder.summary()["floor_seconds"], self.joules()
         begin = self.now()
         outputs = self.llm.generate(asked.prompts, asked.params, use_tqdm=False)
         seconds = self.now() - begin
-        after = self.recorder.summary()
+        self._power.add(used, self.joules(), seconds)
         _check(asked, outputs)
-        self._power.add(before["energy_joules"], after["energy_joules"], seconds)
-        return _Run(seconds, after["floor_seconds"] - before["floor_seconds"])
+        return _Run(seconds, self.recorder.summary()["floor_seconds"] - before)
 
     def _last_step(self) -> int:
         records = self.recorder.records

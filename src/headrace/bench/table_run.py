@@ -26,9 +26,12 @@ from headrace.errors import HeadraceError
 
 def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     """``job``: rows (names), scale, repeats, result (a file)."""
+    from headrace.worker.energy import create_energy_meter, power_limit
+    from headrace.worker.settings import device_kind
+
     rows = [scaled(row, job["scale"]) for row in select_rows(job["rows"]) if row.group != "start"]
-    limits = limits_here(config.device.device)  # before the engine takes the memory
-    facts = machine_facts(str(limits), device=device_name(config), flags=_said(config), **_power_of(config))
+    kind, limits = device_kind(config.device.device), limits_here(config.device.device)  # before the engine takes the memory
+    facts = machine_facts(str(limits), device=device_name(config), flags=_said(config), **_power_of(power_limit(kind)))
     result: dict[str, Any] = {"facts": facts, "limits": limits_of(limits), "rows": []}
     write_json(Path(job["result"]), result)
     from headrace.engine.llm import LLM  # the engine, and torch with it
@@ -37,17 +40,13 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     with LLM.from_config(config) as llm:
         say(f"{llm.info.model} loaded in {time.perf_counter() - begin:.1f} s")
         llm.engine.await_kernels()
-        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"])
+        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).now)
         for row in rows:
             result["rows"].append(asdict(_measured(bench, row)))
             write_json(Path(job["result"]), result | account_of(llm.engine))
 
 
-def _power_of(config: EngineConfig) -> dict[str, str]:
-    from headrace.worker.energy import power_limit
-    from headrace.worker.settings import device_kind
-
-    watts = power_limit(device_kind(config.device.device))
+def _power_of(watts: float | None) -> dict[str, str]:
     return {} if watts is None else {"power limit": f"{watts:.0f} W"}
 
 

@@ -28,18 +28,19 @@ class Counter(Protocol):
 
 
 class EnergyMeter:
-    """Joules from a beginning on. The counter is looked for in a thread of its own, since a driver's library takes its time to open and no
-    start waits for it; the beginning is when it was found. A counter that fails later on stands still, with a word in the log.
+    """Joules from a beginning on, which is when the counter was found. A driver takes its time, for opening its library and for every answer,
+    and no start and no step waits for that: it is asked in threads of its own. A counter that fails later on stands still, with a word in the
+    log.
     """
 
     def __init__(self, find: Callable[[], Counter | None]) -> None:
         self._counter: Counter | None = None
         self._begin = self._last = 0.0
         self._failed = False
-        self._search = Thread(target=self._look, args=(find,), name="energy", daemon=True)
-        self._search.start()
+        self._thread = Thread(target=self._search, args=(find,), name="energy", daemon=True)
+        self._thread.start()
 
-    def _look(self, find: Callable[[], Counter | None]) -> None:
+    def _search(self, find: Callable[[], Counter | None]) -> None:
         try:
             counter = find()
             self._begin = self._last = counter.joules() if counter is not None else 0.0
@@ -48,20 +49,30 @@ class EnergyMeter:
             pass  # nothing counts here, or this user may not read it: then there is no figure
 
     def joules(self) -> float | None:
-        """None where nothing counts, and until the counter is found."""
+        """As it was when this was asked last; None where nothing counts, and until the counter is found. Returns at once."""
         if self._counter is None:
             return None
+        known = self._last - self._begin
+        if not self._thread.is_alive():
+            self._thread = Thread(target=self._read, args=(self._counter,), name="energy", daemon=True)
+            self._thread.start()
+        return known
+
+    def now(self) -> float | None:
+        """The same, read now: some milliseconds."""
+        self._thread.join()
+        if self._counter is None:
+            return None
+        self._read(self._counter)
+        return self._last - self._begin
+
+    def _read(self, counter: Counter) -> None:
         try:
-            self._last = max(self._last, self._counter.joules())
+            self._last = max(self._last, counter.joules())
         except _UNREADABLE as error:
             if not self._failed:
                 _log.warning("the device's energy is counted no further: %s", error)
             self._failed = True
-        return self._last - self._begin
-
-    def wait(self, seconds: float) -> None:
-        """Until the counter was found, or not."""
-        self._search.join(seconds)
 
 
 class PackageCounters:
