@@ -108,11 +108,12 @@ def test_a_query_of_many_parameters_is_refused() -> None:
         dashboard._cursors(b"&".join(b"sample=1" for _ in range(100_000)))
 
 
-def stats(decisions: list[Any] = [], records: list[Any] = []) -> dict[str, Any]:  # noqa: B006  never changed
+def stats(decisions: list[Any] = [], records: list[Any] = [], joules: float | None = None) -> dict[str, Any]:  # noqa: B006  never changed
     counters = {"prefix_queries": 100, "prefix_hits": 60, "preemptions": 2}
     requests = {"num_running": 5, "num_prefilling": 2, "num_waiting": 4, "num_preempted": 1}
     blocks = {"num_blocks": 10, "num_used_blocks": 6, "num_cached_blocks": 3}
-    return {**requests, **blocks, "counters": counters, "steps": StepRecorder().summary(), "records": records, "decisions": decisions}
+    steps = StepRecorder(energy=lambda: joules).summary()
+    return {**requests, **blocks, "counters": counters, "steps": steps, "records": records, "decisions": decisions}
 
 
 def test_a_sample_tells_every_state_apart() -> None:
@@ -122,6 +123,13 @@ def test_a_sample_tells_every_state_apart() -> None:
     sample = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[0], strict=True))
     assert [sample[name] for name in ("prefilling", "decoding", "waiting", "preempted")] == [2, 3, 3, 1]
     assert sample["ttft_p50"] == pytest.approx(0.03, rel=0.1) and sample["tpot_p50"] is None and sample["used_blocks"] == 6
+
+
+def test_energy_is_in_the_samples_where_it_is_counted() -> None:
+    history, metrics = History(), ServerMetrics([])
+    for joules in (None, 12.5):
+        history.take(metrics, stats(joules=joules), 1.0)
+    assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules")] for row in history.samples.after(0)] == [None, 12.5]
 
 
 def test_percentiles_are_of_the_window_alone() -> None:

@@ -41,7 +41,7 @@ SAMPLE_COLUMNS = (
     "number", "time", "prompt_tokens", "generated_tokens", "prefilling", "decoding", "waiting", "preempted",
     "used_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "preemptions",
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99",
-    "measured_seconds", "floor_seconds", "idle_seconds",
+    "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules",
 )  # fmt: skip
 STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
 CURSORS = ("sample", "step", "decision")
@@ -129,7 +129,7 @@ class History:
         mark = Mark(tuple(metrics.first_tokens.counts), tuple(metrics.inter_token.counts))
         before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
         self._marks.append(mark)
-        self.samples.add((round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_seconds(stats)))
+        self.samples.add((round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_sums(stats)))
 
 
 def _step_row(record: Mapping[str, Any]) -> Row:
@@ -155,9 +155,9 @@ def _latencies(metrics: ServerMetrics, before: Mark, mark: Mark) -> Row:
     return (*first, *(quantile(tpot.bounds, before.tpot, mark.tpot, share) for share in QUANTILES))
 
 
-def _seconds(stats: Mapping[str, Any]) -> Row:
+def _sums(stats: Mapping[str, Any]) -> Row:
     steps = stats["steps"]
-    return tuple(round(steps[name], 6) for name in ("measured_seconds", "floor_seconds", "idle_seconds"))
+    return *(round(steps[name], 6) for name in ("measured_seconds", "floor_seconds", "idle_seconds")), steps["energy_joules"]
 
 
 def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int], share: float) -> float | None:

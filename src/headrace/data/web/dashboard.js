@@ -90,8 +90,17 @@ function drawTiles(news, samples) {
     tile("First token", last.ttft_p50, "seconds", `99 %: ${format(last.ttft_p99 ?? null, "seconds")}`, column("ttft_p50"), 2),
     tile("Between tokens", last.tpot_p50, "seconds", `99 %: ${format(last.tpot_p99 ?? null, "seconds")}`, column("tpot_p50"), 2),
     tile("KV cache in use", usage.at(-1), "percent", `${(last.used_blocks ?? 0).toLocaleString("en")} of ${news.num_blocks.toLocaleString("en")} blocks`, usage, 1),
-    tile("Of the physical limit", limit.at(-1) ?? null, "percent", "over the last 10 s", limit, 4),
+    tile("Of physical limit", limit.at(-1) ?? null, "percent", "over the last 10 s", limit, 4),
+    ...powerTile(samples),
   );
+}
+
+/** What the device draws, where it counts that. */
+function powerTile(samples) {
+  const counted = samples.filter((sample) => sample.energy_joules !== null);
+  if (counted.length < 2) return [];
+  const [watts, each] = ["time", "generated_tokens"].map((whole) => ratios(counted, "energy_joules", whole));
+  return [tile("Power", watts.at(-1), "watts", each.at(-1) === null ? "over the last 10 s" : `${format(each.at(-1), "joules")} a token`, watts, 3)];
 }
 
 function tile(name, value, kind, more, history, mark) {
