@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.cost.online_fit import OnlineFit
 from headrace.cost.speed import Line, Steering, StepSpeed, Tail
@@ -123,6 +123,13 @@ def kind_of(rows: int, decodes: int, sampled: int) -> str:
     return "mixed" if decodes else "prefill"
 
 
+class Energy(NamedTuple):
+    """What a device has used, and over how many seconds."""
+
+    joules: float
+    seconds: float
+
+
 class DeviceTimeline:
     """When the device worked, from what is known of each step: its length, and the pause before it where the device tells.
 
@@ -154,11 +161,11 @@ class StepRecorder:
         capacity: int = 1024,
         promise: float | None = None,
         calibrated: Callable[[StepLoad, bool], float] | None = None,
-        energy: Callable[[], float | None] | None = None,
+        energy: Callable[[], Energy | None] = lambda: None,
     ) -> None:
         """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted.
         ``calibrated``: seconds of a load (and whether it is of single tokens alone) by what was fitted to earlier runs here.
-        ``energy``: joules that the device has used since the start, where it counts them; asked when a summary is."""
+        ``energy``: what the device has used since the engine was loaded, where it counts that; asked when a summary is."""
         self._cost_model = cost_model
         self._calibrated = calibrated
         self._energy = energy
@@ -292,7 +299,7 @@ class StepRecorder:
             **{name: int(sums[name]) for name in COUNTS},
             **{name: sums[name] for name in AMOUNTS},
             "roofline_fraction": sums["floor_seconds"] / measured if measured > 0 else 0.0,
-            "energy_joules": self._energy() if self._energy is not None else None,
+            "energy": energy._asdict() if (energy := self._energy()) is not None else None,
             "promise_seconds": self.promise,
             "promise_tail": self._tail.ratio,
             "prediction_errors": {name: each.as_dict() for name, each in self._errors.items() if each.count},
@@ -338,9 +345,7 @@ def render_steps(summary: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for name, key, help in counters:
         lines += render_value(f"headrace_{name}", summary[key], "counter", help)
-    if summary["energy_joules"] is not None:
-        help = "joules that the device has used since the start, by its own counter, whoever used it"
-        lines += render_value("headrace_energy_joules_total", summary["energy_joules"], "counter", help)
+    lines += _render_energy(summary["energy"])
     lines += _render_promise(summary)
     lines += _render_errors(summary["prediction_errors"])
     lines += _render_last(summary["last_step"])
@@ -362,6 +367,15 @@ def _render_errors(errors: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
     for name, key, help in names if errors else ():
         yield from (f"# HELP headrace_{name} {help}", f"# TYPE headrace_{name} gauge")
         yield from (f'headrace_{name}{{prediction="{which}"}} {each[key]}' for which, each in errors.items())
+
+
+def _render_energy(energy: Mapping[str, float] | None) -> Iterable[str]:
+    if energy is None:
+        return []
+    return [
+        *render_value("headrace_energy_joules_total", energy["joules"], "counter", "joules the device has used, by its own counter, whoever used it"),
+        *render_value("headrace_energy_seconds_total", energy["seconds"], "counter", "seconds over which they were counted"),
+    ]
 
 
 def _render_promise(summary: Mapping[str, Any]) -> Iterable[str]:

@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from headrace.metrics import StepRecorder, render_steps
+from headrace.metrics import Energy, StepRecorder, render_steps
 from headrace.worker import driver, energy
 from headrace.worker.energy import EnergyMeter, PackageCounters, create_energy_meter, power_limit
 
-NOT_SUPPORTED = 3  # NVML's
+NOT_SUPPORTED, NO_PERMISSION = 3, 4  # NVML's
+LIBRARY = ctypes.CDLL
+
+
+def within(found: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not found() and time.monotonic() < end:
+        time.sleep(0.001)
+    return found()
+
+
+def reads(meter: EnergyMeter, joules: float) -> bool:
+    last = meter.read()
+    return last is not None and last.joules == joules
+
+
+def raising() -> NoReturn:
+    raise RuntimeError("no CUDA GPUs are available")
 
 
 class FakeDriver:
-    """Two cards as NVML shows them; ``millijoules`` and ``status`` are the second one's."""
+    """Two cards as NVML shows them; ``millijoules`` and ``status`` are the second one's; the first may be ``forbidden``."""
 
     def __init__(self) -> None:
-        self.millijoules, self.status = 5_000_000, 0
+        self.millijoules, self.status, self.forbidden = 5_000_000, 0, False
 
     def nvmlInit_v2(self) -> int:
         return 0
@@ -34,7 +55,7 @@ class FakeDriver:
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
         handle._obj.value = 100 + index.value
-        return 0
+        return NO_PERMISSION if self.forbidden and index.value == 0 else 0
 
     def nvmlDeviceGetUUID(self, handle: Any, buffer: Any, length: Any) -> int:
         buffer.value = f"GPU-{handle.value}-b".encode()
@@ -60,61 +81,81 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return fake
 
 
-def found(device: str) -> EnergyMeter:
-    meter = create_energy_meter(device)
-    meter.now()
-    return meter
-
-
 def test_a_card_counts_from_the_engines_start_on(card: FakeDriver) -> None:
-    meter = found("cuda")
-    assert meter.now() == 0.0 and power_limit("cuda") == 650.0
+    meter = create_energy_meter("cuda")
+    assert meter.joules() == 0.0 and power_limit("cuda") == 650.0
     card.millijoules += 1_234_500
-    assert meter.now() == 1234.5
+    assert meter.joules() == 1234.5
+    last = meter.read()
+    assert last is not None and last.joules == 1234.5 and 0.0 < last.seconds < 60.0
 
 
-def test_who_asks_does_not_wait_for_the_driver(card: FakeDriver) -> None:
-    """It is told what was last known, and the driver is asked behind it, once at a time."""
-    meter, asked, answers = found("cuda"), 0, Event()
-    driver_answers = card.nvmlDeviceGetTotalEnergyConsumption
-
-    def slow(handle: Any, value: Any) -> int:
-        nonlocal asked
-        asked += 1
-        assert answers.wait(10.0)
-        return driver_answers(handle, value)
-
-    card.nvmlDeviceGetTotalEnergyConsumption = slow  # type: ignore[method-assign]
+def test_it_is_read_again_and_again_until_nobody_wants_to_know(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "_PERIOD", 0.001)
+    meter = create_energy_meter("cuda")
+    meter.joules()
     card.millijoules += 3000
-    assert [meter.joules() for _ in range(5)] == [0.0] * 5 and asked == 1
+    assert within(partial(reads, meter, 3.0))
+    thread = meter._thread
+    del meter
+    gc.collect()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def test_who_reads_does_not_wait_for_the_driver(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Event()
+
+    def slow() -> int:
+        assert answers.wait(10.0)
+        return 0
+
+    monkeypatch.setattr(card, "nvmlInit_v2", slow)
+    meter = create_energy_meter("cuda")
+    assert meter.read() is None
     answers.set()
-    assert meter.now() == 3.0
+    assert meter.joules() == 0.0
 
 
 def test_a_counter_that_fails_stands_still_and_says_so_once(card: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
-    meter = found("cuda")
+    meter = create_energy_meter("cuda")
+    meter.joules()
     card.millijoules += 2000
-    assert meter.now() == 2.0
+    assert meter.joules() == 2.0
     card.status = NOT_SUPPORTED
-    assert [meter.now() for _ in range(3)] == [2.0] * 3 and len(caplog.messages) == 1
-    card.status, card.millijoules = 0, 0  # a driver that was loaded anew
-    assert meter.now() == 2.0
+    assert [meter.joules() for _ in range(3)] == [2.0] * 3 and len(caplog.messages) == 1
+    meter._thread.join(10.0)
+    assert not meter._thread.is_alive()
 
 
-def test_a_card_that_does_not_count_has_no_figure(card: FakeDriver) -> None:
-    card.status = NOT_SUPPORTED
-    assert found("cuda").now() is None and power_limit("cuda") is None
+def test_a_driver_that_was_loaded_anew_goes_on(card: FakeDriver) -> None:
+    meter = create_energy_meter("cuda")
+    meter.joules()
+    card.millijoules += 2000
+    meter.joules()
+    card.millijoules = 0
+    meter.joules()
+    card.millijoules = 1500
+    assert meter.joules() == 3.5
 
 
-def test_no_driver_and_another_card_are_no_errors(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b"))
-    assert found("cuda").now() is None and power_limit("cuda") is None
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1"))
-    for library in ("libthere-is-none.so", "libc.so.6"):
-        monkeypatch.setattr(driver, "_LIBRARY", library)
-        assert found("cuda").now() is None and power_limit("cuda") is None
+@pytest.mark.parametrize("broken", ["it does not count", "another card", "torch has none", "no library", "another library"])
+def test_a_card_without_a_counter_has_no_figure(card: FakeDriver, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    if broken == "it does not count":
+        card.status = NOT_SUPPORTED
+    elif broken == "another card":
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b"))
+    elif broken == "torch has none":
+        monkeypatch.setattr(energy, "_uuid", raising)
+    else:
+        monkeypatch.setattr(ctypes, "CDLL", LIBRARY)
+        monkeypatch.setattr(driver, "_LIBRARY", "libthere-is-none.so" if broken == "no library" else "libc.so.6")
+    assert create_energy_meter("cuda").joules() is None and power_limit("cuda") is None
+
+
+def test_a_card_that_is_not_shown_hides_no_other(card: FakeDriver) -> None:
+    card.forbidden = True
+    assert create_energy_meter("cuda").joules() == 0.0
 
 
 def powercap(folder: Path, packages: list[int], most: int = 1000) -> list[Path]:
@@ -136,21 +177,24 @@ def test_packages_are_summed_and_begin_anew_at_their_range(tmp_path: Path) -> No
     assert counters.joules() == pytest.approx(350e-6)
     second.write_text("50")
     assert counters.joules() == pytest.approx(450e-6)
+    first.write_text("30")  # from 400 it would be 630 of 1,000
+    assert counters.joules() == pytest.approx(480e-6)
 
 
 def test_a_cpu_without_counters_or_with_others_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy, "PackageCounters", lambda: PackageCounters(tmp_path))
-    assert found("cpu").now() is None and power_limit("cpu") is None
+    assert create_energy_meter("cpu").joules() is None and power_limit("cpu") is None
     (counter,) = powercap(tmp_path, [100])
-    meter = found("cpu")
+    meter = create_energy_meter("cpu")
+    meter.joules()
     counter.write_text("300")
-    assert meter.now() == pytest.approx(200e-6)
+    assert meter.joules() == pytest.approx(200e-6)
     counter.write_text("?")
-    assert meter.now() == pytest.approx(200e-6)
+    assert meter.joules() == pytest.approx(200e-6)
 
 
 def test_metrics_have_it_where_it_is_counted() -> None:
     assert "energy" not in render_steps(StepRecorder().summary())
-    assert "energy" not in render_steps(StepRecorder(energy=lambda: None).summary())
-    text = render_steps(StepRecorder(energy=lambda: 12.5).summary())
+    text = render_steps(StepRecorder(energy=lambda: Energy(12.5, 2.0)).summary())
     assert re.search(r"^# TYPE headrace_energy_joules_total counter\nheadrace_energy_joules_total 12\.5$", text, re.MULTILINE)
+    assert re.search(r"^headrace_energy_seconds_total 2\.0$", text, re.MULTILINE)

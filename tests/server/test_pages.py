@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.metrics import StepRecorder
+from headrace.metrics import Energy, StepRecorder
 from headrace.server import dashboard, pages
 from headrace.server.dashboard import History, quantile, sentence
 from headrace.server.exposition import ServerMetrics
@@ -108,11 +108,11 @@ def test_a_query_of_many_parameters_is_refused() -> None:
         dashboard._cursors(b"&".join(b"sample=1" for _ in range(100_000)))
 
 
-def stats(decisions: list[Any] = [], records: list[Any] = [], joules: float | None = None) -> dict[str, Any]:  # noqa: B006  never changed
+def stats(decisions: list[Any] = [], records: list[Any] = [], energy: Energy | None = None) -> dict[str, Any]:  # noqa: B006  never changed
     counters = {"prefix_queries": 100, "prefix_hits": 60, "preemptions": 2}
     requests = {"num_running": 5, "num_prefilling": 2, "num_waiting": 4, "num_preempted": 1}
     blocks = {"num_blocks": 10, "num_used_blocks": 6, "num_cached_blocks": 3}
-    steps = StepRecorder(energy=lambda: joules).summary()
+    steps = StepRecorder(energy=lambda: energy).summary()
     return {**requests, **blocks, "counters": counters, "steps": steps, "records": records, "decisions": decisions}
 
 
@@ -127,9 +127,9 @@ def test_a_sample_tells_every_state_apart() -> None:
 
 def test_energy_is_in_the_samples_where_it_is_counted() -> None:
     history, metrics = History(), ServerMetrics([])
-    for joules in (None, 12.5):
-        history.take(metrics, stats(joules=joules), 1.0)
-    assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules")] for row in history.samples.after(0)] == [None, 12.5]
+    for energy in (None, Energy(12.3456789, 0.25)):
+        history.take(metrics, stats(energy=energy), 1.0)
+    assert [row[dashboard.SAMPLE_COLUMNS.index("energy_joules") :] for row in history.samples.after(0)] == [(None, None), (12.345679, 0.25)]
 
 
 def test_percentiles_are_of_the_window_alone() -> None:

@@ -208,6 +208,13 @@ def test_power_has_a_column_where_it_was_counted(peer: Peer) -> None:
     assert all("power limit: 700 W" in text for text in (terminal(model, peer), markdown(model, peer)))
 
 
+def test_power_limits_of_two_runs_are_both_named(peer: Peer) -> None:
+    limits = ("500 W", "700 W", "700 W", None)
+    runs = [model_of(peer, "Llama-3.2-1B", facts={"date": "today", **({"power limit": limit} if limit else {})}) for limit in limits]
+    said = [combine(pair)[0]["facts"].get("power limit") for pair in (runs[:2], runs[1:3], runs[2:], [runs[3], runs[3]])]
+    assert said == ["500 W and 700 W", "700 W", "700 W", None]
+
+
 def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
     assert "were not measured" in refusals(model_of(peer, "Llama-3.2-1B", limits={}), peer)[0]
     partly = {name: value for name, value in peer.limits.items() if name != "gemm_rate"}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from headrace import cli
 from headrace.bench.calibration_report import report
-from headrace.bench.server_steps import energy_figures, parse_steps, step_figures
+from headrace.bench.server_steps import parse_steps, step_figures
 from headrace.bench.statistics import Sample, summarise
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
@@ -506,11 +506,14 @@ def test_steps_of_a_server_are_read_from_its_page() -> None:
     figures = step_figures(before, after)
     assert figures["steps"] == 20 and figures["mean_step_ms"] == pytest.approx(50.0) and figures["step_prediction_error"] == pytest.approx(0.2)
     assert figures["step_calibration_error"] == -0.04
-    assert "device_joules" not in figures and energy_figures(figures, 10.0, 100) == {}
-    pages = (page(10, 50, 1.0, 1.0), 7.5), (page(30, 90, 2.0, 2.2), 57.5)
-    drawn = [parse_steps(f"{steps}headrace_energy_joules_total {joules}\n") for steps, joules in pages]
-    assert energy_figures(step_figures(*drawn), 10.0, 100) == {"mean_device_watts": 5.0, "joules_per_output_token": 0.5}
-    assert energy_figures(step_figures(before, drawn[1]), 10.0, 100) == {}  # its device was found meanwhile
+    assert "device_joules" not in figures
+    pages = (page(10, 50, 1.0, 1.0), 7.5, 2.0), (page(30, 90, 2.0, 2.2), 57.5, 12.0)
+    energy = [f"headrace_energy_joules_total {joules}\nheadrace_energy_seconds_total {seconds}\n" for _, joules, seconds in pages]
+    drawn = [parse_steps(steps + more) for (steps, *_), more in zip(pages, energy, strict=True)]
+    figures = step_figures(*drawn)
+    assert figures["device_joules"] == 50.0 and figures["mean_device_watts"] == 5.0
+    for other in (step_figures(before, drawn[1]), step_figures(drawn[0], after)):  # its counter was found, or lost, meanwhile
+        assert "device_joules" not in other and other["steps"] == 20
     assert parse_steps("vllm:num_requests_running 0\n") is None and step_figures(None, after) == {} and step_figures(after, before) == {}
 
 

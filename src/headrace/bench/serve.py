@@ -29,7 +29,7 @@ from headrace.bench.load_flags import (
     swing_of,
 )
 from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
-from headrace.bench.server_steps import energy_figures, read_steps, step_figures
+from headrace.bench.server_steps import read_steps, step_figures
 from headrace.bench.statistics import Sample, experiences, failure_reasons, parse_goodput, read_reader, spread_of, summarise
 from headrace.bench.sweep import Sweep
 from headrace.bench.workload import (
@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     outcome, sweep = asyncio.run(_measure(args, client, dialogues)), Sweep()
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
     figures |= experiences(outcome.samples, reader)
-    figures |= outcome.step_figures | energy_figures(outcome.step_figures, outcome.seconds, figures["total_output_tokens"])
+    figures |= outcome.step_figures
+    if "device_joules" in figures and figures["total_output_tokens"]:
+        figures["joules_per_output_token"] = figures["device_joules"] / figures["total_output_tokens"]
     figures |= spread_of(outcome.loop_lags, "client_loop_lag") | {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
     facts = machine_facts(limits_here, shape=_shape(args, len(dialogues)), server=f"{args.base_url}, model {outcome.model}")
     if outcome.stopped:

@@ -18,7 +18,7 @@ _SUMS = {
     "measured": "headrace_step_measured_seconds_total",
     "predicted": "headrace_step_predicted_seconds_total",
 }
-_JOULES = "headrace_energy_joules_total"  # where the server's device counts them
+_ENERGY = {"joules": "headrace_energy_joules_total", "joules_seconds": "headrace_energy_seconds_total"}  # where the server's device counts them
 _LINE = re.compile(r"^(headrace_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 _CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
 
@@ -43,7 +43,7 @@ def parse_steps(page: str) -> dict[str, float] | None:
     sums = {key: found[name, ""] for key, name in _SUMS.items() if (name, "") in found}
     if len(sums) < len(_SUMS):
         return None
-    more = {"calibrated": _CALIBRATED, "joules": (_JOULES, "")}
+    more = {"calibrated": _CALIBRATED, **{key: (name, "") for key, name in _ENERGY.items()}}
     return sums | {key: found[line] for key, line in more.items() if line in found}
 
 
@@ -58,13 +58,7 @@ def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] 
         figures["step_prediction_error"] = predicted / measured - 1.0
     if "calibrated" in after:
         figures["step_calibration_error"] = after["calibrated"]
-    if "joules" in before and "joules" in after:
-        figures["device_joules"] = after["joules"] - before["joules"]
+    joules, seconds = (after.get(key, 0.0) - before.get(key, 0.0) for key in _ENERGY)
+    if "joules" in before and seconds > 0:
+        figures |= {"device_joules": joules, "mean_device_watts": joules / seconds}
     return figures
-
-
-def energy_figures(steps: Mapping[str, float], seconds: float, output_tokens: float) -> dict[str, float]:
-    """What the server's device drew meanwhile; nothing where it does not tell."""
-    if "device_joules" not in steps or not seconds or not output_tokens:
-        return {}
-    return {"mean_device_watts": steps["device_joules"] / seconds, "joules_per_output_token": steps["device_joules"] / output_tokens}

@@ -46,11 +46,17 @@ def _combined(first: Model, second: Model) -> Model:
     both: dict[str, Any] = {**first, **{name: value for name, value in second.items() if value}}
     both["rows"] = list(rows.values())
     both["command"] = " ; ".join(dict.fromkeys([first["command"], second["command"]]))
-    both["facts"] = {**first["facts"], **second["facts"], "date": " and ".join(dict.fromkeys(each["facts"]["date"] for each in (first, second)))}
+    joined = {name: said for name in ("date", "power limit") if (said := _both(first, second, name))}
+    both["facts"] = {**first["facts"], **second["facts"], **joined}
     both["limits"] = _worse(first.get("limits"), second.get("limits"))
     both["techniques"] = [*first.get("techniques", ()), *second.get("techniques", ())]
     both["repeats"] = min(first["repeats"], second["repeats"])
     return both
+
+
+def _both(first: Model, second: Model, fact: str) -> str:
+    """What two runs say, once where it is the same; nothing where neither says anything."""
+    return " and ".join(dict.fromkeys(each["facts"][fact] for each in (first, second) if each["facts"].get(fact)))
 
 
 def _worse(first: Mapping[str, float] | None, second: Mapping[str, float] | None) -> Mapping[str, float]:

@@ -40,7 +40,7 @@ def work(config: EngineConfig, job: Mapping[str, Any]) -> None:
     with LLM.from_config(config) as llm:
         say(f"{llm.info.model} loaded in {time.perf_counter() - begin:.1f} s")
         llm.engine.await_kernels()
-        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).now)
+        bench = TableBench(llm, llm.info.vocab_size, llm.engine.recorder, job["repeats"], joules=create_energy_meter(kind).joules)
         for row in rows:
             result["rows"].append(asdict(_measured(bench, row)))
             write_json(Path(job["result"]), result | account_of(llm.engine))

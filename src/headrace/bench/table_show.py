@@ -97,7 +97,7 @@ def _cells(line: Line, *, comparable: bool, power: bool) -> list[str]:
         _number(line.floor_here),
         _number(line.host_ms),
         f"{line.idle:.1%}" if line.idle is not None else "",
-        *[f"{line.watts:.0f}" if line.watts is not None else ""] * power,
+        *([f"{line.watts:.0f}" if line.watts is not None else ""] if power else []),
     ]
 
 
@@ -113,8 +113,8 @@ def _grid(model: Mapping[str, Any], peer: Peer) -> tuple[list[str], list[list[st
     """Columns and rows. Power has a column where the device counts it."""
     lines, comparable = lines_of(model, peer), not refusals(model, peer)
     power = any(line.watts is not None for line in lines)
-    columns = ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle", *["W"] * power]
-    return columns, [[line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines]
+    columns = ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
+    return [*columns, "W"] if power else columns, [[line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines]
 
 
 def terminal(model: Mapping[str, Any], peer: Peer) -> str:

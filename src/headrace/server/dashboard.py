@@ -41,7 +41,7 @@ SAMPLE_COLUMNS = (
     "number", "time", "prompt_tokens", "generated_tokens", "prefilling", "decoding", "waiting", "preempted",
     "used_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "preemptions",
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99",
-    "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules",
+    "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules", "energy_seconds",
 )  # fmt: skip
 STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
 CURSORS = ("sample", "step", "decision")
@@ -156,8 +156,9 @@ def _latencies(metrics: ServerMetrics, before: Mark, mark: Mark) -> Row:
 
 
 def _sums(stats: Mapping[str, Any]) -> Row:
-    steps = stats["steps"]
-    return *(round(steps[name], 6) for name in ("measured_seconds", "floor_seconds", "idle_seconds")), steps["energy_joules"]
+    steps, energy = stats["steps"], stats["steps"]["energy"] or {"joules": None, "seconds": None}
+    times = (steps[name] for name in ("measured_seconds", "floor_seconds", "idle_seconds"))
+    return tuple(None if value is None else round(value, 6) for value in (*times, energy["joules"], energy["seconds"]))
 
 
 def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int], share: float) -> float | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _LIBRARY = "libnvidia-ml.so.1"
+_NO_PERMISSION = 4
 _TEXT = 96  # bytes; the longest string NVML documents
 
 
@@ -42,7 +43,7 @@ class DriverFacts:
 
 
 class CardCounter:
-    """The driver's own count of what one card has used, and what it may draw. The library stays open as long as this lives."""
+    """The driver's own count of what one card has used, and what it may draw. Its library stays open."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._library = library
@@ -103,8 +104,10 @@ def _handles(library: ctypes.CDLL) -> Iterator[ctypes.c_void_p]:
     _check(library.nvmlDeviceGetCount_v2(ctypes.byref(count)))
     for index in range(count.value):
         handle = ctypes.c_void_p()
-        _check(library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)))
-        yield handle
+        status = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+        if status != _NO_PERMISSION:  # counted, but not shown to this process
+            _check(status)
+            yield handle
 
 
 def _cards(library: ctypes.CDLL) -> Iterator[CardFacts]:

@@ -8,76 +8,91 @@ A counter knows nothing of processes: whoever else uses the device is counted, t
 from __future__ import annotations
 
 import logging
+import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Protocol
 
 import torch
 
-from headrace.worker.driver import CardCounter, find_counter
+from headrace.metrics import Energy
+from headrace.worker.driver import find_counter
 
 _log = logging.getLogger(__name__)
 _POWERCAP = Path("/sys/class/powercap")
-_UNREADABLE = (OSError, ValueError, AttributeError)  # AttributeError: a library too old to have the function
+_PERIOD = 0.25  # seconds between two readings; a card's driver moves its counter some ten times a second
+# RuntimeError: what torch raises of a card; AttributeError: a driver's library too old to have the function.
+_UNREADABLE = (OSError, ValueError, AttributeError, RuntimeError)
 
 
 class Counter(Protocol):
     def joules(self) -> float:
-        """From any beginning on; never less than before."""
+        """From any beginning on. Less than before: it has begun anew."""
 
 
 class EnergyMeter:
-    """Joules from a beginning on, which is when the counter was found. A driver takes its time, for opening its library and for every answer,
-    and no start and no step waits for that: it is asked in threads of its own. A counter that fails later on stands still, with a word in the
-    log.
+    """Joules since the counter was found. A driver takes its time, for opening its library and for every answer, and no start and no step waits
+    for that: a thread asks, as long as this object lives. A counter that fails is asked no more, and stands still, with a word in the log.
     """
 
     def __init__(self, find: Callable[[], Counter | None]) -> None:
-        self._counter: Counter | None = None
-        self._begin = self._last = 0.0
-        self._failed = False
-        self._thread = Thread(target=self._search, args=(find,), name="energy", daemon=True)
+        self._readings = _Readings(find)
+        self._thread = Thread(target=self._readings.go_on, name="energy", daemon=True)  # it knows the readings, not this object
+        weakref.finalize(self, self._readings.ended.set)
         self._thread.start()
 
-    def _search(self, find: Callable[[], Counter | None]) -> None:
-        try:
-            counter = find()
-            self._begin = self._last = counter.joules() if counter is not None else 0.0
-            self._counter = counter
-        except _UNREADABLE:
-            pass  # nothing counts here, or this user may not read it: then there is no figure
+    def read(self) -> Energy | None:
+        """As it was a moment ago; None where nothing counts, and until the counter is found. Returns at once."""
+        return self._readings.last
 
     def joules(self) -> float | None:
-        """As it was when this was asked last; None where nothing counts, and until the counter is found. Returns at once."""
-        if self._counter is None:
-            return None
-        known = self._last - self._begin
-        if not self._thread.is_alive():
-            self._thread = Thread(target=self._read, args=(self._counter,), name="energy", daemon=True)
-            self._thread.start()
-        return known
+        """As it is now: some milliseconds."""
+        self._readings.begun.wait()
+        self._readings.read()
+        return self._readings.last.joules if self._readings.last is not None else None
 
-    def now(self) -> float | None:
-        """The same, read now: some milliseconds."""
-        self._thread.join()
-        if self._counter is None:
-            return None
-        self._read(self._counter)
-        return self._last - self._begin
 
-    def _read(self, counter: Counter) -> None:
+class _Readings:
+    def __init__(self, find: Callable[[], Counter | None]) -> None:
+        self.last: Energy | None = None
+        self.begun, self.ended = Event(), Event()  # the counter was looked for; nobody wants to know any more
+        self._find = find
+        self._counter: Counter | None = None
+        self._counted = self._begin = 0.0
+        self._lock = Lock()
+
+    def go_on(self) -> None:
         try:
-            self._last = max(self._last, counter.joules())
-        except _UNREADABLE as error:
-            if not self._failed:
+            self._counter = self._find()
+            self._counted = self._counter.joules() if self._counter is not None else 0.0
+        except _UNREADABLE:
+            self._counter = None  # nothing counts here, or this user may not read it: then there is no figure
+        self._begin = time.perf_counter()
+        self.read()
+        self.begun.set()
+        while self._counter is not None and not self.ended.wait(_PERIOD):
+            self.read()
+
+    def read(self) -> None:
+        with self._lock:
+            if self._counter is None:
+                return
+            try:
+                counted, now = self._counter.joules(), time.perf_counter()
+            except _UNREADABLE as error:
                 _log.warning("the device's energy is counted no further: %s", error)
-            self._failed = True
+                self._counter = None
+                return
+            before = self.last.joules if self.last is not None else 0.0
+            self.last = Energy(before + max(0.0, counted - self._counted), now - self._begin)
+            self._counted = counted
 
 
 class PackageCounters:
-    """The packages of a CPU, in joules. Each counts microjoules up to its range and begins anew: to be read more often than that takes,
-    which is a quarter of an hour at the least."""
+    """The packages of a CPU, in joules. Each counts microjoules up to its range, the smallest of which lasts for minutes, and begins anew."""
 
     def __init__(self, folder: Path = _POWERCAP) -> None:
         """Raises OSError or ValueError where there is none, or none that may be read."""
@@ -95,24 +110,34 @@ class PackageCounters:
     def joules(self) -> float:
         """Since it was made. Raises OSError, ValueError."""
         now = self._now()
-        self._sum += sum((new - old) % most for new, old, most in zip(now, self._last, self._ranges, strict=True))
+        self._sum += sum(map(_grown, self._last, now, self._ranges))
         self._last = now
         return self._sum / 1e6
 
 
+def _grown(before: int, now: int, most: int) -> int:
+    """Between two readings a counter goes through a small part of its range; more than half of it says that it was set to zero meanwhile."""
+    grown = now - before if now >= before else now - before + most
+    return grown if grown <= most // 2 else now
+
+
 def create_energy_meter(device: str) -> EnergyMeter:
-    """Of the device ("cpu" or "cuda") that an engine would choose now."""
-    return EnergyMeter(_card if device == "cuda" else PackageCounters)
+    """Of the device ("cpu" or "cuda") that an engine would choose in this thread now."""
+    try:
+        return EnergyMeter(partial(find_counter, _uuid()) if device == "cuda" else PackageCounters)
+    except _UNREADABLE:
+        return EnergyMeter(lambda: None)
 
 
 def power_limit(device: str) -> float | None:
     """Watts that the card may draw; None for a CPU, and where the driver does not say."""
     try:
-        counter = _card() if device == "cuda" else None
+        counter = find_counter(_uuid()) if device == "cuda" else None
         return counter.power_limit() if counter is not None else None
     except _UNREADABLE:
         return None
 
 
-def _card() -> CardCounter | None:
-    return find_counter(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+def _uuid() -> str:
+    """Of this thread's card."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -51,7 +51,7 @@ def create_recorder(
 ) -> tuple[StepRecorder, Decision]:
     """``dtype`` is the one weights are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them."""
     profile, decision = limits.found
-    energy = create_energy_meter(limits.device).joules
+    energy = create_energy_meter(limits.device).read
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]

@@ -99,7 +99,7 @@ function drawTiles(news, samples) {
 function powerTile(samples) {
   const counted = samples.filter((sample) => sample.energy_joules !== null);
   if (counted.length < 2) return [];
-  const [watts, each] = ["time", "generated_tokens"].map((whole) => ratios(counted, "energy_joules", whole));
+  const [watts, each] = ["energy_seconds", "generated_tokens"].map((whole) => ratios(counted, "energy_joules", whole));
   return [tile("Power", watts.at(-1), "watts", each.at(-1) === null ? "over the last 10 s" : `${format(each.at(-1), "joules")} a token`, watts, 3)];
 }
 
