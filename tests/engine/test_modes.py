@@ -18,7 +18,7 @@ from headrace import LLM
 from tests.support import modes, tiny
 from tests.support.kernel_cases import native
 
-SEEDS, LONG_SEEDS = range(4), range(100, 150)
+SEEDS, LONG_SEEDS = range(6), range(100, 150)
 
 
 @pytest.fixture(scope="module", params=modes.FAMILIES)
