@@ -410,11 +410,11 @@ def test_an_engine_that_freezes_while_it_loads_is_not_waited_for(monkeypatch: py
 
 
 def test_a_frozen_engine_is_told_from_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HANG_SECONDS", 1.0)
+    monkeypatch.setattr(connection, "HANG_SECONDS", 1.5)
 
     async def work(llm: AsyncLLM) -> None:
         stream = llm.stream([1], SHORT)
-        await asyncio.sleep(1.5)  # one step of three seconds: no token, yet alive
+        await asyncio.sleep(2.0)  # one step of three seconds: no token, yet alive
         assert llm.alive, llm.ailment
         os.kill(pid_of(llm), signal.SIGSTOP)
         await until(lambda: not llm.alive, 3)

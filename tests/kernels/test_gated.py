@@ -174,7 +174,7 @@ def test_the_source_compiles_for_every_tile() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("outs", [14336, 192])  # with thin tiles and without
+@pytest.mark.parametrize("outs", [14336, 1024, 192])
 def test_tall_tiles_spill_nothing_and_their_products_overlap(outs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sums take 192 of 232 registers: a word more, and every product waits for the one before."""
     gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
