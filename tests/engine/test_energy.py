@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -115,6 +116,19 @@ def test_who_reads_does_not_wait_for_the_driver(card: FakeDriver, monkeypatch: p
     assert meter.read() is None
     answers.set()
     assert meter.joules() == 0.0
+
+
+def test_an_error_that_nobody_foresaw_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def find() -> NoReturn:
+        raise KeyError("uuid")
+
+    meter = EnergyMeter(find)
+    assert meter.joules() is None
+    meter._thread.join(10.0)
+    assert [each.exc_type for each in told] == [KeyError]
 
 
 def test_a_counter_that_fails_stands_still_and_says_so_once(card: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:

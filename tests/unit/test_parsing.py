@@ -420,23 +420,28 @@ HOSTILE = {
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=list(HOSTILE))
 def test_time_is_linear(unit: str) -> None:
+    """Twice the text takes about twice as long; the least of several times, for a busy core adds to some of them."""
+
     def seconds(size: int, step: int) -> float:
         text = '<tool_call>{"name": "f", "arguments": {"a": "' + unit * (size // len(unit))
-        best = float("inf")
-        for _ in range(3):
-            parser = make("hermes", "qwen3")
-            begin = time.process_time()
-            for start in range(0, len(text), step):
-                parser.push(text[start : start + step])
-            parser.finish()
-            best = min(best, time.process_time() - begin)
-        return best
+        parser = make("hermes", "qwen3")
+        begin = time.process_time()
+        for start in range(0, len(text), step):
+            parser.push(text[start : start + step])
+        parser.finish()
+        return time.process_time() - begin
 
     for step in (3, 1 << 20):
         size = 1 << 13
-        while (first := seconds(size, step)) < 0.004 and size < 1 << 20:
+        while seconds(size, step) < 0.004 and size < 1 << 18:  # beyond, a text leaves the caches
             size *= 2
-        assert seconds(2 * size, step) / max(first, 1e-4) <= 2.3 or seconds(4 * size, step) / seconds(2 * size, step) <= 2.3
+        once = twice = float("inf")
+        for tries in range(30):
+            once, twice = min(once, seconds(size, step)), min(twice, seconds(2 * size, step))
+            if tries >= 2 and twice <= 2.3 * max(once, 1e-4):
+                break
+        else:
+            pytest.fail(f"{size} characters in pieces of {step} take {1e3 * once:.1f} ms, twice as many {1e3 * twice:.1f}")
 
 
 def test_nothing_is_evaluated() -> None:

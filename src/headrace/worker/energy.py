@@ -56,6 +56,8 @@ class EnergyMeter:
 
 
 class _Readings:
+    """What the thread and whoever asks share."""
+
     def __init__(self, find: Callable[[], Counter | None]) -> None:
         self.last: Energy | None = None
         self.begun, self.ended = Event(), Event()  # the counter was looked for; nobody wants to know any more
@@ -66,15 +68,20 @@ class _Readings:
 
     def go_on(self) -> None:
         try:
-            self._counter = self._find()
-            self._counted = self._counter.joules() if self._counter is not None else 0.0
-        except _UNREADABLE:
-            self._counter = None  # nothing counts here, or this user may not read it: then there is no figure
-        self._begin = time.perf_counter()
-        self.read()
-        self.begun.set()
+            self._start()
+        finally:
+            self.begun.set()  # whatever happened: somebody may wait for it
         while self._counter is not None and not self.ended.wait(_PERIOD):
             self.read()
+
+    def _start(self) -> None:
+        try:
+            counter = self._find()
+            self._counted = counter.joules() if counter is not None else 0.0
+        except _UNREADABLE:
+            return  # nothing counts here, or this user may not read it: then there is no figure
+        self._begin, self._counter = time.perf_counter(), counter
+        self.read()
 
     def read(self) -> None:
         with self._lock:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from headrace.bench.ablations import decode_steps
 from headrace.bench.ablations.lab import Figure, Lab, Point, Result
+from headrace.bench.ablations.prompt_graphs import FIRST, X
 from headrace.bench.workload import Lengths, random_dialogues
 from headrace.engine.assembly import Engine
 
-LENGTH = "prompt tokens"
-FIRST = Figure("ms to the first token", False)
 COUNT = "requests at once"
 ALL = Figure("s in all", False)
 
@@ -31,9 +30,9 @@ def measure_prompts(lab: Lab, lengths: Sequence[int]) -> Result:
     def point(mode: str, engine: Engine, length: int, seed: int) -> list[Point]:
         if seed % 1000 == 0:  # the first repeat at this length: what is compiled at first use is not timed
             timed(mode, engine, length, 10**6 + seed)
-        return [{LENGTH: length, FIRST.name: 1e3 * timed(mode, engine, length, seed)}]
+        return [{X: length, FIRST.name: 1e3 * timed(mode, engine, length, seed)}]
 
-    return lab.result("one prompt, one token out", LENGTH, (FIRST,), lab.curves(LENGTH, lengths, point), log="x")
+    return lab.result("one prompt, one token out", X, (FIRST,), lab.curves(X, lengths, point), log="x")
 
 
 def _mixed(lab: Lab) -> Result:
