@@ -1,7 +1,7 @@
 """How an engine is run on the card changes no answer: random requests in random modes, against each request alone on the CPU.
 
-``tests.support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, every switch, steps that fail,
-streams that are left. KV blocks that nobody has written are NaN.
+``tests.support.modes`` draws both from the seed that a failing case is named by: odd budgets, tiny caches, switches of cache, scheduler
+and steps, steps that fail, streams that are left. KV blocks that nobody has written are NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Long products by cuBLASLt with algorithms of our choice, on the card: against the twin, and whole engines with and without."""
+"""Long products by cuBLASLt with algorithms of our choice, on the card, against the twin."""
 
 from __future__ import annotations
 

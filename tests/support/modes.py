@@ -58,7 +58,7 @@ class Mode:
 
 
 def draw_mode(rng: random.Random, *, failing: bool = True) -> Mode:
-    """Tiny caches, odd budgets, and every switch either way."""
+    """Tiny caches, odd budgets, and the switches of cache, scheduler and steps either way."""
     block_size = rng.choice((8, 16, 32, 64))
     keywords = {
         "block_size": block_size,

@@ -200,6 +200,18 @@ def test_what_was_not_measured_is_missing_with_its_reason(peer: Peer) -> None:
         assert text.count("missing") >= 10 and "mixed (out of memory)" in text and "decode-8, decode-32" in text
 
 
+def test_rows_above_their_target_are_named(peer: Peer) -> None:
+    model = model_of(peer, "Llama-3.1-8B")
+    model["rows"] = [row for row in model["rows"] if row["row"].startswith("decode")]
+    assert all("above their targets" not in text for text in (terminal(model, peer), markdown(model, peer)))
+    above = next(row for row in model["rows"] if row["row"] == "decode-256")
+    above["values"] = [8.549]
+    for text in (terminal(model, peer), markdown(model, peer)):
+        assert "above their targets: decode, batch 256 (ms/step) by 3.0%" in text and "8.300" in text
+    other = {**model, "config": {**model["config"], "num_hidden_layers": 31}}
+    assert "target:" not in terminal(other, peer) and not any(line.excess for line in lines_of(other, peer))
+
+
 def test_power_has_a_column_where_it_was_counted(peer: Peer) -> None:
     model = model_of(peer, "Llama-3.2-1B")
     assert all("| W |" not in text and " W\n" not in text for text in (terminal(model, peer), markdown(model, peer)))
@@ -222,16 +234,16 @@ def test_unmeasured_limits_are_no_permission(peer: Peer) -> None:
 
 
 def test_both_starts_come_from_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_start, "start_seconds", lambda flags: {"empty caches: ready": 9.0})
-    (cold, warm), stages = table_start.measure_starts(select_rows(["start"]), ["model"])
-    assert stages == {"empty caches: ready": 9.0}
-    assert (cold.values, cold.problem) == ((9.0,), None) and not warm.values and "never became steady" in str(warm.problem)
+    monkeypatch.setattr(table_start, "start_seconds", lambda flags, repeats: {"empty caches: ready": [9.0, 7.0, 8.0][:repeats]})
+    (cold, warm), stages = table_start.measure_starts(select_rows(["start"]), ["model"], 3)
+    assert stages == {"empty caches: ready": 8.0}
+    assert (cold.values, cold.problem) == ((9.0, 7.0, 8.0), None) and not warm.values and "never became steady" in str(warm.problem)
 
-    def fails(flags: Sequence[str]) -> dict[str, float]:
+    def fails(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
         raise BenchFailed("no such model")
 
     monkeypatch.setattr(table_start, "start_seconds", fails)
-    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [])[0]] == ["no such model"] * 2
+    assert [each.problem for each in table_start.measure_starts(select_rows(["start"]), [], 1)[0]] == ["no such model"] * 2
 
 
 def test_measured_keeps_its_median() -> None:

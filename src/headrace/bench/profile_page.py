@@ -21,7 +21,7 @@ from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
 from headrace.bench.report import machine_facts, say, table, write_json, write_text
 from headrace.bench.sweep import Sweep
-from headrace.bench.table_start import READY, start_seconds
+from headrace.bench.table_start import READY, medians, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 
@@ -72,7 +72,7 @@ def _start(config: EngineConfig, args: argparse.Namespace) -> tuple[dict[str, fl
     if args.skip_start:
         return {}, "not asked for"
     try:
-        return start_seconds(flags_of(config, args.flags), args.repeats), None
+        return medians(start_seconds(flags_of(config, args.flags), args.repeats)), None
     except BenchFailed as error:
         return {}, error.message
 

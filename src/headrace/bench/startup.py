@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         facts["server"] = "not measured: uvicorn is not installed"
     print_facts(facts)
     print()
-    cold, warm = _starts(args.flags, args.repeats)
-    figures = {"headrace --help": median(help_seconds() for _ in range(max(5, args.repeats))), **cold, **warm}
+    each = {"headrace --help": [help_seconds() for _ in range(max(5, args.repeats))], **_starts(args.flags, args.repeats)}
     if _has_server():
-        figures |= _median_of([served_start(args.flags) for _ in range(args.repeats)])
+        each |= _by_name([served_start(args.flags) for _ in range(args.repeats)])
+    figures = {name: median(values) for name, values in each.items()}
     print_figures({f"{name} (s)": value for name, value in figures.items()})
     if args.output_json:
-        write_json(args.output_json, {"facts": facts, "seconds": figures})
+        write_json(args.output_json, {"facts": facts, "seconds": figures, "each": each})
     return 0
 
 
@@ -65,8 +65,8 @@ def _has_server() -> bool:
     return importlib.util.find_spec("uvicorn") is not None
 
 
-def _starts(flags: Sequence[str], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians of starts that found nothing compiled, and of starts after them."""
+def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
+    """Starts that found nothing compiled, and starts after them."""
     cold, warm = [], []
     with bytecode() as installed:
         for _ in range(repeats):
@@ -74,7 +74,7 @@ def _starts(flags: Sequence[str], repeats: int) -> tuple[dict[str, float], dict[
                 environment = installed | _caches_in(Path(folder))
                 cold.append(in_process(flags, environment))
                 warm.append(in_process(flags, environment))
-    return _named("empty caches", _median_of(cold)), _named("in one process", _median_of(warm))
+    return _by_name(cold, "empty caches: ") | _by_name(warm, "in one process: ")
 
 
 @contextmanager
@@ -90,10 +90,6 @@ def bytecode() -> Iterator[dict[str, str]]:
         yield environment
 
 
-def _named(kind: str, figures: Mapping[str, float]) -> dict[str, float]:
-    return {f"{kind}: {name}": value for name, value in figures.items()}
-
-
 def _caches_in(folder: Path) -> dict[str, str]:
     """Where a child looks for what was compiled; models stay where they are."""
     models = os.environ.get("HF_HOME") or str(cache_home() / "huggingface")
@@ -101,9 +97,9 @@ def _caches_in(folder: Path) -> dict[str, str]:
     return {**own, "CUDA_CACHE_PATH": str(folder / "cuda"), "HF_HOME": models}
 
 
-def _median_of(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """A figure that one of the runs lacks (it never became ready) is lacking."""
-    return {name: median(each[name] for each in runs) for name in runs[0] if all(name in each for each in runs)}
+def _by_name(runs: Sequence[dict[str, float]], kind: str = "") -> dict[str, list[float]]:
+    """What each run took for a part. One that a run lacks (it never became ready) is lacking."""
+    return {f"{kind}{name}": [each[name] for each in runs] for name in runs[0] if all(name in each for each in runs)}
 
 
 def help_seconds() -> float:

@@ -88,7 +88,7 @@ def measure_model(
     its own. ``flags`` are those ``config`` was made from."""
     say(f"{name}: {' '.join(row.name for row in rows)}")
     config = config_for(name, config)
-    starts, stages = measure_starts([row for row in rows if row.group == "start"], flags_of(config, flags))
+    starts, stages = measure_starts([row for row in rows if row.group == "start"], flags_of(config, flags), repeats)
     others = [row for row in rows if row.group != "start"]
     result: dict[str, Any] = _rows_of(config, others, scale, repeats) if others else {"facts": machine_facts(), "rows": []}
     result["rows"] += [asdict(measured) for measured in starts]

@@ -21,7 +21,7 @@ LIMITS = {"copy_bandwidth": ("copy", "B/s"), "read_bandwidth": ("read", "B/s"), 
 
 @dataclass(frozen=True, slots=True)
 class PeerModel:
-    """One model's figures by row: {"peer": …, "floor": …} in the row's unit; None where nothing was measured or worked out."""
+    """One model's figures by row: {"peer": …, "floor": …, "target": …} in the row's unit; None where nothing was measured or worked out."""
 
     name: str
     rows: Mapping[str, Mapping[str, float | None]]
@@ -31,6 +31,10 @@ class PeerModel:
 
     def floor(self, row: str) -> float | None:
         return self.rows.get(row, {}).get("floor")
+
+    def target(self, row: str) -> float | None:
+        """What we mean to stay within on a device of the peer's limits."""
+        return self.rows.get(row, {}).get("target")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Line:
     row: Row
     measured: float | None
     spread: tuple[float, float] | None
+    target: float | None
     peer: float | None
     floor: float | None
     floor_here: float | None
@@ -42,6 +43,11 @@ class Line:
     def ratio(self) -> float | None:
         """How many times faster than the peer."""
         return self.peer / self.measured if self.peer and self.measured else None
+
+    @property
+    def excess(self) -> float:
+        """By which share it is above its target; 0 where it is not, and where there is none."""
+        return max(self.measured / self.target - 1, 0.0) if self.target and self.measured else 0.0
 
     @property
     def fraction(self) -> float | None:
@@ -62,6 +68,7 @@ def lines_of(model: Mapping[str, Any], peer: Peer) -> list[Line]:
                 scaled(row, model["scale"]),
                 median(values) if values else None,
                 (min(values), max(values)) if values else None,
+                known.target(row.name) if known else None,
                 known.figure(row.name) if known else None,
                 stated if stated is not None else here,
                 here,
@@ -90,6 +97,7 @@ def _cells(line: Line, *, comparable: bool, power: bool) -> list[str]:
     return [
         _number(line.measured) or MISSING,
         f"{_number(line.spread[0])}–{_number(line.spread[1])}" if line.spread else "",
+        _number(line.target),
         _number(line.peer),
         ratio if comparable or not ratio else NOT_COMPARABLE,
         _number(line.floor),
@@ -113,7 +121,7 @@ def _grid(model: Mapping[str, Any], peer: Peer) -> tuple[list[str], list[list[st
     """Columns and rows. Power has a column where the device counts it."""
     lines, comparable = lines_of(model, peer), not refusals(model, peer)
     power = any(line.watts is not None for line in lines)
-    columns = ["", "measured", "spread", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
+    columns = ["", "measured", "spread", "target", peer.name, "ratio", "floor", "fraction", "floor, this run", "host ms a step", "idle"]
     return [*columns, "W"] if power else columns, [[line.row.says, *_cells(line, comparable=comparable, power=power)] for line in lines]
 
 
@@ -160,7 +168,12 @@ def _curves(model: Mapping[str, Any]) -> list[list[str]]:
 def _stages(seconds: Mapping[str, float]) -> list[list[str]]:
     """What both starts have, one beside the other."""
     first, second = ({name.removeprefix(kind): value for name, value in seconds.items() if name.startswith(kind)} for kind in _STARTS)
-    return [[name, _number(first.get(name)), _number(second.get(name))] for name in dict.fromkeys([*first, *second])]
+    return [[name, _seconds(first.get(name)), _seconds(second.get(name))] for name in dict.fromkeys([*first, *second])]
+
+
+def _seconds(value: float | None) -> str:
+    """A single step has more digits: whether it stayed within its bound must show."""
+    return f"{value:.5f}" if value is not None and value < 0.01 else _number(value)
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -186,7 +199,9 @@ def _facts(model: Mapping[str, Any], peer: Peer) -> Iterator[tuple[str, str]]:
         yield f"not comparable with {peer.name}", "; ".join(reasons)
     else:
         yield "compared with", f"{peer.name} ({peer.versions}) on {peer.device}, whose limits were {said_limits(peer.limits)}: {peer.origin}"
-    yield "figures", f"median of {model['repeats']} repeats with new ids each (start: see there); ratio = {peer.name} / measured"
+    yield "figures", f"median of {model['repeats']} repeats with new ids each; ratio = {peer.name} / measured"
+    if above := [f"{line.row.says} by {line.excess:.1%}" for line in lines_of(model, peer) if line.excess]:
+        yield "above their targets", ", ".join(above)
 
 
 def _problems(model: Mapping[str, Any], peer: Peer) -> list[str]:

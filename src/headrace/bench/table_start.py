@@ -9,8 +9,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from headrace.bench.load import BenchFailed
 from headrace.bench.table_measure import Measured
@@ -19,30 +20,34 @@ from headrace.bench.table_rows import Row
 READY = {"start": "empty caches: ready", "start-warm": "in one process: ready"}  # absent where steps never became steady
 
 
-def start_seconds(flags: Sequence[str], repeats: int = 1) -> dict[str, float]:
-    """Every stage by its name. Raises BenchFailed with the child's last line where no start came about."""
+def start_seconds(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
+    """Every stage of each start by its name. Raises BenchFailed with the child's last line where no start came about."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "start.json"
         command = [sys.executable, "-m", "headrace", "bench", "startup", "--repeats", str(repeats), "--output-json", str(path), "--", *flags]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or not path.exists():
             raise BenchFailed((done.stderr.strip().splitlines() or [f"bench startup ended with status {done.returncode}"])[-1])
-        seconds: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["seconds"]
+        seconds: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["each"]
     return seconds
 
 
-def measure_starts(rows: Sequence[Row], flags: Sequence[str]) -> tuple[list[Measured], dict[str, float]]:
-    """Seconds from the command to ready, of one start with empty caches and of the one after it; and of every stage of both."""
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def measure_starts(rows: Sequence[Row], flags: Sequence[str], repeats: int) -> tuple[list[Measured], dict[str, float]]:
+    """Seconds from the command to ready, of starts with empty caches and of those after them; and the median of every stage of both."""
     if not rows:
         return [], {}
     try:
-        seconds = start_seconds(flags)
+        seconds = start_seconds(flags, repeats)
     except BenchFailed as error:
         return [Measured(row.name, row.unit, problem=error.message) for row in rows], {}
-    return [_measured(row, seconds.get(READY[row.name])) for row in rows], seconds
+    return [_measured(row, seconds.get(READY[row.name], [])) for row in rows], medians(seconds)
 
 
-def _measured(row: Row, ready: float | None) -> Measured:
-    if ready is None:
+def _measured(row: Row, ready: Sequence[float]) -> Measured:
+    if not ready:
         return Measured(row.name, row.unit, problem="it started, but its steps never became steady; see headrace bench startup")
-    return Measured(row.name, row.unit, (ready,))
+    return Measured(row.name, row.unit, tuple(ready))

@@ -1,6 +1,6 @@
 """CUDA graphs of steps with prompts: everything between a step's numbers on the host and its hidden states, launched as one.
 
-A layer of a prompt is ten launches, each of which costs the host as much as some hundred tokens of a small model cost the device. Which
+A layer of a prompt is seven to ten launches, each of which costs the host as much as some hundred tokens of a small model cost the device. Which
 sequences a step has, how their queries and keys lie, is all read on the device; what a launch fixes are sizes. So a graph is recorded for
 a shape: so many tokens, so many sequences, both rounded up. What fills a step up is of no sequence:
 
