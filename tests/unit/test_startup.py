@@ -43,7 +43,7 @@ def test_children_find_no_compiled_kernel_but_their_models(monkeypatch: pytest.M
 
 
 def test_a_figure_that_one_run_lacks_is_lacking() -> None:
-    assert startup._median_of([{"a": 1.0, "ready": 2.0}, {"a": 3.0}]) == {"a": 2.0}
+    assert startup._by_name([{"a": 1.0, "ready": 2.0}, {"a": 3.0}], "b: ") == {"b: a": [1.0, 3.0]}
 
 
 def test_children_find_bytecode_where_this_process_may_not_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
