@@ -200,6 +200,7 @@ class DeviceConfig:
     strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
+    compressed_weights: bool = switch(False, "bfloat16 weights are held in 12 bits without loss, on a CPU with AVX-512 BF16")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
     gated_products: bool = switch(True, "off: the activation behind gate and up of 65 rows and more is a kernel of its own")

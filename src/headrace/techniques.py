@@ -153,6 +153,14 @@ TECHNIQUES = (
         ablation="decode_steps",
     ),
     Technique(
+        name="compressed_weights",
+        source="lossless formats for bfloat16: DFloat11 (Zhang et al. 2025), NeuZip (Hao et al. 2024); here of fixed length, 12 bits",
+        switch="device.compressed_weights",
+        off=False,
+        improves="on a CPU with AVX-512 BF16, time a decode step of up to 8 requests, which reads a quarter less; and memory",
+        off_means="weights are held as they come, or packed by oneDNN",
+    ),
+    Technique(
         name="flat_gemm",
         source="FlashDecoding++ (Hong et al., MLSys 24), section 4: flat GEMM and its decision table; DeepSpeed Inference (SC 22): SBI-GeMM",
         switch="device.flat_gemm",

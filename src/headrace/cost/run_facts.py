@@ -24,9 +24,9 @@ EVENT = "headrace_run"  # the trace's event
 
 # Switches of how steps are computed: only a run with the same ones says what steps take. (What cascade_attention saves is counted.)
 MEASURED_SWITCHES = (
-    "enforce_eager", "batch_invariant", "token_concatenation", "last_layer_pruning", "flat_gemm", "tuned_products", "gated_products",
-    "cuda_prefill", "deep_fusion", "early_weights", "persistent_decode", "fused_rope_attention", "unified_maximum", "programmatic_launch",
-    "prompt_graphs", "activation_arena", "disabled_kernels",
+    "enforce_eager", "batch_invariant", "token_concatenation", "last_layer_pruning", "compressed_weights", "flat_gemm", "tuned_products",
+    "gated_products", "cuda_prefill", "deep_fusion", "early_weights", "persistent_decode", "fused_rope_attention", "unified_maximum",
+    "programmatic_launch", "prompt_graphs", "activation_arena", "disabled_kernels",
 )  # fmt: skip
 
 

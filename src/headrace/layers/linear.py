@@ -59,7 +59,7 @@ class Linear(nn.Module):
         held = 0 if self._shared else sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
         self._applies = self._context.method.load(self, self.shape, self._context.kernels, shared=self._shared)
         self._apply_weight = self._applies.plain
-        self.weight_bytes = held
+        self.weight_bytes = held if self._applies.held is None else self._applies.held
 
     @property
     def fused(self) -> ApplyFused | None:

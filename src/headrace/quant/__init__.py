@@ -43,12 +43,14 @@ class LinearShape:
 @dataclass(frozen=True, slots=True)
 class Applies:
     """What a layer can be asked for. ``fused``: with what stands around it, for few rows. ``gated``: its first half through an activation,
-    times its second. ``added``: added to a residual, which it may overwrite. None: not here."""
+    times its second. ``added``: added to a residual, which it may overwrite. None: not here. ``held``: bytes of the form that the kernel made
+    of the parameters, where it is not as large as they were."""
 
     plain: Apply
     fused: ApplyFused | None = None
     gated: ApplyGated | None = None
     added: ApplyAdded | None = None
+    held: int | None = None
 
 
 class QuantMethod(Protocol):

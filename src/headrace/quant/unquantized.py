@@ -37,4 +37,4 @@ class Unquantized:
         apply: Apply = kernels.choose("linear", shared_weight=shared, fused=fused is not None, **facts)(weight, bias)
         layer.register_parameter("weight", None)  # the kernel holds what it needs: this storage, or its own form of it
         layer.register_parameter("bias", None)
-        return Applies(apply, fused, gated, added)
+        return Applies(apply, fused, gated, added, getattr(apply, "num_bytes", None))

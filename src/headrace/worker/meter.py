@@ -7,6 +7,7 @@ What lives here: putting model shape, KV groups and device profile together. Wha
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecorder
 from headrace.models import families
+from headrace.spec import DecoderSpec
 from headrace.worker.energy import create_energy_meter
 from headrace.worker.profile import resolve_profile
 
@@ -55,8 +57,16 @@ def create_recorder(
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]
-    cost_model = CostModel(families.spec_from_config(model_config), groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
+    spec = families.spec_from_config(model_config)
+    cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype, switches or {}), dtype=dtype)
     return StepRecorder(cost_model, promise=promise, calibrated=find_price(cost_model, switches or {}), energy=energy), decision
+
+
+def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str, switches: Mapping[str, Any]) -> float:
+    """In the mean over all weights, where some are compressed."""
+    if not switches.get("compressed_weights"):
+        return ELEMENT_BYTES[dtype]
+    return min(info.memory["weights"] / sum(math.prod(rule.shape) for rule in families.weight_rules(spec)), ELEMENT_BYTES[dtype])
 
 
 def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:

@@ -24,6 +24,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.ahead import CompileAhead
 from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Sizes, plainly_empty
+from headrace.kernels.cpu import candidates as cpu
 from headrace.kernels.cuda import candidates as cuda
 from headrace.kernels.cuda import gated_candidates as gated
 from headrace.kernels.cuda import ring_candidates as ring
@@ -100,6 +101,7 @@ class _Setting:
 def _disabled(config: DeviceConfig) -> frozenset[str]:
     """Kernel candidates never to choose: those named, and those whose technique is off."""
     off = {
+        cpu.COMPRESSED: config.compressed_weights,
         vendor.TUNED: config.tuned_products,
         gated.GATED: config.gated_products,
         triton.FLAT: config.flat_gemm,

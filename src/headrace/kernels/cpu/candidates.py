@@ -6,11 +6,12 @@ What lives here: the ordered lists. What may not: kernels, compiling, choosing.
 from __future__ import annotations
 
 from headrace.kernels.candidate import Candidate
-from headrace.kernels.cpu import native, onednn, picking
+from headrace.kernels.cpu import compressed, native, onednn, picking
 
-NATIVE = "native"
+NATIVE, COMPRESSED = "native", compressed.COMPRESSED
 
 LINEAR = (
+    Candidate(compressed.COMPRESSED, native.native_kernel(compressed.create_linear)),
     Candidate("onednn", onednn.create_linear, batch_invariant=False),
     Candidate(NATIVE, native.native_kernel(native.create_linear)),
 )

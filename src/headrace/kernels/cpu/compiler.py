@@ -28,7 +28,7 @@ from headrace.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("elementwise.c", "linear.c", "attention.c", "moe.c", "sampling.c")
+SOURCES = ("elementwise.c", "linear.c", "compressed.c", "attention.c", "moe.c", "sampling.c")
 HEADERS = ("common.h", "product.h")
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
