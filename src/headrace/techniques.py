@@ -17,7 +17,7 @@ from headrace.errors import ConfigError
 class Technique:
     """``switch`` is the path of a config field; ``off`` is the field's value when the technique is off.
 
-    ``needs_gpu``: without one the switch does nothing, and there is nothing to measure.
+    ``needs_gpu``: without one the switch does nothing, and there is nothing to measure; ``needs_cpu``: with one.
     """
 
     name: str
@@ -27,12 +27,18 @@ class Technique:
     improves: str
     off_means: str
     needs_gpu: bool = False
+    needs_cpu: bool = False
     on_value: Any = None  # where neither True nor 1 is meant
     ablation: str = ""  # the file of bench/ablations that measures it, where that has another name
 
     @property
     def ablate(self) -> str:
         return f"headrace bench ablate {self.name}"
+
+    def lacks(self, device: str) -> str | None:
+        """The kind of device it needs, where ``device`` ("cpu", "cuda", "cuda:0") is of another."""
+        on_card = device.startswith("cuda")
+        return "GPU" if self.needs_gpu and not on_card else "CPU" if self.needs_cpu and on_card else None
 
     @property
     def default(self) -> Any:
@@ -159,6 +165,7 @@ TECHNIQUES = (
         off=False,
         improves="on a CPU with AVX-512 BF16, time a decode step of up to 8 requests, which reads a quarter less; and memory",
         off_means="weights are held as they come, or packed by oneDNN",
+        needs_cpu=True,
     ),
     Technique(
         name="flat_gemm",

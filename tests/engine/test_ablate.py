@@ -83,7 +83,9 @@ def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(config: EngineConfig, c
     with pytest.raises(ConfigError, match=r"cuda_graphs needs a GPU, .* on cpu, .*CUDA device"):
         ablate.run(Namespace(name="cuda-graphs", quick=True, output_json=None, plot=None), config)
     assert "cuda_graphs" not in ablate._possible("cpu") and "cuda_graphs: missing" in capsys.readouterr().err
-    assert ablate._possible("cuda") == [technique.name for technique in TECHNIQUES]
+    assert ablate._possible("cuda") == [technique.name for technique in TECHNIQUES if not technique.needs_cpu]
+    with pytest.raises(ConfigError, match=r"compressed_weights needs a CPU, .* on cuda, .*--device cpu"):
+        ablate.check_device(["compressed_weights"], "cuda")
 
 
 def test_steps_with_decoding_rows_beside_prompts_are_measured_with_equal_tokens(config: EngineConfig) -> None:

@@ -23,7 +23,7 @@ def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[
     found = native_library()
     if isinstance(found, Declined):
         pytest.skip(found.reason)
-    kernels = Kernels(torch.device("cpu"), disabled=frozenset({"compressed", "onednn"}), batch_invariant=batch_invariant)
+    kernels = Kernels(torch.device("cpu"), disabled=frozenset({"onednn"}), batch_invariant=batch_invariant)
     chosen = kernels.choose(op, **facts)
     assert kernels.choices[-1].chosen == "native"
     return chosen

@@ -65,19 +65,17 @@ def _device(config: EngineConfig) -> str:
 def _possible(device: str) -> list[str]:
     """All techniques that can be measured on this device; the others are named."""
     for each in TECHNIQUES:
-        if each.needs_gpu and device != "cuda":
-            print(f"{each.name}: missing, it needs a GPU", file=sys.stderr)
-    return [each.name for each in TECHNIQUES if device == "cuda" or not each.needs_gpu]
+        if needed := each.lacks(device):
+            print(f"{each.name}: missing, it needs a {needed}", file=sys.stderr)
+    return [each.name for each in TECHNIQUES if not each.lacks(device)]
 
 
 def check_device(names: Sequence[str], device: str) -> None:
     """Raises ConfigError for a technique whose switch does nothing on this device."""
     for name in names:
-        if find_technique(name).needs_gpu and device != "cuda":
-            raise ConfigError(
-                f"{name} needs a GPU, and this engine would run on {device}, where its switch does nothing. "
-                f"Run it where torch finds a CUDA device, without --device cpu."
-            )
+        if needed := find_technique(name).lacks(device):
+            remedy = "where torch finds a CUDA device, without --device cpu" if needed == "GPU" else "with --device cpu"
+            raise ConfigError(f"{name} needs a {needed}, and this engine would run on {device}, where its switch does nothing. Run it {remedy}.")
 
 
 def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Any]:

@@ -149,8 +149,8 @@ def _state_of(technique: Technique, config: EngineConfig, device: str) -> str:
     """How a technique stands in a resolved config."""
     folder, _, name = technique.switch.partition(".")
     value = getattr(getattr(config, folder), name)
-    if technique.needs_gpu and not device.startswith("cuda"):
-        return "needs a GPU"
+    if needed := technique.lacks(device):
+        return f"needs a {needed}"
     if value == technique.off:
         return "off"
     return "on" if isinstance(value, bool) or value == technique.on else str(value)

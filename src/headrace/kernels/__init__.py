@@ -162,10 +162,10 @@ class Rehearsal:
 class Kernels:
     """Chooses once a call site, at construction time. ``choices`` is what ``headrace doctor`` prints.
 
-    ``disabled`` names candidates never to choose. ``strict``: a candidate of this device that declines is an error
-    (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch. ``programmatic``:
-    a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``, ``cuda_decode``,
-    ``empty``: see Site.
+    ``disabled`` names candidates never to choose, ``asked`` those that are chosen only so. ``strict``: a candidate of this device that
+    declines is an error (one that was disabled by name is not). ``batch_invariant``: only kernels whose bits do not depend on the batch.
+    ``programmatic``: a kernel may be launched while the one before still runs (on a GPU that can). ``unified_maximum``, ``cuda_prefill``,
+    ``cuda_decode``, ``empty``: see Site.
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call sites with
     its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of what comes from a call site is
@@ -178,6 +178,7 @@ class Kernels:
         *,
         strict: bool = False,
         disabled: frozenset[str] = frozenset(),
+        asked: frozenset[str] = frozenset(),
         batch_invariant: bool = False,
         programmatic: bool = False,
         unified_maximum: bool = False,
@@ -193,7 +194,7 @@ class Kernels:
         self._cuda_decode = cuda_decode
         self._empty = empty
         self._strict = strict
-        self._disabled = disabled
+        self._disabled, self._asked = disabled, asked
         self._chosen: dict[Key, _Chosen] = {}
         self._passed: list[KernelChoice] = []  # shortcuts that nobody takes
         self._failed: dict[tuple[Key, str], str] = {}  # (call sites, candidate) → what the compiler said
@@ -258,7 +259,7 @@ class Kernels:
         site = Site(op, self.device, dict(facts), *flags, empty=self._empty)
         declined: list[tuple[str, Declined]] = []
         for candidate in _after(before, CANDIDATES[op]):
-            if self.device.type not in candidate.devices:
+            if self.device.type not in candidate.devices or (candidate.asked and candidate.name not in self._asked):
                 continue  # no news to anybody
             made = self._try(candidate, replace(site, behind=partial(self._call, (op, facts, candidate.name))), key)
             if not isinstance(made, Declined):

@@ -88,5 +88,6 @@ class Candidate:
     create: Callable[[Site], Callable[..., Any] | Declined]
     devices: tuple[str, ...] = ("cpu",)  # torch device types
     batch_invariant: bool = True  # the bits of a row do not depend on the other rows
+    asked: bool = False  # chosen only where it was asked for by name
     failure: Callable[[Exception], str | None] | None = None
     rehearse: Rehearse | None = None

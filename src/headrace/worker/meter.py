@@ -59,11 +59,12 @@ def create_recorder(
     groups = [group.spec for group in info.kv_groups]
     spec = families.spec_from_config(model_config)
     cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype, switches or {}), dtype=dtype)
-    return StepRecorder(cost_model, promise=promise, calibrated=find_price(cost_model, switches or {}), energy=energy), decision
+    plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)  # what prices were fitted with
+    return StepRecorder(cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy), decision
 
 
 def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str, switches: Mapping[str, Any]) -> float:
-    """In the mean over all weights, where some are compressed."""
+    """In the mean over all that is held, where some are compressed: some per cent too many, for an embedding and angles are among it."""
     if not switches.get("compressed_weights"):
         return ELEMENT_BYTES[dtype]
     return min(info.memory["weights"] / sum(math.prod(rule.shape) for rule in families.weight_rules(spec)), ELEMENT_BYTES[dtype])

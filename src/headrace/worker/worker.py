@@ -101,7 +101,6 @@ class _Setting:
 def _disabled(config: DeviceConfig) -> frozenset[str]:
     """Kernel candidates never to choose: those named, and those whose technique is off."""
     off = {
-        cpu.COMPRESSED: config.compressed_weights,
         vendor.TUNED: config.tuned_products,
         gated.GATED: config.gated_products,
         triton.FLAT: config.flat_gemm,
@@ -149,6 +148,7 @@ class _Start:
             setting.device,
             strict=config.device.strict_kernels,
             disabled=_disabled(config.device),
+            asked=frozenset({cpu.COMPRESSED} if config.device.compressed_weights else ()),
             batch_invariant=config.device.batch_invariant,
             programmatic=config.device.programmatic_launch,
             unified_maximum=config.device.unified_maximum,

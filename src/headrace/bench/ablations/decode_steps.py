@@ -1,4 +1,4 @@
-"""Time a decode step over running requests, for techniques whose switch needs a GPU.
+"""Time a decode step over running requests, for techniques of how steps are computed.
 
 The step's time is (time of the run - time of the same run with one token out) / (tokens out - 1), as in ``bench table``.
 """

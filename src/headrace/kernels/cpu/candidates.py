@@ -11,7 +11,7 @@ from headrace.kernels.cpu import compressed, native, onednn, picking
 NATIVE, COMPRESSED = "native", compressed.COMPRESSED
 
 LINEAR = (
-    Candidate(compressed.COMPRESSED, native.native_kernel(compressed.create_linear)),
+    Candidate(compressed.COMPRESSED, native.native_kernel(compressed.create_linear), asked=True),
     Candidate("onednn", onednn.create_linear, batch_invariant=False),
     Candidate(NATIVE, native.native_kernel(native.create_linear)),
 )

@@ -77,7 +77,7 @@ def decompress(library: CDLL, weight: CompressedWeight, begin: int, end: int) ->
 
 @dataclass(frozen=True, slots=True)
 class CompressedLinear:
-    """y = x · weightᵀ (+ bias) over a compressed weight."""
+    """y = x · weightᵀ (+ bias) over a compressed weight. Raises ValueError for an x of another width or type: C would not notice."""
 
     library: CDLL
     function: Any
@@ -92,7 +92,9 @@ class CompressedLinear:
         return self.weight.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.weight.in_features)
+        if x.dtype is not torch.bfloat16 or x.shape[-1] != self.weight.in_features:
+            raise ValueError(f"x is {x.dtype} [..., {x.shape[-1]}]; this layer takes torch.bfloat16 [..., {self.weight.in_features}]")
+        rows = x.reshape(-1, x.shape[-1])
         y = self.empty((*x.shape[:-1], self.weight.out_features), x.dtype, x.device)
         if len(rows) > FEW_ROWS and not self.invariant:
             self._by_parts(rows, y.view(len(rows), -1))
@@ -117,7 +119,8 @@ def _pairs(x: Tensor) -> tuple[Tensor, int]:
     and how many rows that makes."""
     rows, depth = x.shape
     width = next((width for width in _WIDTHS if width >= rows), -(-rows // _WIDTHS[-1]) * _WIDTHS[-1])
-    pairs = x.contiguous().view(torch.int32)
+    flat = x.contiguous().view(-1)
+    pairs = (flat if flat.data_ptr() % 4 == 0 else flat.clone()).view(torch.int32).view(rows, depth // 2)
     if width > rows:
         pairs = torch.cat((pairs, pairs.new_zeros(width - rows, depth // 2)))
     block = min(width, _WIDTHS[-1])
@@ -134,7 +137,7 @@ def create_linear(native: Native, site: Site) -> Callable[..., Any] | Declined:
         return Declined(f"compresses bfloat16, not {site.facts['dtype']}")
     if site.facts.get("shared_weight"):
         return Declined("the weight is another layer's too, and compressing would keep a second copy of it")
-    if (depth := site.facts.get("in_features")) is None or depth % _DEPTH:
+    if (depth := site.facts.get("in_features")) is None or not depth or depth % _DEPTH:
         return Declined(f"in_features {depth} is no multiple of {_DEPTH}")
     function = library["headrace_compressed_linear"]
     function.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int]

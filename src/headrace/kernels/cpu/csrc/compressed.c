@@ -2,10 +2,10 @@
  *
  * What lives here: that form of a weight, the way into it and out of it, products that read it. What may not: plain weights (linear.c).
  *
- * Eight of a bfloat16's bits are its exponent, of which weights use few: nearly all lie within 2^15 of the largest near them. So a panel of 16
- * rows of w keeps its largest exponent, and each weight 4 bits that say how far its own is below, 15 that it is 0 (a zero, a denormal); sign
+ * Eight of a bfloat16's bits are its exponent, of which weights use few: nearly all of those near each other are of fifteen. So a panel of 16
+ * rows of w keeps the largest of these, and each weight 4 bits that say how far its own is below, 15 that it is 0 (a zero, a denormal); sign
  * and fraction stay. 64 weights, 4 elements of each row, are a group of 96 bytes: sign and fraction of each (the sign lowest), then the 4 bits
- * of the first 32 in the lower halves of 32 bytes and of the others in the upper ones. A group with an exponent further below is wide: it has
+ * of the first 32 in the lower halves of 32 bytes and of the others in the upper ones. A group with any other exponent is wide: it has
  * the lower halves of exponents in place of distances, and the upper halves elsewhere, laid out alike. (DFloat11, Zhang et al. 2025, spends 11
  * bits by a Huffman code, which cannot be read from the middle.)
  *
@@ -28,7 +28,7 @@
 
 typedef struct {
     const uint8_t *panels;     /* [panels, K / DEPTH, GROUP_BYTES] */
-    const uint8_t *bases;      /* [panels]: the largest exponent of each */
+    const uint8_t *bases;      /* [panels]: the largest of each one's fifteen exponents */
     const int32_t *first_wide; /* [panels + 1]: where a panel's wide groups begin in the next two */
     const int32_t *wide_at;    /* which group of its panel each one is, ascending */
     const uint8_t *wide;       /* [wide groups, WIDE_BYTES] */
@@ -46,8 +46,21 @@ static void gather(uint16_t *group, const uint16_t *w, int64_t w_row, int64_t ro
 
 INLINE int is_wide(const uint16_t *group, int base) {
     int far = 0;
-    for (int i = 0; i < GROUP; i++) far |= (exponent(group[i]) != 0) & (base - exponent(group[i]) > 14);
+    for (int i = 0; i < GROUP; i++) far |= (exponent(group[i]) != 0) & ((unsigned)(base - exponent(group[i])) > 14);
     return far;
+}
+
+/* The exponent from which on down to 14 below most of a panel's are. */
+static int best_base(const uint16_t *w, int64_t w_row, int64_t rows, int64_t k) {
+    int64_t counts[256] = {0}, here = 0, most = -1;
+    int base = 0;
+    for (int64_t c = 0; c < rows; c++)
+        for (int64_t i = 0; i < k; i++) counts[exponent(w[c * w_row + i])]++;
+    for (int e = 1; e < 256; e++) {
+        here += counts[e] - (e > 15 ? counts[e - 15] : 0);
+        if (here > most) most = here, base = e;
+    }
+    return base;
 }
 
 INLINE void pack_halves(uint8_t *out, const uint8_t *values) {
@@ -71,10 +84,8 @@ void headrace_compress(int64_t n, int64_t k, const uint16_t *w, int64_t w_row, u
     for (int64_t panel = 0; panel < count; panel++) {
         const int64_t rows = n - panel * COLUMNS < COLUMNS ? n - panel * COLUMNS : COLUMNS;
         const uint16_t *from = w + panel * COLUMNS * w_row;
+        const int base = best_base(from, w_row, rows, k);
         uint16_t group[GROUP];
-        int base = 0;
-        for (int64_t c = 0; c < rows; c++)
-            for (int64_t i = 0; i < k; i++) base = exponent(from[c * w_row + i]) > base ? exponent(from[c * w_row + i]) : base;
         bases[panel] = (uint8_t)base;
         for (int64_t g = 0; g < groups; g++) {
             gather(group, from + g * DEPTH, w_row, rows);
