@@ -67,10 +67,10 @@ A technique is a mechanism from the literature with a room of its own in the sou
 Switch one on the command line with `--technique NAME=on|off|VALUE` (repeatable, in a config file under `technique:`), in Python with
 `LLM(..., technique={"kv_caching": False, "overlap": 0})`. What "off" computes with stands with each.
 
-Tests hold, on against off: a whole engine's tokens in float32, for all that need no GPU, and on a card for `activation_arena`, `prompt_graphs` and
-`cuda_graphs` (`programmatic_launch` in bfloat16); its greedy tokens up to near ties in bfloat16, for `persistent_decode` and `fused_rope_attention`;
-scores about as near to float32's as a CPU's bfloat16, for `cascade_attention`, `flat_gemm` and `deep_fusion`; kernels against their twins, for the
-others.
+Tests hold, on against off: a whole engine's tokens in float32, for all that need no GPU (`compressed_weights`: scores in bfloat16), and on a card
+for `activation_arena`, `prompt_graphs` and `cuda_graphs` (`programmatic_launch` in bfloat16); its greedy tokens up to near ties in bfloat16, for
+`persistent_decode` and `fused_rope_attention`; scores about as near to float32's as a CPU's bfloat16, for `cascade_attention`, `flat_gemm` and
+`deep_fusion`; kernels against their twins, for the others.
 
 `headrace techniques` prints this list; this page is written from the same register by `python docs/generate.py`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from headrace.bench.ablations import every_step
 from headrace.bench.ablations.lab import Lab
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.errors import ConfigError
+from headrace.kernels.candidate import Declined
+from headrace.kernels.cpu.compiler import native_library
 from headrace.techniques import TECHNIQUES, find_technique
 from tests.support import tiny
 
@@ -58,6 +61,15 @@ def test_tokens_are_equal_on_and_off(name: str, measured: Callable[[str], list[A
         pairs = list(result.pairs())
         assert len(pairs) == len(result.curves[0].points) > 0
         assert result.title in ablate.render(result)
+
+
+def test_compressed_weights_are_measured_in_bfloat16(config: EngineConfig) -> None:
+    """In float32 there are none, so what is compared above is one engine with itself."""
+    found = native_library()
+    if isinstance(found, Declined) or not found.library["headrace_has_compressed"]():
+        pytest.skip("no C compiler, or no AVX-512 with BF16")
+    steps, prompts = ablate.measure("compressed_weights", replace(config, model=replace(config.model, dtype="bfloat16")), quick=True)
+    assert all("kernel linear compressed" in ablate.render(each) and list(each.pairs()) for each in (steps, prompts))
 
 
 def test_off_is_really_off(measured: Callable[[str], list[Any]]) -> None:

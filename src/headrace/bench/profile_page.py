@@ -20,8 +20,9 @@ from headrace.bench.jobs import config_for, flags_of, known_shapes, run_child
 from headrace.bench.load import BenchFailed
 from headrace.bench.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up
 from headrace.bench.report import machine_facts, say, table, write_json, write_text
+from headrace.bench.startup import medians
 from headrace.bench.sweep import Sweep
-from headrace.bench.table_start import READY, medians, start_seconds
+from headrace.bench.table_start import READY, start_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     each = {"headrace --help": [help_seconds() for _ in range(max(5, args.repeats))], **_starts(args.flags, args.repeats)}
     if _has_server():
         each |= _by_name([served_start(args.flags) for _ in range(args.repeats)])
-    figures = {name: median(values) for name, values in each.items()}
+    figures = medians(each)
     print_figures({f"{name} (s)": value for name, value in figures.items()})
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "seconds": figures, "each": each})
@@ -100,6 +100,10 @@ def _caches_in(folder: Path) -> dict[str, str]:
 def _by_name(runs: Sequence[dict[str, float]], kind: str = "") -> dict[str, list[float]]:
     """What each run took for a part. One that a run lacks (it never became ready) is lacking."""
     return {f"{kind}{name}": [each[name] for each in runs] for name in runs[0] if all(name in each for each in runs)}
+
+
+def medians(each: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in each.items()}
 
 
 def help_seconds() -> float:

@@ -9,11 +9,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from headrace.bench.load import BenchFailed
+from headrace.bench.startup import medians
 from headrace.bench.table_measure import Measured
 from headrace.bench.table_rows import Row
 
@@ -30,10 +30,6 @@ def start_seconds(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
             raise BenchFailed((done.stderr.strip().splitlines() or [f"bench startup ended with status {done.returncode}"])[-1])
         seconds: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["each"]
     return seconds
-
-
-def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {name: median(values) for name, values in seconds.items()}
 
 
 def measure_starts(rows: Sequence[Row], flags: Sequence[str], repeats: int) -> tuple[list[Measured], dict[str, float]]:

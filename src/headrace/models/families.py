@@ -13,10 +13,10 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.fields import Fields
 from headrace.models.rope import read_rope, rope_context
-from headrace.models.weight_rules import WeightRule, ignored_keys, weight_rules
+from headrace.models.weight_rules import WeightRule, count_weights, ignored_keys, weight_rules
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind
 
-__all__ = ["FAMILIES", "WeightRule", "ignored_keys", "spec_from_config", "weight_rules"]
+__all__ = ["FAMILIES", "WeightRule", "count_weights", "ignored_keys", "spec_from_config", "weight_rules"]
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096

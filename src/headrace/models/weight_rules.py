@@ -5,6 +5,7 @@ What lives here: the names families use on disk, and the rules that merge, stack
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -87,6 +88,11 @@ _HEAD = "lm_head"
 
 def _names(spec: DecoderSpec) -> _Names:
     return _FAMILY_NAMES.get(spec.family, _LLAMA)
+
+
+def count_weights(spec: DecoderSpec) -> int:
+    """Elements of all tensors, a tied head's once."""
+    return sum(math.prod(rule.shape) for rule in weight_rules(spec))
 
 
 def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ What lives here: putting sizes together, and what is said when they do not fit. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -72,7 +71,7 @@ def check_kv_dtype(requested: str, dtype: str) -> None:
 
 
 def weight_bytes(spec: DecoderSpec, element_bytes: int) -> int:
-    return sum(math.prod(rule.shape) for rule in families.weight_rules(spec)) * element_bytes
+    return families.count_weights(spec) * element_bytes
 
 
 def _purposes(spec: DecoderSpec, config: EngineConfig, device: Device, element_bytes: int) -> dict[str, int]:

@@ -8,7 +8,6 @@ What lives here: that order. What may not: sizes of single things (memory.py), r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -208,7 +207,7 @@ class Allotment:
         return gpu_share(self._meter.total, self._meter.others, self._demand.cache.gpu_memory_utilization)
 
     def _weights(self) -> int:
-        return sum(math.prod(rule.shape) for rule in families.weight_rules(self._demand.spec)) * self._demand.dtype.itemsize
+        return families.count_weights(self._demand.spec) * self._demand.dtype.itemsize
 
     def _bound(self) -> int:
         demand = self._demand

@@ -7,7 +7,6 @@ What lives here: putting model shape, KV groups and device profile together. Wha
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +66,7 @@ def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str, switches:
     """In the mean over all that is held, where some are compressed: some per cent too many, for an embedding and angles are among it."""
     if not switches.get("compressed_weights"):
         return ELEMENT_BYTES[dtype]
-    return min(info.memory["weights"] / sum(math.prod(rule.shape) for rule in families.weight_rules(spec)), ELEMENT_BYTES[dtype])
+    return min(info.memory["weights"] / families.count_weights(spec), ELEMENT_BYTES[dtype])
 
 
 def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:
