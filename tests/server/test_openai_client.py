@@ -189,7 +189,7 @@ def test_the_bundled_model_calls_a_tool(client: openai.OpenAI, choice: Any) -> N
 def test_a_schema_that_cannot_force_a_call_is_refused_by_name(demo: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}}
     answer = demo.ask("POST", "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required", "max_tokens": 2})
-    assert answer.status == 400 and answer.error["param"] == "tools"
+    assert answer.status == 400 and answer.error["param"] == "tools[0].function.parameters"
     given = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"json_object": True}}
     answer = demo.ask("POST", "/v1/chat/completions", given)
     assert answer.status == 400 and answer.error["param"] == "tool_choice"

@@ -189,6 +189,8 @@ def test_events_tell_the_same_as_the_whole() -> None:
     last = events[-1]["response"]
     assert plain(last) == plain(whole)
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == last["output"]
+    (done,) = (event for event in events if event["type"] == "response.function_call_arguments.done")
+    assert (done["name"], done["arguments"]) == ("f", '{"a": 1}')
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item["status"] for item in added] == ["in_progress"] * 3 and added[2]["arguments"] == "" and added[0]["content"] == []
     assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == [] and events[0]["response"]["usage"] is None
@@ -229,7 +231,10 @@ def test_streamed_and_whole_are_the_same_response(server: Server) -> None:
     events, complete = stream(server, seed=FAST, tools=[TOOL], instructions="be")
     assert complete and plain(events[-1]["response"]) == plain(whole)
     assert whole["output"][0]["content"][0]["text"] == "tok0 tok1 tok2 " and whole["tools"] == [TOOL] and whole["instructions"] == "be"
-    assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and whole["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"} and whole["usage"]["input_tokens_details"] == {
+        "cached_tokens": 1,
+        "cache_write_tokens": 0,
+    }
 
 
 def test_line_separators_leave_as_escapes(server: Server) -> None:

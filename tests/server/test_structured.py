@@ -51,6 +51,30 @@ def test_every_kind_on_both_routes(client: openai.OpenAI) -> None:
             assert re.fullmatch(pattern, text)
 
 
+GOOD = {"type": "object", "properties": {"a": {"type": "string"}}}
+BAD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "tool"),
+    [
+        ("/v1/chat/completions", "function.parameters", lambda name, schema: {"type": "function", "function": {"name": name, "parameters": schema}}),
+        ("/v1/responses", "parameters", lambda name, schema: {"type": "function", "name": name, "parameters": schema}),
+        ("/v1/messages", "input_schema", lambda name, schema: {"name": name, "input_schema": schema}),
+    ],
+)
+def test_a_tool_whose_schema_cannot_be_followed_is_named(demo: Server, path: str, place: str, tool: Any) -> None:
+    """By what its route calls the schema, and in words about the schema: the client has not written any grammar."""
+    choice: Any = {"type": "any"} if "messages" in path else "required"
+    body = {"tools": [tool("f", GOOD), tool("g", GOOD), tool("h", BAD)], "tool_choice": choice}
+    body |= {"input" if "responses" in path else "messages": ASK} | ({"max_tokens": 9} if "messages" in path else {})
+    answer = demo.ask("POST", path, body)
+    where = f"tools[2].{place}"
+    assert answer.status == 400 and answer.json["error"]["message"].startswith(f"{where} cannot be followed: "), answer.json
+    assert "grammar" not in answer.json["error"]["message"] and "uniqueItems" in answer.json["error"]["message"]
+    assert "messages" in path or answer.error["param"] == where
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

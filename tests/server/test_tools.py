@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
 from headrace.server.protocol import ChatRequest, parse_chat
-from headrace.server.tools import Mode, ToolChoice, forced_schema, read_tool_choice
+from headrace.server.protocol.responses import parse_responses
+from headrace.server.tools import Mode, ToolChoice, forced_schema, offer
 from server.fake_engine import SCRIPTED
 from tests.support.serving import Server, events_of
 
@@ -157,17 +158,39 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def test_choices() -> None:
-    assert chat(tools=TOOLS).conversation.choice == ToolChoice()
-    assert chat(tools=TOOLS, parallel_tool_calls=False).conversation.choice == ToolChoice(parallel=False)
-    assert chat(tools=TOOLS, tool_choice="required").conversation.choice == ToolChoice(Mode.REQUIRED)
+    places = ("tools[0].function.parameters", "tools[1].function.parameters")
+    assert chat(tools=TOOLS).conversation.choice == ToolChoice(places=places)
+    assert chat(tools=TOOLS, parallel_tool_calls=False).conversation.choice == ToolChoice(parallel=False, places=places)
+    assert chat(tools=TOOLS, tool_choice="required").conversation.choice == ToolChoice(Mode.REQUIRED, places=places)
     named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "get_time"}}).conversation
-    assert named.choice == ToolChoice(Mode.NAMED, "get_time", parallel=False) and named.tools == TOOLS
+    assert named.choice == ToolChoice(Mode.NAMED, "get_time", parallel=False, places=places) and named.tools == TOOLS
     assert chat(tools=TOOLS, tool_choice="none").conversation.tools is None
+
+
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+
+
+def test_tools_that_are_not_allowed_are_not_shown_and_cannot_be_called() -> None:
+    """In chat completions' spelling, and in that of responses."""
+    flat = {"mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+    for nested in ({"allowed_tools": ALLOWED}, flat):
+        conversation = chat(tools=TOOLS, tool_choice={"type": "allowed_tools", **nested}).conversation
+        assert conversation.tools == [TIME]
+        assert conversation.choice == ToolChoice(Mode.REQUIRED, only=True, places=("tools[1].function.parameters",))
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    responses = parse_responses({"input": "hi", "tools": tools, "tool_choice": {"type": "allowed_tools", **flat, "mode": "auto"}}, {})
+    assert responses.conversation.choice == ToolChoice(only=True, places=("tools[1].parameters",)) and responses.shown["tools"] == tools
 
 
 @pytest.mark.parametrize(
     ("choice", "tools"),
     [
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, None),
+        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "none"}}, TOOLS),
+        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": []}}, TOOLS),
+        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": ["x"]}]}}, TOOLS),
+        ({"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": [{"type": "function", "name": "other"}]}}, TOOLS),
+        ({"type": "allowed_tools", "allowed_tools": [5]}, TOOLS),
         ("required", None),
         ("some", TOOLS),
         ({"type": "function", "function": {"name": "other"}}, TOOLS),
@@ -185,7 +208,7 @@ def test_choices_that_cannot_be_kept(choice: Any, tools: Any) -> None:
 
 
 def test_the_schema_that_forces_a_call() -> None:
-    required = json.loads(forced_schema(TOOLS, read_tool_choice("required", TOOLS, parallel=False)))
+    required = json.loads(forced_schema(TOOLS, offer("required", TOOLS, parallel=False)[1]))
     assert required["minItems"] == required["maxItems"] == 1 and len(required["items"]["anyOf"]) == 2
     assert required["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
     named = ToolChoice(Mode.NAMED, "get_weather")

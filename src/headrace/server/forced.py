@@ -63,7 +63,7 @@ def hold(
 
 
 def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> tuple[Form, StructuredOutputs]:
-    check_arguments(tools)
+    check_arguments(tools, choice)
     offered = [tool for tool in tools if choice.mode is Mode.REQUIRED or tool["function"]["name"] == choice.name]
     if form.tools is not None:
         try:
@@ -107,7 +107,7 @@ def _calls(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, specia
 
     begin, end = ([_literal(format.begin, special)] if format.begin else []), literals(format.end)
     if format.style is Style.OBJECT:
-        rules, body = [f"body: {_json(call_schema(tools, format.arguments_key))}"], "body"
+        rules, body = [f"body: {_json(call_schema(tools, choice, format.arguments_key))}"], "body"
     else:
         written = [_Function(format, tool, f"f{index}", special) for index, tool in enumerate(tools)]
         rules, body = [rule for each in written for rule in each.rules], f"({' | '.join(each.name for each in written)})"

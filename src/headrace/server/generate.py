@@ -19,7 +19,7 @@ from headrace.engine.inputs import Message, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import Request
-from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams
+from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
@@ -33,6 +33,7 @@ from headrace.server.service import CreateParser, DeltaStream, Service, Tokenize
 from headrace.server.stream import EventStream
 from headrace.server.tenants import tenant_of
 from headrace.server.threads import INLINE_BYTES
+from headrace.server.tools import offered_schemas
 from headrace.server.wire import encode
 
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
@@ -92,7 +93,7 @@ def _formed(service: Service, request: ChatRequest, ending: str) -> tuple[Form, 
     if choice.forced and conversation.tools is not None:
         if wanted is not None:
             raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
-        options = replace(options, grammar_name="tools")
+        options = replace(options, grammar_name="tools", tools=offered_schemas(conversation.tools, choice))
     form, held = service.form(ending, conversation.tools, choice, wanted)
     return form, params if held is wanted else replace(params, structured_outputs=held), options
 
@@ -166,9 +167,22 @@ async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParam
             clamp=options.limit_name is None,
         )
     except InvalidRequest as error:
+        if error.param == "structured_outputs" and options.tools:
+            await _blame_tool(service, options, error)
         names = {"prompt_token_ids": param, "max_tokens": options.limit_name or "max_tokens", "structured_outputs": options.grammar_name}
         error.param = names.get(error.param or "", error.param)
         raise
+
+
+async def _blame_tool(service: Service, options: AnswerOptions, error: InvalidRequest) -> None:
+    """Names the tool whose schema alone cannot be followed either."""
+    for place, schema in options.tools:
+        wanted = StructuredOutputs(json=schema)
+        try:
+            await service.any_engine().inputs.check_grammar_soon(SamplingParams(structured_outputs=wanted))
+        except InvalidRequest as found:
+            error.message, error.param = found.message.replace("the JSON schema", place, 1), place
+            return
 
 
 def _prompt_state(tokenizer: Any, request: Request, prompt: str | array[int], echo: bool) -> PromptState:

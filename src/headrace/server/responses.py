@@ -106,7 +106,7 @@ class ResponseAnswer(PartsAnswer):
         read = len(prompt.token_ids)
         return {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": prompt.cached_tokens},
+            "input_tokens_details": {"cached_tokens": prompt.cached_tokens, "cache_write_tokens": 0},  # writing costs nothing
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": read + written,
@@ -131,7 +131,8 @@ class ResponseAnswer(PartsAnswer):
 
     def close(self, index: int, part: Part) -> str:
         name = "arguments" if part.kind is Kind.CALL else "text"
-        events = self._about(index, f"{_stem(part)}.done", name, quote(part.text))
+        named = f',"name":{quote(part.name)}' if part.kind is Kind.CALL else ""
+        events = self._about(index, f"{_stem(part)}.done", name, quote(part.text) + named)
         if part.kind is not Kind.CALL:
             events += self._content_part("done", index, part.text)
         return events + self._event("response.output_item.done", output_index=index, item=self._item(index))

@@ -48,6 +48,10 @@ def _typed(kind: str, required: Mapping[str, Schema] | None = None, optional: Ma
     return record({"type": {"const": kind}, **(required or {})}, optional)
 
 
+def _allowed(choice: Schema) -> Mapping[str, Schema]:
+    return {"mode": {"enum": ["auto", "required"]}, "tools": array(choice, minItems=1, maxItems=MAX_TOOLS)}
+
+
 _STOP = array({"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}, maxItems=MAX_STOP_STRINGS)
 _TEXT_PART = _typed("text", {"text": TEXT})
 _CHAT_TEXT = either(TEXT, array(either(_TEXT_PART, _typed("refusal", {"refusal": TEXT}))))
@@ -151,8 +155,9 @@ _BY_NAME: Mapping[str, Schema] = {
     },
 }  # fmt: skip
 
-_NAMED = record({"name": TEXT})
 _CHOICES = {"enum": ["auto", "none", "required"]}
+_CHAT_CHOICE = _typed("function", {"function": record({"name": TEXT})})
+_ITEM_CHOICE = _typed("function", {"name": TEXT})
 _ANSWER_TOKENS = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _CHAT_MESSAGES = array(_CHAT_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 _STREAM_OPTIONS: Schema = {
@@ -172,7 +177,7 @@ _BY_ROUTE: Mapping[str, Mapping[str, Schema]] = {
     "/v1/chat/completions": {
         "messages": _CHAT_MESSAGES,
         "tools": array(_CHAT_TOOL, maxItems=MAX_TOOLS),
-        "tool_choice": either(_CHOICES, _typed("function", {"function": _NAMED})),
+        "tool_choice": either(_CHOICES, _CHAT_CHOICE, _typed("allowed_tools", {"allowed_tools": record(_allowed(_CHAT_CHOICE))})),
         "stream_options": _STREAM_OPTIONS,
         "max_completion_tokens": _ANSWER_TOKENS,
         "logprobs": {"type": "boolean"},
@@ -183,7 +188,7 @@ _BY_ROUTE: Mapping[str, Mapping[str, Schema]] = {
     "/v1/messages/count_tokens": {**_ANTHROPIC, "output_config": OBJECT},
     "/v1/responses": {
         "tools": array(_ITEM_TOOL, maxItems=MAX_TOOLS),
-        "tool_choice": either(_CHOICES, _typed("function", {"name": TEXT})),
+        "tool_choice": either(_CHOICES, _ITEM_CHOICE, _typed("allowed_tools", _allowed(_ITEM_CHOICE))),
         "max_output_tokens": _ANSWER_TOKENS,
     },
     "/tokenize": {"prompt": TEXT, "messages": _CHAT_MESSAGES, "tools": array(_CHAT_TOOL, maxItems=MAX_TOOLS)},

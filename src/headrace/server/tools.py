@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -31,11 +31,16 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome."""
+    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those offered may be called.
+
+    ``places``: of each tool that is offered, what the client calls its schema.
+    """
 
     mode: Mode = Mode.AUTO
     name: str = ""
     parallel: bool = True
+    only: bool = False
+    places: tuple[str, ...] = ()
 
     @property
     def shown(self) -> bool:
@@ -46,31 +51,73 @@ class ToolChoice:
     def forced(self) -> bool:
         return self.mode in (Mode.REQUIRED, Mode.NAMED)
 
+    def place(self, index: int) -> str:
+        """What the client calls the schema of the tool that is offered at ``index``."""
+        return self.places[index] if self.places else f"tools[{index}]"
 
-def read_tool_choice(choice: Any, tools: Sequence[Tool] | None, *, parallel: bool = True) -> ToolChoice:
-    """``choice`` as chat completions have it. Raises InvalidRequest."""
+
+def offer(
+    choice: Any, tools: Sequence[dict[str, Any]] | None, *, parallel: bool = True, place: str = "function.parameters"
+) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    """What the model is shown, and what is made of it. ``choice`` is as OpenAI's routes have it. Raises InvalidRequest.
+
+    ``place``: of a function's schema in a tool. Tools that are not allowed are not shown: what a model has not read of it does not call.
+    """
+    allowed, mode = _allowed(choice)
+    given = list(enumerate(tools or ()))
+    if allowed is not None:
+        for name in allowed:
+            _check_offered(name, tools)
+        given = [(index, tool) for index, tool in given if _name_of(tool) in allowed]
+    read = _read_choice(mode, tools, parallel)
+    places = tuple(f"tools[{index}].{place}" for index, _ in given)
+    shown = [tool for _, tool in given] if read.shown else []
+    return shown or None, replace(read, only=allowed is not None, places=places)
+
+
+def _allowed(choice: Any) -> tuple[set[str] | None, Any]:
+    """The names of ``allowed_tools`` (chat completions nest them, responses do not), and what else is said."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None, choice
+    nested = choice.get("allowed_tools", choice)
+    mode, entries = (nested.get("mode", "auto"), nested.get("tools")) if isinstance(nested, dict) else (None, None)
+    names = [_entry_name(each) for each in entries] if isinstance(entries, list) else []
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        wanted = "a mode (auto or required) and tools, a list of functions by name"
+        raise InvalidRequest(f"tool_choice of type allowed_tools must hold {wanted}.", param="tool_choice")
+    return set(names), mode
+
+
+def _entry_name(entry: Any) -> Any:
+    """Of ``{"type": …, "name": …}``, or of one whose name is inside of an object called as its type."""
+    if not isinstance(entry, dict) or entry.get("type") not in ("function", "custom"):
+        return None
+    inner = entry.get(entry["type"], entry)
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def _read_choice(choice: Any, tools: Sequence[Tool] | None, parallel: bool) -> ToolChoice:
     if choice in ("auto", "none"):
         return ToolChoice(Mode(choice), parallel=parallel)
-    name = _named(choice)
+    name = None if choice == "required" else _entry_name(choice)
+    if choice != "required" and not isinstance(name, str):
+        wanted = 'auto, none, required, {"type": "function", "function": {"name": …}} or allowed_tools'
+        raise InvalidRequest(f"tool_choice must be {wanted}.", param="tool_choice", code="unsupported_parameter")
     if not tools:
         raise InvalidRequest("tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice")
     if name is None:
         return ToolChoice(Mode.REQUIRED, parallel=parallel)
-    if name not in names_of(tools):
-        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
+    _check_offered(name, tools)
     return ToolChoice(Mode.NAMED, name, parallel=False)
 
 
-def _named(choice: Any) -> str | None:
-    """The function's name; None for ``required``."""
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        wanted = 'auto, none, required or {"type": "function", "function": {"name": …}}'
-        raise InvalidRequest(f"tool_choice must be {wanted}.", param="tool_choice", code="unsupported_parameter")
-    return name
+def _check_offered(name: str, tools: Sequence[Tool] | None) -> None:
+    if name not in names_of(tools):
+        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
+
+
+def _name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"])
 
 
 def names_of(tools: Sequence[Tool] | None) -> tuple[str, ...]:
@@ -113,12 +160,12 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
     if not choice.parallel:
         calls["maxItems"] = 1
-    return json.dumps({**calls, **_definitions(tools), **SPACING})
+    return json.dumps({**calls, **_definitions(tools, choice), **SPACING})
 
 
-def call_schema(tools: Sequence[Tool], arguments_key: str) -> dict[str, Any]:
+def call_schema(tools: Sequence[Tool], choice: ToolChoice, arguments_key: str) -> dict[str, Any]:
     """One call of one of them, as an object."""
-    return {"anyOf": [_call(tool, arguments_key) for tool in tools], **_definitions(tools), **SPACING}
+    return {"anyOf": [_call(tool, arguments_key) for tool in tools], **_definitions(tools, choice), **SPACING}
 
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
@@ -126,11 +173,17 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
     return {"type": "object", **given} if given else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def check_arguments(tools: Sequence[Tool]) -> None:
+def offered_schemas(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[str, str], ...]:
+    """Where the client has each function's schema, and the schema."""
+    return tuple((choice.place(index), json.dumps(parameters_of(tool))) for index, tool in enumerate(tools))
+
+
+def check_arguments(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """Arguments are an object: what is held to anything else is no call. Raises InvalidRequest."""
     for index, tool in enumerate(tools):
         if parameters_of(tool)["type"] != "object":
-            raise InvalidRequest(f"The parameters of tools[{index}] must have the type object: a call's arguments are one.", param=f"tools[{index}]")
+            where = choice.place(index)
+            raise InvalidRequest(f"{where} must have the type object: a call's arguments are one.", param=where)
 
 
 def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
@@ -143,11 +196,11 @@ def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
     }
 
 
-def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
     """References in a function's schema are from its root, which is now the list's."""
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
-        where = f"tools[{index}]"  # what is in it is called otherwise on every route
+        where = choice.place(index)
         check_references(where, tool)
         for place in _PLACES:
             given = parameters_of(tool).get(place, {})

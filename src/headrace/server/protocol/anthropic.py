@@ -28,7 +28,7 @@ from headrace.server.protocol.blocks import (
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
 from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params
-from headrace.server.tools import read_tool_choice
+from headrace.server.tools import offer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ def _check_output_config(given: dict[str, Any]) -> None:
 def _template_options(body: Body) -> TemplateOptions:
     tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
     given = body.get("tool_choice", {"type": "auto"})
-    choice = read_tool_choice(_read_choice(given), tools, parallel=not given.get("disable_parallel_tool_use"))
+    shown, choice = offer(_read_choice(given), tools, parallel=not given.get("disable_parallel_tool_use"), place="input_schema")
     variables = {**_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
-    return TemplateOptions(tools=tools if tools and choice.shown else None, choice=choice, variables=variables)
+    return TemplateOptions(tools=shown, choice=choice, variables=variables)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:

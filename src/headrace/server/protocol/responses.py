@@ -29,7 +29,7 @@ from headrace.server.protocol.blocks import (
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
 from headrace.server.protocol.sampling import TemplateOptions, answer_options, effort_variables, model_defaults, sampling_params
-from headrace.server.tools import read_tool_choice
+from headrace.server.tools import offer
 
 _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
 
@@ -80,9 +80,10 @@ def _check_text(text: dict[str, Any]) -> None:
 
 def _template_options(body: Body) -> TemplateOptions:
     tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
-    choice = read_tool_choice(_read_choice(body.get("tool_choice", "auto")), tools, parallel=body.get("parallel_tool_calls", True))
+    choice, parallel = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
+    shown, read = offer(_read_choice(choice), tools, parallel=parallel, place="parameters")
     variables = {**_effort(body.get("reasoning", {})), **check_template_kwargs(body.get("chat_template_kwargs"))}
-    return TemplateOptions(tools=tools if tools and choice.shown else None, choice=choice, variables=variables)
+    return TemplateOptions(tools=shown, choice=read, variables=variables)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:
@@ -99,8 +100,10 @@ def _read_choice(choice: Any) -> Any:
             raise InvalidRequest("tool_choice must be auto, none, required or a function.", param="tool_choice")
         return choice
     kind = read_type("tool_choice", choice)
+    if kind == "allowed_tools":
+        return choice
     if kind != "function":
-        raise refuse_type("tool_choice", kind, "a choice of type function")
+        raise refuse_type("tool_choice", kind, "a choice of type function or allowed_tools")
     return {"type": "function", "function": {"name": read_text("tool_choice", choice, "name")}}
 
 

@@ -15,7 +15,7 @@ from headrace.sampling_params import Expectations, SamplingParams
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
-from headrace.server.tools import ToolChoice, read_tool_choice
+from headrace.server.tools import ToolChoice, offer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenant's name, too
@@ -44,6 +44,7 @@ class AnswerOptions:
     limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
     explain: bool = False
     grammar_name: str = "structured_outputs"  # of the field that says what the answer must be
+    tools: tuple[tuple[str, str], ...] = ()  # of which a grammar is made: where each schema stands, and the schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,9 @@ class TemplateOptions:
 def template_options(body: Body) -> TemplateOptions:
     """For the routes that take tools and variables as chat completions do."""
     tools = read_tools(body.get("tools"))
-    choice = read_tool_choice(body.get("tool_choice", "auto"), tools, parallel=body.get("parallel_tool_calls", True))
+    tools, choice = offer(body.get("tool_choice", "auto"), tools, parallel=body.get("parallel_tool_calls", True))
     return TemplateOptions(
-        tools=tools if choice.shown else None,
+        tools=tools,
         choice=choice,
         add_generation_prompt=body.get("add_generation_prompt", True),
         variables={
