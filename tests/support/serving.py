@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = (sys.executable, str(ROOT / "tests" / "server" / "fake_engine.py"))
-SERVE = (sys.executable, "-m", "headrace", "serve", "--port", "0")
+PYTHON = os.environ.get("HEADRACE_TEST_PYTHON", sys.executable)  # that runs servers, where the tests run in an environment without Headrace
+FAKE = (PYTHON, str(ROOT / "tests" / "server" / "fake_engine.py"))
+SERVE = (PYTHON, "-m", "headrace", "serve", "--port", "0")
 
 
 def environment() -> dict[str, str]:

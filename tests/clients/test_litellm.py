@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from server.fake_engine import SCRIPTED
+from tests.clients.questions import ABSENT, SCRIPTED
 from tests.support.serving import Server
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when it is imported
-litellm: Any = pytest.importorskip("litellm", reason='LiteLLM is not installed; pip install ".[test,clients]"')
-pytest.importorskip("mcp", reason='LiteLLM takes no tools without mcp; pip install ".[test,clients]"')
+litellm: Any = pytest.importorskip("litellm", reason=ABSENT)
+pytest.importorskip("mcp", reason=ABSENT)
 
 ASK = [{"role": "user", "content": "What does a mill do?"}]
 CALL = '<tool_call>\n{"name": "grind", "arguments": {"size": 3}}\n</tool_call>'

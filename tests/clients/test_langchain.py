@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from server.fake_engine import SCRIPTED
+from tests.clients.questions import ABSENT, SCRIPTED
 from tests.support.serving import Server
 
-lc_openai: Any = pytest.importorskip("langchain_openai", reason='LangChain is not installed; pip install ".[test,clients]"')
-lc_anthropic: Any = pytest.importorskip("langchain_anthropic", reason='LangChain is not installed; pip install ".[test,clients]"')
+lc_openai: Any = pytest.importorskip("langchain_openai", reason=ABSENT)
+lc_anthropic: Any = pytest.importorskip("langchain_anthropic", reason=ABSENT)
 openai: Any = pytest.importorskip("openai")
 
 ASK = "What does a mill do?"

@@ -1,11 +1,12 @@
 """The openai package for Node against the real server: what it made of each answer is what it should be.
 
-Needs node and, in tests/server/node, ``npm install``.
+Needs node, and a copy of the folder node with what its package.json names (`python -m tests.clients.run node` makes one).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from server.fake_engine import SCRIPTED
+from tests.clients.questions import ABSENT, SCRIPTED
 from tests.support.serving import Server
 
-FOLDER = Path(__file__).parent / "node"
+FOLDER = Path(os.environ.get("HEADRACE_TEST_NODE", Path(__file__).parent / "node"))
 NODE = shutil.which("node")
 
 if NODE is None or not (FOLDER / "node_modules" / "openai").is_dir():
-    pytest.skip("openai for Node is not installed; `npm install` in tests/server/node", allow_module_level=True)
+    pytest.skip(ABSENT, allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_errors_are_what_the_client_knows_them_by(shown: dict[str, Any]) -> None
     errors = shown["errors"]
     assert (errors["param"]["name"], errors["param"]["param"]) == ("BadRequestError", "temperature")
     for each in (errors["long"], errors["long_stream"]):
-        assert (each["status"], each["code"]) == (400, "context_length_exceeded") and "maximum context length is 1200 tokens" in each["message"]
+        assert (each["status"], each["code"]) == (400, "context_length_exceeded") and "maximum context length is 4096 tokens" in each["message"]
     assert (errors["model"]["name"], errors["model"]["code"]) == ("NotFoundError", "model_not_found")
     assert errors["embeddings"]["status"] == 404 and "embeddings" in errors["embeddings"]["message"]
 
