@@ -105,7 +105,8 @@ def _set_up_logging(debug: bool) -> None:
     level = "debug" if debug else os.environ.get("HEADRACE_LOG_LEVEL", "info").lower()
     if level not in LOG_LEVELS:
         raise ConfigError(f"HEADRACE_LOG_LEVEL is {level!r}; set it to one of {', '.join(LOG_LEVELS)}.")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    form = "%(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr)
     logging.getLogger("headrace").setLevel(level.upper())
 
 

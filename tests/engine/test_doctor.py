@@ -18,7 +18,7 @@ from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.bench.shape_advice import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
 from headrace.bench.workload import Lengths, random_dialogues
-from headrace.commands.doctor import _render_memory, _render_shape
+from headrace.commands.doctor import _render_memory, _render_shape, found
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
@@ -140,3 +140,11 @@ def test_costs_are_told_from_noise() -> None:
     facts = {"findings": [asdict(each) | {"cost": each.cost} for each in (replace(finding, share=0.0), finding)], "unmeasured": 0.0}
     assert "suspected, but costs nothing measurable here: width 5" in _render_shape(facts)
     assert "no dimension" in _render_shape({"findings": [], "unmeasured": 0.0})
+
+
+def test_a_broken_compiler_is_a_line_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cc").write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = found(1, "cpu")["compiler"]
+    assert f"{tmp_path}/cc ended with status 1: broken" in said and "torch twins run" in said

@@ -121,3 +121,25 @@ def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: 
     warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))
     assert set(buckets_up_to(min(rows, tokens))) <= set(counts)
     assert [counts.count(count) for count in buckets_up_to(min(rows, tokens))][-1] >= 2  # for each shape
+
+
+def test_a_start_counts_the_bytes_and_layers_that_it_loads(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = []
+
+    class Line:
+        def __init__(self, total: int, layer_ends: list[int]) -> None:
+            self.total, self.layer_ends, self.done, self.closed = total, layer_ends, 0, False
+            lines.append(self)
+
+        def add(self, num_bytes: int) -> None:
+            self.done += num_bytes
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(loader, "LoadingLine", Line)
+    with LLM(folder, **options()) as llm:
+        layers = llm.engine.source.config["num_hidden_layers"]
+    (line,) = lines
+    assert line.done == line.total > 0 and line.closed
+    assert len(line.layer_ends) == layers and line.layer_ends == sorted(line.layer_ends) and line.layer_ends[-1] <= line.total

@@ -55,7 +55,8 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
     """Machine and software, and the limits of ``device``. Sets torch's threads as an engine would."""
     import torch
 
-    from headrace.kernels.cpu.compiler import compiler_version, find_compiler
+    from headrace.kernels.candidate import Declined
+    from headrace.kernels.cpu.compiler import find_compiler
     from headrace.worker.eligibility import find_gpu
     from headrace.worker.host import available_memory, physical_cores
     from headrace.worker.settings import resolve_threads
@@ -70,7 +71,7 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
         "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
         "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
-        "compiler": f"{compiler}, {compiler_version(compiler).splitlines()[0]}" if compiler else "none: no native kernels, torch twins run instead",
+        "compiler": f"{compiler.reason}; until then torch twins run" if isinstance(compiler, Declined) else str(compiler),
         "limits now": limits,
         "cuda": _card(find_gpu()),
     }

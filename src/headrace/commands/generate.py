@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, over_defaults, sampling_values, with_values
 from headrace.config import EngineConfig
-from headrace.engine.progress import ProgressLine
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
+from headrace.progress import ProgressLine
 from headrace.request import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 

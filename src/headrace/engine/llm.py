@@ -27,10 +27,10 @@ from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt
 from headrace.engine.interrupts import deferred_interrupts
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
-from headrace.engine.progress import Progress, ProgressLine
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDead, InvalidRequest
 from headrace.garbage import collect_now_and_then, no_collections
+from headrace.progress import Progress, ProgressLine
 from headrace.request import Request, RequestOutput
 from headrace.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,11 @@ from headrace.errors import ModelError
 from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from headrace.models.families import WeightRule
 from headrace.models.streaming import Source, stream
+from headrace.progress import LoadingLine
 
 # Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
 _WRAPPERS = ("model.", "transformer.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,15 +39,22 @@ def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[Wei
     _check_complete(plan, parameters, names)
     _check_nothing_left(plan, names, ignored)
     copies = [copy for rule in plan for copy in _copies(parameters[rule.target], rule, checkpoint, names, dtype)]
-    devices = {copy.target.device for copy in copies}
-    if isinstance(checkpoint, SafetensorsCheckpoint) and all(device.type == "cuda" for device in devices):
-        for device in devices:
-            stream([_source(copy, checkpoint) for copy in copies if copy.target.device == device], device)
-        return
-    with torch.inference_mode():
-        for copy in copies:
-            tensor = checkpoint.read(copy.key)
-            copy.target.copy_(tensor.t() if copy.transpose else tensor)
+    line = LoadingLine(sum(copy.target.nbytes for copy in copies), _layer_ends(plan, parameters))
+    try:
+        _fill(copies, checkpoint, line.add)
+    finally:
+        line.close()
+
+
+def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Parameter]) -> list[int]:
+    """Bytes after which each layer is there, in the rules' order."""
+    ends: dict[str, int] = {}
+    done = 0
+    for rule in rules:
+        done += parameters[rule.target].nbytes
+        if layer := _LAYER.match(rule.target):
+            ends[layer[1]] = done
+    return sorted(ends.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,20 @@ class _Copy:
 def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
     entry = checkpoint.entry(copy.key)
     return Source(entry.file, entry.start, checkpoint.dtype(copy.key), entry.shape, copy.target, copy.transpose)
+
+
+def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int], None]) -> None:
+    """``filled`` is told bytes of targets as they are done, by several threads where several read."""
+    devices = {copy.target.device for copy in copies}
+    if isinstance(checkpoint, SafetensorsCheckpoint) and all(device.type == "cuda" for device in devices):
+        for device in devices:
+            stream([_source(copy, checkpoint) for copy in copies if copy.target.device == device], device, filled=filled)
+        return
+    with torch.inference_mode():
+        for copy in copies:
+            tensor = checkpoint.read(copy.key)
+            copy.target.copy_(tensor.t() if copy.transpose else tensor)
+            filled(copy.target.nbytes)
 
 
 class _Names:

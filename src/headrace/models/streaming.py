@@ -10,7 +10,7 @@ What lives here: reading, copying, casting on the device. What may not: file for
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -44,8 +44,16 @@ class Source:
         return self.target.numel() * self.dtype.itemsize
 
 
-def stream(sources: Iterable[Source], device: torch.device, *, readers: int = READERS, buffer_bytes: int = BUFFER_BYTES) -> None:
+def stream(
+    sources: Iterable[Source],
+    device: torch.device,
+    *,
+    readers: int = READERS,
+    buffer_bytes: int = BUFFER_BYTES,
+    filled: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
     """Fills every target, cast to its type. Raises ModelError when a file ends early or cannot be read; then some are filled.
+    ``filled`` is told, by several threads, bytes of targets as they are read.
 
     Nothing is written before what the caller has queued until now has ended: a target may lie where a tensor of his was until just now.
     """
@@ -55,7 +63,7 @@ def stream(sources: Iterable[Source], device: torch.device, *, readers: int = RE
             spans.put(span)
     ended, queued = Event(), torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
     with ThreadPoolExecutor(readers, "headrace-load") as pool:
-        lanes = [pool.submit(_read_all, spans, device, buffer_bytes, ended, queued) for _ in range(readers)]
+        lanes = [pool.submit(_read_all, spans, device, buffer_bytes, ended, queued, filled) for _ in range(readers)]
         try:
             for lane in lanes:
                 lane.result()
@@ -74,12 +82,21 @@ def _spans(source: Source) -> Iterator[Source]:
         yield Source(source.file, source.start + first * source.dtype.itemsize, source.dtype, (len(piece),), piece)
 
 
-def _read_all(spans: SimpleQueue[Source], device: torch.device, buffer_bytes: int, ended: Event, queued: torch.cuda.Event | None) -> None:
+def _read_all(
+    spans: SimpleQueue[Source],
+    device: torch.device,
+    buffer_bytes: int,
+    ended: Event,
+    queued: torch.cuda.Event | None,
+    filled: Callable[[int], None],
+) -> None:
     """One reader: takes spans until there are none, or another reader has failed, or nobody waits."""
     try:
         with torch.inference_mode(), _Lane(device, buffer_bytes, queued) as lane:
             while not ended.is_set():
-                lane.fill(spans.get_nowait())
+                span = spans.get_nowait()
+                lane.fill(span)
+                filled(span.target.nbytes)
     except Empty:
         return
     except BaseException:

@@ -191,6 +191,8 @@ def describe(engine: Engine, decisions: Sequence[Decision] = ()) -> list[str]:
     """The model and every automatic choice (``decisions``: the server's own) with its reason; kernels, of which there are many, only by number."""
     info = engine.info
     lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]
+    if engine.tokenizer is None:
+        lines.append("  No tokenizer is beside this model: prompts and answers are token ids only; --tokenizer takes another model's folder.")
     kernels = Counter(str(decision.value) for decision in info.decisions if decision.name.startswith("kernel "))
     plain = (*(decision for decision in info.decisions if not decision.name.startswith("kernel ")), *decisions)
     shown = [(decision.name, f"{decision.value}: {decision.reason}") for decision in plain]

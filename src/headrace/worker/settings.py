@@ -41,9 +41,10 @@ def resolve_device(requested: str) -> tuple[str, Decision | None]:
         return kind, None
     if gpu.problem is None:
         return kind, Decision("device", kind, f"found {gpu.name}, compute capability {'.'.join(map(str, gpu.capability or ()))}")
+    if gpu.name is None:
+        return kind, Decision("device", kind, "there is no NVIDIA GPU here, so the CPU computes")
     reason = f"{gpu.problem}; --device cpu runs instead"
-    if gpu.name is not None:
-        _log.warning("%s", reason)
+    _log.warning("%s", reason)
     return kind, Decision("device", kind, reason)
 
 

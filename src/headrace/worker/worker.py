@@ -35,6 +35,7 @@ from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.source import ModelSource, WeightFormat
+from headrace.progress import waiting
 from headrace.spec import DecoderSpec
 from headrace.worker.allotment import Allotment, allocate_kv, create_demand
 from headrace.worker.arena import create_arena
@@ -197,7 +198,7 @@ class _Start:
         self._stages.done("decoder")
         with self._allotment.explaining("weights"):
             self._fill(decoder)
-        with torch.inference_mode(), self._allotment.explaining("weights"):
+        with torch.inference_mode(), self._allotment.explaining("weights"), waiting("Packing weights for this device", "Packed weights"):
             decoder.finish_loading()
         self._build_kernels(max_model_len)  # of what layers chose now that they have their weights
         if self._cuda:
@@ -207,7 +208,8 @@ class _Start:
 
     def _fill(self, decoder: Decoder) -> None:
         if self._source.weights is WeightFormat.DUMMY:
-            loader.fill_dummy(decoder, self._config.model.seed)
+            with waiting("Making random weights", "Made random weights"):
+                loader.fill_dummy(decoder, self._config.model.seed)
             return
         checkpoint = open_checkpoint(self._source)
         try:
@@ -236,7 +238,8 @@ class _Start:
         if self._ahead is None:
             self._meanwhile()
         else:
-            self._ahead.finish(self._meanwhile)
+            with waiting("Compiling GPU kernels, once for this machine", "Compiled GPU kernels"):
+                self._ahead.finish(self._meanwhile)
         if self._head_start is not None and not (self._ahead is not None and self._ahead.coming):
             self._head_start.has_built()
         self._stages.done("kernels waited for")
@@ -302,7 +305,7 @@ class _Start:
         warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.rows > 1)
         self._stages.done("first steps")
         if graphs and self._kernels.graphable:
-            with self._allotment.capturing():
+            with self._allotment.capturing(), waiting("Capturing graphs", "Captured graphs"):
                 for kind in graphs:
                     kind.capture_all()
             self._stages.done("graphs")

@@ -14,14 +14,17 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from headrace import progress
 from headrace.cache_home import cache_home
 from headrace.kernels.candidate import Declined
 from headrace.scratch import Scratch
@@ -32,7 +35,10 @@ SOURCES = ("elementwise.c", "linear.c", "compressed.c", "attention.c", "moe.c", 
 HEADERS = ("common.h", "product.h")
 FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
+COMPILERS = ("cc", "gcc", "clang")
+INSTALL = "install one, e.g. apt-get install gcc libc6-dev"
 COMPILE_SECONDS = 300
+VERSION_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +50,75 @@ class Native:
     threads: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """One that has answered. ``version``: what it says of itself."""
+
+    path: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {(self.version.splitlines() or ['of no version'])[0]}"
+
+
 class CompileError(Exception):
     """The compiler was there and failed; the message ends with what it said."""
+
+
+class CompilerHangs(CompileError):
+    """It did not end; with other flags it would not either."""
 
 
 @cache
 def native_library() -> Native | Declined:
     """The library for this machine, from the user's cache or compiled now. The answer holds for the process."""
     compiler = find_compiler()
-    if compiler is None:
-        return Declined("no C compiler (cc, gcc or clang) was found; install one, e.g. apt-get install gcc libc6-dev")
+    if isinstance(compiler, Declined):
+        progress.say(f"Slower than it could be: {compiler.reason}. Until then torch's own operations run instead of our CPU kernels.")
+        return compiler
     try:
         return build(compiler, cache_folder())
     except (CompileError, OSError) as error:
         logger.warning("The native CPU kernels could not be built, so torch's own operations run instead: %s", error)
-        return Declined(f"building with {compiler} failed: {str(error)[:300]}")
+        return Declined(f"building with {compiler.path} failed: {str(error)[:300]}")
 
 
-def find_compiler() -> str | None:
-    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+def find_compiler() -> Compiler | Declined:
+    """The first that is there and answers."""
+    failures = []
+    for path in filter(None, map(shutil.which, COMPILERS)):
+        try:
+            return Compiler(path, compiler_version(path))
+        except CompileError as error:
+            failures.append(str(error))
+    if failures:
+        return Declined(f"no C compiler works here ({'; '.join(failures)[:300]}); mend it or {INSTALL}")
+    return Declined(f"no C compiler (cc, gcc or clang) was found; {INSTALL}")
 
 
 def cache_folder() -> Path:
     return cache_home() / "headrace" / "kernels"
 
 
-def build(compiler: str, folder: Path) -> Native:
+def build(compiler: Compiler, folder: Path) -> Native:
     """Loads the build for these sources and this machine from ``folder``, making it if need be. Raises CompileError, OSError."""
     runtime = openmp_runtime()
     sources = {name: _source(name) for name in (*HEADERS, *SOURCES)}
-    key = build_key(sources, compiler_version(compiler), cpu_identity(), str(runtime))
+    key = build_key(sources, compiler.version, cpu_identity(), str(runtime))
     target = folder / f"native-{key}.so"
     if (kept := _load_kept(target)) is not None:
         return Native(kept, target, runtime is not None)
     try:
         _make_folder(folder)
-        _compile(compiler, sources, runtime, target)
+        with progress.waiting("Compiling the CPU kernels, once for this machine", "Compiled the CPU kernels", slow=True):
+            _compile(compiler.path, sources, runtime, target)
     except OSError as error:
-        logger.warning("Compiled kernels cannot be kept in %s (%s); they are built anew at each start.", folder, error)
-        return _build_unkept(compiler, sources, runtime)
+        reason = error.strerror or error
+        logger.warning(
+            "Compiled kernels cannot be kept in %s (%s), so each start compiles them anew; set XDG_CACHE_HOME to a folder that can be written.",
+            folder, reason,
+        )  # fmt: skip
+        return _build_unkept(compiler.path, sources, runtime)
     return Native(ctypes.CDLL(str(target)), target, runtime is not None)
 
 
@@ -100,7 +136,8 @@ def _load_kept(target: Path) -> ctypes.CDLL | None:
 def _build_unkept(compiler: str, sources: dict[str, bytes], runtime: Path | None) -> Native:
     with Scratch() as scratch:
         target = scratch / "native.so"
-        _compile(compiler, sources, runtime, target)
+        with progress.waiting("Compiling the CPU kernels", "Compiled the CPU kernels", slow=True):
+            _compile(compiler, sources, runtime, target)
         return Native(ctypes.CDLL(str(target)), target, runtime is not None)
 
 
@@ -112,10 +149,8 @@ def build_key(sources: dict[str, bytes], *facts: str) -> str:
 
 
 def compiler_version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode != 0:
-        raise CompileError(f"{compiler} --version failed: {done.stderr.strip()[-200:]}")
-    return done.stdout
+    """What it says of itself. Raises CompileError where it says nothing."""
+    return _run([compiler, "--version"], seconds=VERSION_SECONDS)
 
 
 def cpu_identity() -> str:
@@ -174,27 +209,42 @@ def _first_working(attempt: Callable[[str], None]) -> None:
     for flag in TARGET_FLAGS[:-1]:
         try:
             return attempt(flag)
+        except CompilerHangs:
+            raise
         except CompileError as error:
             logger.debug("%s: %s", flag, error)
     return attempt(TARGET_FLAGS[-1])
 
 
 def _objects(compiler: str, flags: Sequence[str], work: Path) -> None:
-    commands = [[compiler, *FLAGS, *flags, "-c", str(work / name), "-o", str((work / name).with_suffix(".o"))] for name in SOURCES]
-    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands]
+    _run(*([compiler, *FLAGS, *flags, "-c", str(work / name), "-o", str((work / name).with_suffix(".o"))] for name in SOURCES))
+
+
+def _run(*commands: Sequence[str], seconds: float = COMPILE_SECONDS) -> str:
+    """Side by side, in groups of their own: whatever they have started ends with this call. Returns what the last one prints."""
     try:
-        said = [process.communicate(timeout=COMPILE_SECONDS)[1] for process in running]
+        with ExitStack() as stack:
+            running = [stack.enter_context(_started(command)) for command in commands]
+            said = [process.communicate(timeout=seconds) for process in running]
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"the compiler took more than {COMPILE_SECONDS} s") from error
-    finally:
-        for process in running:
-            process.kill()
-    for process, errors in zip(running, said, strict=True):
+        raise CompilerHangs(f"{commands[0][0]} took more than {seconds:g} s") from error
+    except OSError as error:  # no program at all, in spite of its mode
+        raise CompileError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
+    for process, (_, errors) in zip(running, said, strict=True):
         if process.returncode != 0:
-            raise CompileError(errors.strip()[-300:])
+            raise CompileError(f"{commands[0][0]} ended with status {process.returncode}: {errors.strip()[-300:] or 'it says nothing'}")
+    return said[-1][0]
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-    if done.returncode != 0:
-        raise CompileError(done.stderr.strip()[-300:])
+@contextmanager
+def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.returncode is None:  # nobody has waited for it yet, so the number is still its own
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
