@@ -29,10 +29,13 @@ CALL: Any = {"id": "abcdefghi", "type": "function", "function": {"name": "get_we
 USER = {"role": "user", "content": " hi <&> "}
 CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": '{"t": 5}'}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+NULL = {"null": True}  # what stands for it while a case is made
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "user": [USER],
     "system": [{"role": "system", "content": "be <kind>"}, USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}],
-    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+    "parts": [{"role": "user", "content": PARTS}],
+    "null": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
     "result": [*CALLED, RESULT],
     "after a result": [*CALLED, RESULT, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "ok"}],
     "reasoning": [USER, {"role": "assistant", "content": "a", "reasoning_content": "hm"}, {"role": "user", "content": "r"}],
@@ -61,6 +64,24 @@ def reference(text: str, messages: list[dict[str, Any]], tools: list[Any] | None
     return str(rendered[0])
 
 
+def with_content(messages: list[dict[str, Any]], old: Any, new: Any) -> list[dict[str, Any]]:
+    return [{**message, "content": new if message["content"] == old else message["content"]} for message in messages]
+
+
+def expected_of(text: str, case: Case) -> str | None:
+    """As the reference reads it; null where that is not written out as a word, a list of parts where one part reads like a text."""
+    messages, *rest = case
+    if messages is CONVERSATIONS["null"]:
+        null, empty = (expected_of(text, (with_content(messages, None, content), *rest)) for content in (NULL, ""))
+        return empty if null is None or "None" in null or "null" in null else null
+    if messages is CONVERSATIONS["parts"]:
+        one, alone = (reference(text, [{"role": "user", "content": content}], *rest) for content in (PARTS[:1], "a"))
+        if one != alone:
+            messages = [{"role": "user", "content": "a\nb"}]
+    messages = with_content(messages, NULL, None)
+    return reference(text, messages, *rest) or reference(text, [as_text(message) for message in messages], *rest)
+
+
 def ours(chat: ChatTemplate, case: Case) -> str | None:
     try:
         return chat.render(*case)
@@ -74,7 +95,7 @@ def test_rendered_as_the_reference_renders(name: str) -> None:
     chat = ChatTemplate({"default": text}, SPECIAL, seconds=5)
     cases: list[Case] = [(messages, tools, prompt, {}) for messages in CONVERSATIONS.values() for tools in (None, [TOOL]) for prompt in (True, False)]
     cases += [(messages, tools, True, {"enable_thinking": False}) for messages, tools, prompt, _ in cases if prompt]
-    expected = [reference(text, *case) or reference(text, [as_text(message) for message in case[0]], *case[1:]) for case in cases]
+    expected = [expected_of(text, case) for case in cases]
     assert [ours(chat, case) for case in cases] == expected
     assert sum(each is not None for each in expected) >= 8
     chat.close()

@@ -46,7 +46,7 @@ def test_blocks_reach_the_template_as_messages() -> None:
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     assert read.messages == [
         {"role": "system", "content": "be"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t1", "content": "r"},
         {"role": "tool", "tool_call_id": "t2", "content": ""},

@@ -47,11 +47,11 @@ def test_items_reach_the_template_as_messages() -> None:
     assert parse(input=items, instructions="first").messages == [
         {"role": "system", "content": "first"},
         {"role": "system", "content": "be"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": [call, {**call, "id": "c2"}]},
         {"role": "tool", "tool_call_id": "c1", "content": "r"},
         {"role": "tool", "tool_call_id": "c1", "content": "s"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
     ]
     assert parse().messages == [USER]
 

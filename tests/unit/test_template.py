@@ -27,14 +27,15 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def render() -> Iterator[object]:
-    made: list[ChatTemplate] = []
+    made: dict[tuple[str, float], ChatTemplate] = {}
 
     def call(text: str, messages: object = USER, *, seconds: float = 1.0, tools: object = None, **variables: object) -> str:
-        made.append(ChatTemplate({"default": text}, {"bos_token": "<s>"}, seconds=seconds))
-        return made[-1].render(messages, tools, True, variables)  # type: ignore[arg-type]
+        if (text, seconds) not in made:
+            made[text, seconds] = ChatTemplate({"default": text}, {"bos_token": "<s>"}, seconds=seconds)
+        return made[text, seconds].render(messages, tools, True, variables)  # type: ignore[arg-type]
 
     yield call
-    for chat in made:
+    for chat in made.values():
         chat.close()
 
 
@@ -55,8 +56,62 @@ def test_what_templates_may_use(render) -> None:
 
 
 def test_empty_keys_are_left_out_and_reasoning_has_every_name(render) -> None:
-    messages = [{"role": "assistant", "content": None, "reasoning": "hm"}]
-    assert render("{{ 'content' in messages[0] }}|{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}", messages) == "False|hm|hm"
+    messages = [{"role": "assistant", "content": "", "name": None, "reasoning": "hm"}]
+    assert render("{{ 'name' in messages[0] }}|{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}", messages) == "False|hm|hm"
+
+
+CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
+EACH = "{% for m in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (EACH + "[{{ m.role }}{% if m.content is none %} calls{% else %} {{ m.content }}{% endif %}]{% endfor %}", "[user hi][assistant calls]"),
+        (EACH + "[{{ m['content'] }}]{% endfor %}", "[hi][]"),  # would write None
+        (EACH + "[{{ m.content | tojson }}]{% endfor %}", '["hi"][""]'),
+        (EACH + "[{{ '' + m['content'] }}]{% endfor %}", "[hi][]"),  # fails at null
+        (EACH + "{{ raise_exception('short') if messages | length > 2 }}[{{ m.content is none }}]{% endfor %}", "[False][True]"),  # nothing known
+        (EACH + "{{ raise_exception('short') if messages | length > 2 }}[{{ '' + m.content }}]{% endfor %}", "[hi][]"),
+        (EACH + "[{{ '' + m.content }}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}]{% endfor %}", "[hi][{}]"),  # both
+    ],
+)
+def test_no_content_is_null_where_a_template_takes_it(render, template: str, shown: str) -> None:
+    assert render(template, CALLED) == render(template, [CALLED[0], {**CALLED[1], "content": None}]) == shown
+
+
+def test_null_is_one_thing_with_calls_and_another_without(render) -> None:
+    text = EACH + "[{% if m.tool_calls %}{{ 'nothing' if m.content is none }}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    assert render(text, [*CALLED, {"role": "assistant", "content": None}]) == "[hi][nothing][]"
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+IF_TEXT = EACH + "[{% if m.content is string %}{{ m.content }}{% else %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (EACH + "[{{ m.content }}]{% endfor %}", "[a\nb]"),
+        (IF_TEXT + "{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}]{% endfor %}", "[a\nb]"),  # one part is not its text
+        (IF_TEXT + "{{ m.content | map(attribute='text') | join('+') }}{% endif %}]{% endfor %}", "[a+b]"),
+        (EACH + "[{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}]{% endfor %}", "[ab]"),  # knows lists alone
+        (EACH + "[{{ '' + m.content }}]{% endfor %}", "[a\nb]"),
+    ],
+)
+def test_parts_are_a_list_where_a_template_takes_one(render, template: str, shown: str) -> None:
+    assert render(template, [{"role": "user", "content": PARTS}]) == shown
+    one = shown.replace("a\nb", "a").replace("a+b", "a").replace("ab", "a")
+    assert render(template, [{"role": "user", "content": PARTS[:1]}]) == render(template, [{"role": "user", "content": "a"}]) == one
+
+
+def test_each_role_is_asked_about(render) -> None:
+    text = EACH + "[{% if m.role == 'user' and m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    text += "{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    said = [{"role": role, "content": PARTS} for role in ("system", "user", "assistant", "tool")]
+    assert render(text, said) == "[a\nb][ab][a\nb][a\nb]"
 
 
 def test_arguments_are_a_text_where_the_template_wants_one(render) -> None:

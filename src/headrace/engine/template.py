@@ -11,9 +11,11 @@ others serve, so a template that loops for its whole second holds up nobody else
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from headrace.engine.contents import Contents
 from headrace.engine.sandbox import Reply, SandboxPool
 from headrace.engine.template_frames import encode_frame
 from headrace.errors import InvalidRequest, ModelError
@@ -42,6 +44,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._seconds = seconds
         self._pool = SandboxPool("headrace.engine.template_worker", {"compile": self._templates}, _check_compiled)
+        self._contents = {name: Contents(partial(self._try, name)) for name in self._templates}
 
     def warm_up(self) -> None:
         """Starts a renderer without waiting for it, so that the first render need not."""
@@ -72,20 +75,31 @@ class ChatTemplate:
     ) -> str:
         """The prompt. Raises InvalidRequest when the template refuses these messages or exceeds its limits."""
         name = self._choose(tools)
+        settled = self._contents[name].settled
         given: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
             **variables,
-            "messages": [_plain_message(message) for message in messages],
+            "messages": [settled(_plain_message(message)) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        reply = self._ask(name, given)
-        if reply is not None and reply.get("kind") == "raised" and any(message.get("tool_calls") for message in messages):
-            # Most templates want a call's arguments as an object, a few as a text of JSON: those fail at an object.
-            other = self._ask(name, {**given, "messages": [_with_argument_texts(message) for message in given["messages"]]})
-            reply = other if other is not None and "text" in other else reply
-        return _text(reply, self._seconds)
+        return _text(self._ask_in_turn(name, given), self._seconds)
+
+    def _try(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
+        """A conversation of ours; None where the template refuses it."""
+        given = {**self._special_tokens, "documents": None, "messages": messages, "tools": None, "add_generation_prompt": False}
+        reply = self._ask_in_turn(name, given)
+        return reply["text"] if reply is not None and "text" in reply else None
+
+    def _ask_in_turn(self, name: str, given: Mapping[str, Any]) -> Reply | None:
+        """As it was sent; where the template fails at it, as other templates want it."""
+        first = reply = self._ask(name, given)
+        for change in _changes(given["messages"]):
+            if reply is None or reply.get("kind") != "raised":
+                break
+            reply = self._ask(name, {**given, "messages": [change(message) for message in given["messages"]]})
+        return reply if reply is not None and "text" in reply else first
 
     def _ask(self, name: str, given: Mapping[str, Any]) -> Reply | None:
         frame = _render_frame(name, given, self._seconds)
@@ -129,6 +143,19 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _changes(messages: Sequence[Mapping[str, Any]]) -> list[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """What else a conversation may look like: most templates want a call's arguments as an object, a few as a text of JSON; not all
+    take null for content.
+    """
+    calls, nulls = any(each.get("tool_calls") for each in messages), any(each["content"] is None for each in messages)
+    changes: list[Callable[[dict[str, Any]], dict[str, Any]]] = [_without_null] * nulls + [_with_argument_texts] * calls
+    return [*changes, lambda message: _without_null(_with_argument_texts(message))] if calls and nulls else changes
+
+
+def _without_null(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": ""} if message["content"] is None else message
 
 
 def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:

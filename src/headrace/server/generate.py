@@ -105,10 +105,16 @@ async def render_chat(service: Service, messages: Sequence[Message], options: Te
         messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables,
     )  # fmt: skip
     try:
-        return await service.threads.run(INLINE_BYTES + 1 + sum(len(message["content"]) for message in messages), render)
+        return await service.threads.run(INLINE_BYTES + 1 + sum(map(_size, messages)), render)
     except InvalidRequest as error:
         error.param = param if error.param == "messages" else error.param
         raise
+
+
+def _size(message: Message) -> int:
+    """Characters of its content."""
+    content = message["content"] or ""
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:

@@ -22,7 +22,9 @@ _RESERVED = frozenset(
 
 
 def read_messages(value: list[Any]) -> list[dict[str, Any]]:
-    """Content parts become one text, tool arguments an object, ``developer`` becomes ``system``. Raises InvalidRequest."""
+    """Content becomes a text, a list of several text parts, or for the assistant None; tool arguments become an object, ``developer``
+    ``system``. Raises InvalidRequest.
+    """
     if not value:
         raise InvalidRequest("messages is empty; give at least one message.", param="messages")
     if len(value) > MAX_MESSAGES:
@@ -48,14 +50,20 @@ def _excerpt(value: Any) -> str:
     return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"
 
 
-def _read_content(where: str, content: Any, *, optional: bool) -> str:
-    if isinstance(content, str):
+Content = str | list[dict[str, str]] | None
+
+
+def content_of(texts: list[str]) -> Content:
+    """A message's content from its pieces. How several are joined is the template's affair (engine/contents.py)."""
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def _read_content(where: str, content: Any, *, optional: bool) -> Content:
+    if isinstance(content, str) or (content is None and optional):
         return content
-    if content is None and optional:
-        return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of text parts.", param=where, code="invalid_type")
-    return "".join(_read_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+    return content_of([_read_part(f"{where}[{index}]", part) for index, part in enumerate(content)])
 
 
 def _read_part(where: str, part: Any) -> str:

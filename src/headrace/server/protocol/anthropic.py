@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.server.fields import COUNT_TOKENS, MESSAGES
-from headrace.server.messages import MAX_MESSAGES, check_template_kwargs
+from headrace.server.messages import MAX_MESSAGES, check_template_kwargs, content_of
 from headrace.server.protocol.blocks import (
     Chat,
     check_count,
@@ -114,7 +114,7 @@ def _read_conversation(body: Body) -> Chat:
     check_count("messages", len(given), MAX_MESSAGES)
     messages: Chat = []
     if "system" in body:
-        messages.append({"role": "system", "content": read_texts("system", body.get("system"))})
+        messages.append({"role": "system", "content": content_of(read_texts("system", body.get("system")))})
     before = len(messages)
     for index, message in enumerate(given):
         messages += _read_message(f"messages[{index}]", message)
@@ -139,18 +139,21 @@ def _read_message(where: str, message: Any) -> Chat:
 def _read_user(where: str, blocks: list[Any]) -> Chat:
     """Results of tools are messages of their own, in the order of the blocks; texts side by side are one message."""
     messages: Chat = []
+    texts: list[str] = []  # of the last message
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
         kind = read_type(place, block)
         if kind == "tool_result":
-            result = "" if block.get("content") is None else read_texts(f"{place}.content", block["content"])
-            messages.append({"role": "tool", "tool_call_id": read_text(place, block, "tool_use_id"), "content": result})
+            result = [] if block.get("content") is None else read_texts(f"{place}.content", block["content"])
+            messages.append({"role": "tool", "tool_call_id": read_text(place, block, "tool_use_id"), "content": content_of(result)})
         elif kind != "text":
             raise refuse_type(place, kind, "text and tool_result from the user")
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += read_text(place, block, "text")
         else:
-            messages.append({"role": "user", "content": read_text(place, block, "text")})
+            if not messages or messages[-1]["role"] != "user":
+                texts = []
+                messages.append({"role": "user"})
+            texts.append(read_text(place, block, "text"))
+            messages[-1]["content"] = content_of(texts)
     return messages
 
 
@@ -168,9 +171,9 @@ def _read_assistant(where: str, blocks: list[Any]) -> dict[str, Any]:
             calls.append(tool_call(read_text(place, block, "id"), read_text(place, block, "name"), arguments))
         else:
             raise refuse_type(place, kind, "text, thinking and tool_use from the assistant")
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": content_of(texts) if texts else None}
     if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+        message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message

@@ -38,10 +38,10 @@ def refuse_type(where: str, kind: str, taken: str) -> InvalidRequest:
     return InvalidRequest(f"{where} is of type {kind[:40]!r}; this server takes {taken}.", param=where, code="unsupported_content")
 
 
-def read_texts(where: str, value: Any, kinds: Collection[str] = ("text",)) -> str:
+def read_texts(where: str, value: Any, kinds: Collection[str] = ("text",)) -> list[str]:
     """A string, or a list of parts that hold one each."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts.", param=where, code="invalid_type")
     pieces = []
@@ -51,7 +51,7 @@ def read_texts(where: str, value: Any, kinds: Collection[str] = ("text",)) -> st
         if kind not in kinds:
             raise refuse_type(place, kind, "text only here")
         pieces.append(read_text(place, part, "refusal" if kind == "refusal" else "text"))
-    return "".join(pieces)
+    return pieces
 
 
 def read_arguments(where: str, text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.server.fields import RESPONSES
-from headrace.server.messages import MAX_MESSAGES, ROLES, check_template_kwargs
+from headrace.server.messages import MAX_MESSAGES, ROLES, check_template_kwargs, content_of
 from headrace.server.protocol.blocks import (
     Chat,
     check_count,
@@ -137,7 +137,7 @@ class _Items:
 
     def __init__(self) -> None:
         self.messages: Chat = []
-        self._thoughts = ""
+        self._thoughts: list[str] = []
 
     def add(self, where: str, item: Any) -> None:
         kind = read_object(where, item).get("type")
@@ -147,9 +147,9 @@ class _Items:
             self._add_call(where, item)
         elif kind == "function_call_output":
             output = read_texts(f"{where}.output", item.get("output"), _TEXT_KINDS)
-            self.messages.append({"role": "tool", "tool_call_id": read_text(where, item, "call_id"), "content": output})
+            self.messages.append({"role": "tool", "tool_call_id": read_text(where, item, "call_id"), "content": content_of(output)})
         elif kind == "reasoning":
-            self._thoughts += read_texts(f"{where}.content", item.get("content") or "", ("reasoning_text",))
+            self._thoughts += read_texts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
         elif kind == "item_reference":
             raise InvalidRequest(f"{where} refers to a stored item, but nothing is stored; send the item itself.", param=where)
         else:
@@ -163,7 +163,7 @@ class _Items:
         role = item.get("role")
         if role not in ROLES or role == "tool":
             raise InvalidRequest(f"{where}.role must be one of system, developer, user, assistant.", param=f"{where}.role")
-        content = read_texts(f"{where}.content", item.get("content"), _TEXT_KINDS)
+        content = content_of(read_texts(f"{where}.content", item.get("content"), _TEXT_KINDS))
         if role == "assistant":
             self._assistant()["content"] = content
         else:
@@ -178,8 +178,8 @@ class _Items:
 
     def _assistant(self) -> dict[str, Any]:
         """A new message, with what was thought before it."""
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        message: dict[str, Any] = {"role": "assistant", "content": None}
         if self._thoughts:
-            message["reasoning_content"], self._thoughts = self._thoughts, ""
+            message["reasoning_content"], self._thoughts = "\n".join(self._thoughts), []
         self.messages.append(message)
         return message
