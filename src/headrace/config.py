@@ -19,8 +19,8 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     """A config field that is also a flag.
 
     ``extra``: ``choices``; ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further spellings); ``metavar``;
-    ``technique`` (it is reached by ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and
-    ``off`` where those words mean other values.
+    ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by ``--technique`` too; a text is the technique's
+    name where the field has another), with ``on`` and ``off`` where those words mean other values.
     """
     return field(default=default, metadata={"help": help, **extra})
 
@@ -235,6 +235,16 @@ class ServerConfig:
     uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
     api_server_count: int = option(1, "front-end processes that accept, tokenise and stream, for the one engine", minimum=1)
     api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
+    allowed_origins: tuple[str, ...] = option(
+        (), "sites whose pages may use this server from a browser (CORS), like https://chat.example; '*' is all of them", metavar="ORIGIN", json=True
+    )
+    allowed_methods: tuple[str, ...] = option((), "methods that those pages may use; without it, all", metavar="METHOD", json=True)
+    allowed_headers: tuple[str, ...] = option((), "request headers that those pages may send; without it, all", metavar="HEADER", json=True)
+    allow_credentials: bool = option(False, "those pages may send what the browser holds for this server: client certificates, a proxy's cookies")
+    ssl_certfile: str | None = option(None, "serve HTTPS with this certificate: a PEM file, the chain behind it", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "its private key, where that is not in the same file", metavar="FILE")
+    ssl_ca_certs: str | None = option(None, "who signs clients' certificates: a PEM file", metavar="FILE")
+    ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 may be shown, 2 must be shown", choices=(0, 1, 2))
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     tool_call_parser: str = option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
         """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
         words = list(args or ())
         path = self._config_path(words) if self._reads_config_file else None
-        from_file = self._read_config(Path(path)) if path is not None else []
+        from_file = self._read_config(Path(path), self._lists_in(words)) if path is not None else []
         values, unknown = super().parse_known_args([*from_file, *words], namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
@@ -124,11 +125,16 @@ class CommandParser(argparse.ArgumentParser):
         path: str | None = finder.parse_known_args(words)[0].config
         return path
 
-    def _read_config(self, path: Path) -> list[str]:
+    def _lists_in(self, words: Sequence[str]) -> set[str]:
+        """Fields whose lists the command line gives: they take the place of the file's."""
+        given = (self.options().get(word.partition("=")[0]) for word in words)
+        return {action.dest for action in given if isinstance(action, _Extend)}
+
+    def _read_config(self, path: Path, replaced: set[str]) -> list[str]:
         """The file's entries as command-line words; lists first, so that none can swallow a positional argument."""
         words: list[str] = []
         for key, value in read_yaml_mapping(path).items():
-            found = [*self._entry_words(path, str(key), value)]
+            found = [] if str(key).replace("-", "_") in replaced else [*self._entry_words(path, str(key), value)]
             words = [*found, *words] if len(found) > 1 else [*words, *found]
         # A flag with a list takes all words up to the next flag: end with one that takes exactly one.
         return [*words, f"--config={path}"] if words else []
@@ -152,6 +158,29 @@ class CommandParser(argparse.ArgumentParser):
 
     def _keys(self) -> list[str]:
         return [flag.lstrip("-") for flag in self.options() if flag.startswith("--")]
+
+
+class _Extend(argparse.Action):
+    """Words of a list: several behind a flag, a flag that is repeated, or (``json``) all of them as one word of JSON."""
+
+    def __init__(self, *args: Any, json: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._json = json
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        words = [each for word in values for each in (self._listed(word) if self._json else [word])]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *words])
+
+    def _listed(self, word: str) -> list[str]:
+        if not word.startswith("["):
+            return [word]
+        try:
+            found = json.loads(word)
+        except ValueError:
+            found = None
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise argparse.ArgumentError(self, f"{word[:100]!r} is no JSON list of strings")
+        return found
 
 
 def _positional_usage(action: argparse.Action) -> str:
@@ -249,7 +278,7 @@ def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
         metavar = f"{{auto,{','.join(map(str, choices))}}}"
         choices = None  # the config checks them: argparse would name None among them
     if kind.many:
-        common["nargs"] = "+"
+        common.update(nargs="+", action=_Extend, json=of.metadata.get("json", False))
     group.add_argument(*names, type=_reader(of, kind), choices=choices, metavar=metavar, **common)
 
 

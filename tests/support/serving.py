@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -63,7 +64,11 @@ class Answer:
 class Server:
     """A server process. ``lines`` is what it said on stderr so far."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, *, seconds: float = 30.0) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, *, seconds: float = 30.0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """``tls``: how its clients speak HTTPS, where it serves that."""
+        self.tls = tls
         self._mark = f"SERVED_FOR_TEST={uuid.uuid4().hex}"
         self.process = subprocess.Popen(
             command,
@@ -90,7 +95,7 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for line in list(self.lines):
-                found = re.search(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+|unix:\S+", line)
+                found = re.search(r"https?://(127\.0\.0\.1|0\.0\.0\.0):\d+|unix:\S+", line)
                 if found:
                     return found[0].replace("0.0.0.0", "127.0.0.1")
             if self.process.poll() is not None:
@@ -112,7 +117,11 @@ class Server:
             return send(connection, method, path, body, headers)
 
     def connect(self, timeout: float = 20.0) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        connection = (
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+            if self.tls is None
+            else http.client.HTTPSConnection("127.0.0.1", self.port, timeout=timeout, context=self.tls)
+        )
         if self.path is not None:
             connection.sock = self.raw()
         return connection
@@ -264,9 +273,11 @@ def _refuse(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, command: Sequence[str] = FAKE, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    *arguments: str, command: Sequence[str] = FAKE, env: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[Server]:
     """A ready server for the length of a with block."""
-    server = Server([*command, *arguments], env)
+    server = Server([*command, *arguments], env, tls=tls)
     try:
         yield server.wait_ready()
     finally:

@@ -1,4 +1,4 @@
-"""Taking connections off the listening socket, which all front ends share.
+"""Taking connections off the listening socket, which all front ends share; TLS, where it is spoken.
 
 One that holds more connections than another leaves it the next for a moment; who is slow, stopped or gone is not waited for.
 
@@ -11,12 +11,16 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 
 from headrace.server.ledger import Page
 
 AT_ONCE = 64  # that one front end alone takes in one turn of its loop
 LEAVE_SECONDS = 0.001  # then it takes one, and twice as many each time that nobody else has
+HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
+MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
+SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
 FULL_SECONDS = 1.0  # without descriptors or memory: until some are free again
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -24,17 +28,20 @@ log = logging.getLogger("headrace.server")
 
 
 class Acceptor:
-    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's."""
+    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: what is spoken, None: plain."""
 
-    def __init__(self, sock: socket.socket, create: Callable[[], asyncio.Protocol], page: Page, pages: Sequence[Page]) -> None:
+    def __init__(
+        self, sock: socket.socket, create: Callable[[], asyncio.Protocol], page: Page, pages: Sequence[Page], tls: ssl.SSLContext | None = None
+    ) -> None:
         self._sock = sock
         self._create = create
+        self._tls = tls
         self._page = page
         self._others = [each for each in pages if each is not page]
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._left = 1  # what it takes after having left the others the chance
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # connections that are not made yet, oldest first
 
     def start(self) -> None:
         self._page.up = True
@@ -84,8 +91,12 @@ class Acceptor:
                 self._rest(FULL_SECONDS, 1)
                 return False
             task = self._loop.create_task(self._serve(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(lambda done: self._tasks.pop(done, None))
+            if self._tls is not None and len(self._tasks) > MAX_HANDSHAKES:
+                oldest = next(iter(self._tasks))
+                del self._tasks[oldest]
+                oldest.cancel()
         return True
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -93,6 +104,11 @@ class Acceptor:
         try:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._create, sock)
-        except OSError:  # it is gone again
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._create, sock)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._create, sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_SECONDS, ssl_shutdown_timeout=SHUTDOWN_SECONDS
+                )
+        except OSError:  # it is gone again, speaks no TLS, shows no certificate, or takes too long
             sock.close()

@@ -2,7 +2,8 @@
 
 What lives here: gates and the outermost error handling. What may not: what a route does, what is logged of it (access_log.py).
 
-Gates: Host and Origin, the matched route, the key, the method. No layers of middleware: one coroutine, one exchange.
+Gates: Host and Origin (a browser's preflight ends here), the matched route, the key, the method. No layers of middleware: one
+coroutine, one exchange.
 """
 
 from __future__ import annotations
@@ -60,13 +61,17 @@ class App:
             self._record(exchange)
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if exchange.scope["http_version"] == "1.1" and exchange.header(b"host") is None:
+            raise HttpError("The request has no Host header; HTTP/1.1 needs one.", code="invalid_http")
+        exchange.cors = self._guard.check_browser(exchange.headers)
+        preflight = self._guard.preflight(exchange.method, exchange.headers)
+        if preflight is not None:  # it carries no key
+            await exchange.reply(200, b"", b"text/plain", preflight)
+            return
         handler = self._gate(exchange)
         await handler(self._service, exchange)
 
     def _gate(self, exchange: Exchange) -> Handler:
-        if exchange.scope["http_version"] == "1.1" and exchange.header(b"host") is None:
-            raise HttpError("The request has no Host header; HTTP/1.1 needs one.", code="invalid_http")
-        self._guard.check_browser(exchange.headers)
         by_method = self._table.match(exchange.path)
         if by_method:
             exchange.errors = next(iter(by_method.values())).errors

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, Unauthorized
+from headrace.server.cors import Cors
+from headrace.server.cors import Headers as Answered
 from headrace.server.http_errors import Forbidden, HttpError
 from headrace.server.tenants import key_name
 
@@ -39,21 +41,43 @@ class Guard:
         if not self._loopback and config.uds is None and not config.api_key:
             raise ConfigError(f"--host {config.host} can be reached from other machines, but no key is set; add --api-key or HEADRACE_API_KEY.")
         self._host = config.host.lower()
+        self._cors = Cors(config)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         self.secret = secret or secrets.token_bytes(32)  # of this start: a tenant's name tells nothing of its key
         self.key_names = {self._tenant(digest): key_name(number) for number, digest in reversed(list(enumerate(self._digests, start=1)))}
 
-    def check_browser(self, headers: Headers) -> None:
-        """DNS rebinding (a foreign Host on a loopback server) and cross-origin pages are turned away."""
+    def check_browser(self, headers: Headers) -> Answered:
+        """DNS rebinding (a foreign Host on a loopback server) and pages of other sites than --allowed-origins names are turned away.
+
+        Returns the headers by which a browser knows that its page may read the answer.
+        """
         hosts = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
         if len(hosts) > 1:
             raise HttpError("The request has several Host headers; send one.")
         host = hosts[0] if hosts else ""
         if self._loopback and host and not self._is_ours(_host_name(host)):
             raise Forbidden("The Host header names another machine than this one; use the address the server listens on.", code="foreign_host")
+        allowed = None
         for name, value in headers:
-            if name == b"origin" and value.decode("latin-1").strip().lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
-                raise Forbidden("The Origin header names another site; pages of other sites may not use this server.", code="foreign_origin")
+            if name != b"origin":
+                continue
+            origin = value.decode("latin-1").strip()
+            if self._cors.allows(origin):
+                allowed = value.strip()
+            elif origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+                raise Forbidden(
+                    "The Origin header names another site; pages of other sites may use this server only if --allowed-origins names them.",
+                    code="foreign_origin",
+                )
+        return self._cors.headers(allowed)
+
+    def preflight(self, method: str, headers: Headers) -> Answered | None:
+        """What a browser that ``check_browser`` has let in is told of the request it asks about; None for any other request."""
+        asked = dict(headers)
+        if not (self._cors.on and method == "OPTIONS" and b"origin" in asked and b"access-control-request-method" in asked):
+            return None
+        local = b"access-control-request-private-network" in asked
+        return self._cors.preflight(asked.get(b"access-control-request-headers", b""), local)
 
     def _is_ours(self, name: str) -> bool:
         return name == self._host or is_loopback(name)

@@ -19,6 +19,7 @@ from headrace.server.wire import encode, error_object
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
+WRITE_BYTES = 64 * 1024  # that may wait for a client before its answer does
 HEADER_SECONDS = 20.0  # from a connection's or a request's first moment to the end of its headers
 UNREAD_SECONDS = 65.0  # in which a client has to take UNREAD_BYTES of what waits for it; streams have a limit of their own, just below
 UNREAD_BYTES = 32 * 1024
@@ -39,6 +40,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.scheme == "https":
+            transport.set_write_buffer_limits(WRITE_BYTES)  # half a megabyte otherwise, for every client that does not read
         if self._crowd.enter(self):
             self._arm()
         else:

@@ -28,7 +28,7 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "errors", "finish_reason",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "cors", "errors", "finish_reason",
         "finished", "headers", "key_name", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
     )  # fmt: skip
 
@@ -45,6 +45,7 @@ class Exchange:
         self.request_id = self._client_request_id() or uuid.uuid4().hex
         self.route = "-"  # the matched route's template: what logs and metrics show
         self.errors = ErrorShape()  # the matched route's, or of the answer that has begun
+        self.cors: tuple[tuple[bytes, bytes], ...] = ()  # headers of every answer, also of errors, for a page of another site
         self.status: int | None = None
         self.finished = False
         self._unframed = False  # the answer ends with the connection
@@ -87,7 +88,8 @@ class Exchange:
         if self.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in headers):
             self.scope["unframe"]()
             self._unframed, headers = True, (*headers, (b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": [(b"x-request-id", self.request_id.encode()), *headers]})
+        always = ((b"x-request-id", self.request_id.encode()), *self.cors)
+        await self._send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
 
     async def write(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})

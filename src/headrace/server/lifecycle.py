@@ -24,6 +24,7 @@ from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
 from headrace.server.accept import Acceptor
 from headrace.server.auth import Guard
 from headrace.server.service import Engine, Service, State
+from headrace.server.tls import create_context, follow_files
 
 if TYPE_CHECKING:
     import uvicorn
@@ -94,11 +95,11 @@ def _is_abandoned(path: str) -> bool:
     return False
 
 
-def address_of(sock: socket.socket) -> str:
+def address_of(sock: socket.socket, scheme: str = "http") -> str:
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Signals:
@@ -146,9 +147,11 @@ class Lifecycle:
             server = await asyncio.to_thread(_create_server, self._service, self._guard)
             serving = asyncio.create_task(server.serve(sockets=[]))  # accepting is ours
             service = self._service
-            acceptor = Acceptor(self._sock, partial(_create_connection, server), service.page, service.ledger.pages)
+            tls = create_context(service.config)
+            acceptor = Acceptor(self._sock, partial(_create_connection, server), service.page, service.ledger.pages, tls)
             acceptor.start()
-            beside = [asyncio.create_task(each) for each in (service.pulse.run(), service.commons.run(), service.page.stamp())]
+            forever = (service.pulse.run(), service.commons.run(), service.page.stamp(), follow_files(tls, service.config))
+            beside = [asyncio.create_task(each) for each in forever]
             try:
                 return await self._live(loading)
             finally:

@@ -29,6 +29,7 @@ from headrace.server.moderation.watch import Moderator
 from headrace.server.service import Engine, Service
 from headrace.server.supervisor import Supervisor
 from headrace.server.tenants import check_weights
+from headrace.server.tls import create_context
 
 SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
 
@@ -51,6 +52,7 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
     guard, me = Guard(config), os.getpid()
+    create_context(config)  # files that cannot be used are found out before anything starts
     check_weights(engine_config.scheduler, config)
     os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the other processes inherit it, and the level
     os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
@@ -147,13 +149,16 @@ class _Greeting:
     def __init__(self, life: _Life) -> None:
         self.say = tell if life.config.log_format == "json" else say
         self._began = life.began
-        self._address, self._unix = address_of(life.sock), life.config.uds is not None
+        self._address, self._unix = address_of(life.sock, "https" if life.config.ssl_certfile else "http"), life.config.uds is not None
         self._open = not life.config.api_key
+        self._any_page = self._open and "*" in life.config.allowed_origins
         self.say(f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}.")
 
     def ready(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.say(line)
+        if self._any_page:
+            self.say("Warning: --allowed-origins is '*' and there is no key: every page that is opened on this machine may use the server.")
         key = f" (no key needed: {'the owner of the file' if self._unix else 'this machine'} only)" if self._open else ""
         self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
         if not self._unix:
