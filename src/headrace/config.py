@@ -245,6 +245,9 @@ class ServerConfig:
     ssl_keyfile: str | None = option(None, "its private key, where that is not in the same file", metavar="FILE")
     ssl_ca_certs: str | None = option(None, "who signs clients' certificates: a PEM file", metavar="FILE")
     ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 may be shown, 2 must be shown", choices=(0, 1, 2))
+    unknown_fields: str = option(
+        "refuse", "a request's fields that its route does not know: a 400 that names them, or left out and counted", choices=("refuse", "ignore")
+    )
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     tool_call_parser: str = option(

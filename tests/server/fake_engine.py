@@ -140,6 +140,9 @@ class FakeEngine:
     async def explain(self, streams: Sequence[Any]) -> Mapping[str, Any]:
         return {"requests": [None] * len(streams), "accounts": [None] * len(streams)}
 
+    async def reset_prefix_cache(self) -> None:
+        pass
+
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         self.alive = False
 

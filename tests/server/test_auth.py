@@ -13,7 +13,7 @@ from headrace.server.auth import Guard
 from tests.support.serving import Server, serving
 
 KEY = "sk-right"
-OPEN = {"/health", "/ready", "/", "/dashboard", "/web/chat.html"}
+OPEN = {"/health", "/ping", "/ready", "/", "/dashboard", "/web/chat.html"}
 WRONG = {
     "none": [],
     "wrong": [("Authorization", "Bearer sk-wrong")],

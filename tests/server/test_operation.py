@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headrace.server.ignored_fields import MAX_NAMES, IgnoredFields
 from tests.support.serving import SERVE, Server, serving, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.002")
@@ -22,7 +23,7 @@ ONE, TWO = {"Authorization": "Bearer key-one"}, {"Authorization": "Bearer key-tw
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*HASH, "--log-format", "json", "--api-key", "key-one", "key-two", command=SERVE) as server:
+    with serving(*HASH, "--log-format", "json", "--api-key", "key-one", "key-two", "--unknown-fields", "ignore", command=SERVE) as server:
         yield server
 
 
@@ -89,6 +90,55 @@ def test_health_is_true_both_ways_and_costs_the_engine_nothing(server: Server) -
         assert time.monotonic() - begun < 3, "an engine that is back counts as sick"
         time.sleep(0.05)
     assert cached(server, ONE) >= 0
+
+
+def test_prefixes_are_forgotten_on_demand_and_who_runs_goes_on(server: Server) -> None:
+    assert cached(server, ONE) >= 0 and cached(server, ONE) > 0 and cached(server, TWO) >= 0
+    assert server.ask("POST", "/reset_prefix_cache").status == 401 and cached(server, ONE) > 0
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.ask, "POST", "/v1/completions", body, ONE)
+        wait_for(lambda: server.ask("GET", "/load", headers=TWO).json == {"server_load": 1}, 5)
+        answer = server.ask("POST", "/reset_prefix_cache", headers=ONE)
+        assert (answer.status, answer.json) == (200, {"status": "ok"}) and not running.done()
+        assert cached(server, ONE) == 0 and cached(server, ONE) > 0 and cached(server, TWO) == 0, "nobody's is left, whoever asks"
+        alone = running.result()
+    assert alone.status == 200 and alone.json["choices"][0]["text"] == server.ask("POST", "/v1/completions", body, ONE).json["choices"][0]["text"]
+    assert server.ask("GET", "/load", headers=ONE).json == {"server_load": 0} and server.ask("GET", "/load").status == 401
+
+
+def test_a_probe_under_another_name_and_what_a_server_is_set_to(server: Server) -> None:
+    for method in ("GET", "POST", "HEAD"):
+        assert server.ask(method, "/ping").status == 200 and server.ask(method, "/ping").body == b""
+    assert server.ask("GET", "/server_info").status == 401
+    info = server.ask("GET", "/server_info?config_format=json", headers=ONE)
+    config = info.json["config"]
+    assert config["device"]["executor"] == "keyed-hash" and config["server"]["max_queue"] == 1024 and config["server"]["api_key"] == "2 set"
+    assert {"name", "value", "reason"} == set(info.json["decisions"][0]) and info.json["engine"]["served_names"]
+    assert "key-one" not in info.body.decode() and "key-two" not in info.body.decode()
+
+
+def test_fields_that_no_route_knows_are_left_out_where_that_is_wanted_and_told(server: Server) -> None:
+    fields = {"prompt": "x", "max_tokens": 1, "frobnicate": {"deep": [1]}, "evil\nname": 1, "frobnicate2": None}
+    for _ in range(2):
+        assert server.ask("POST", "/v1/completions", fields, ONE).status == 200
+    lines = [line for line in server.lines if "left out" in line]
+    assert sum("frobnicate " in line for line in lines) == 1 and sum("(no plain name)" in line for line in lines) == 1
+    assert "evil" not in "".join(server.lines)
+    page = server.ask("GET", "/metrics", headers=ONE).body.decode()
+    assert re.search(r"^headrace_ignored_fields_total{.*} 6$", page, re.M)
+    known = server.ask("POST", "/v1/completions", {"prompt": "x", "best_of": 3, "frobnicate": 1}, ONE)
+    assert known.status == 400 and known.error["code"] == "unsupported_parameter" and known.error["param"] == "best_of"
+    chat = server.ask("GET", "/openapi.json", headers=ONE).json["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"]["additionalProperties"] is True
+
+
+def test_unknown_names_are_told_a_bounded_number_of_times(caplog: pytest.LogCaptureFixture) -> None:
+    total = [0]
+    fields = IgnoredFields(lambda count: total.__setitem__(0, total[0] + count))
+    for number in range(10 * MAX_NAMES):
+        fields.note("/v1/completions", [f"field{number}", "x" * 100])
+    assert total[0] == 20 * MAX_NAMES and len(caplog.records) == MAX_NAMES
 
 
 def test_saturation_with_long_prompts_raises_no_alarm(server: Server) -> None:

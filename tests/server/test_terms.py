@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import SchedulerConfig, ServerConfig
+from headrace.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import Expectations
 from headrace.server.auth import Guard
@@ -23,7 +23,8 @@ def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
 
 
 def service(policy: str = "fcfs", **config: Any) -> Service:
-    return Service(ServerConfig(**config), "0", [], scheduling_policy=policy)
+    engine = EngineConfig(scheduler=SchedulerConfig(scheduling_policy=policy))
+    return Service(ServerConfig(**config), "0", [], engine_config=engine)
 
 
 def test_keys_have_names_that_tell_nothing_of_them() -> None:

@@ -136,6 +136,18 @@ def test_a_stream_that_is_left_frees_its_place(server: Server) -> None:
     server.wait_idle(headers=KEY)
 
 
+def test_prefixes_are_forgotten_whichever_front_end_is_asked(server: Server) -> None:
+    body = {"prompt": "a plan " * 60, "max_tokens": 1}
+
+    def cached() -> int:
+        return int(server.ask("POST", "/v1/completions", body, KEY).json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    for _ in range(2):
+        cached()
+        assert cached() > 0
+        assert server.ask("POST", "/reset_prefix_cache", headers=KEY).status == 200 and cached() == 0
+
+
 def test_clients_certificates(pair: Pair, tmp_path: Path) -> None:
     """In one process, by the context alone: who must show one and does not is turned away at the handshake."""
     authority, stranger = create_pair(tmp_path, "authority"), create_pair(tmp_path, "stranger")

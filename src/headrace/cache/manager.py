@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from headrace.cache.prefix_tree import Blocks, PrefixNode, PrefixTree
 from headrace.spec import KVGroup, KVSpec
 
 BlockTable = list[int | None]  # None: behind a sliding window, given back
+_NEVER = 2**62  # as many linked blocks no sequence has: it names none
 _ID_BYTES = array("i").itemsize
 
 
@@ -298,6 +299,15 @@ class CacheManager:
         own = path[::-1][kv.num_matched_blocks :]
         if own:
             self.forget(own[0])
+
+    def forget_all(self, sequences: Iterable[SequenceKV]) -> None:
+        """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with them, and name
+        neither these nor later ones, which depend on them."""
+        for node in list(self.tree.tops()):
+            self.forget(node)
+        for kv in sequences:
+            if kv.capacity:
+                kv.node, kv.num_linked_blocks, kv.num_matched_blocks = None, _NEVER, _NEVER
 
     # --- blocks
 

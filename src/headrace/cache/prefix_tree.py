@@ -109,11 +109,15 @@ class PrefixTree:
             node = parent
         del self._roots[self._name_of.pop(node)]
 
+    def tops(self) -> Iterator[PrefixNode]:
+        """The first node of every prefix."""
+        for root in list(self._roots.values()):
+            yield from list(root.children.values())
+
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node below the roots (tests and pictures)."""
-        for root in list(self._roots.values()):
-            for child in list(root.children.values()):
-                yield from subtree(child)
+        for top in self.tops():
+            yield from subtree(top)
 
     @property
     def num_roots(self) -> int:

@@ -325,6 +325,10 @@ class AsyncLLM:
         ids = [stream.request.request_id for stream in streams[: frames.MAX_ASKED]]
         return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
 
+    async def reset_prefix_cache(self) -> None:
+        """Requests that begin from now on reuse nothing that was computed before; those that run go on. Returns when it is so."""
+        await self._connection.ask(frames.ForgetPrefixes)
+
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again.
 

@@ -27,7 +27,7 @@ from headrace.engine.masks import GrammarStats, Masks
 from headrace.errors import InvalidRequest, StepFailed
 from headrace.metrics import StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
-from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes
 from headrace.scheduler.explain import RequestState, explain, explain_arriving
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.policies import Forecast
@@ -150,6 +150,15 @@ class EngineCore:
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
         self._events.append(FinishSequence(request_id, index, num_tokens))
+
+    def forget_prefixes(self) -> None:
+        """What was computed so far is reused by no request that begins later; those that run go on."""
+        self._events.append(ForgetPrefixes())
+
+    @property
+    def settled(self) -> bool:
+        """Everything that was told so far has taken effect."""
+        return not self._events
 
     def step(self) -> Sequence[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""

@@ -133,11 +133,13 @@ class EngineLoop:
             frames.AskStats: lambda link, command: _reply(link, command.number, self._stats()),
             frames.AskRecent: self._answer_recent,
             frames.AskRequests: self._answer_requests,
+            frames.ForgetPrefixes: self._forget_prefixes,
             frames.Attach: self._attach,
             frames.Shutdown: self._shut_down,
             Left: self._abort_all,
         }
         self._running = True
+        self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
 
     def run(self) -> None:
         core, links, pulse = self._core, self._links, self._pulse
@@ -153,6 +155,8 @@ class EngineLoop:
                 self._handlers[type(command)](link, command)
             if core.has_work and self._running:
                 outputs = core.step()
+                if self._forgetting and core.settled:
+                    self._answer_forgotten()
                 if outputs:
                     pulse.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
@@ -202,6 +206,15 @@ class EngineLoop:
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
         _reply(link, command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})
+
+    def _forget_prefixes(self, link: Link, command: frames.ForgetPrefixes) -> None:
+        self._core.forget_prefixes()
+        self._forgetting.append((link, command.number))
+
+    def _answer_forgotten(self) -> None:
+        for link, number in self._forgetting:
+            _reply(link, number, {})
+        self._forgetting.clear()
 
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:
         self._running = False

@@ -152,6 +152,12 @@ class AskRequests(Frame):
     request_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ASKED)]
 
 
+class ForgetPrefixes(Frame):
+    """Requests that begin later reuse nothing that was computed so far; the answer is an empty StatsReply, once that is so."""
+
+    number: int
+
+
 class Attach(Frame):
     """From the parent: another front end listens at ``address``; ``serial``, which none has had before, begins its requests' ids."""
 
@@ -164,7 +170,7 @@ class Shutdown(Frame):
     pass
 
 
-GuestCommand = Add | Abort | Finish | AskStats | AskRecent | AskRequests  # what any front end may say
+GuestCommand = Add | Abort | Finish | AskStats | AskRecent | AskRequests | ForgetPrefixes  # what any front end may say
 Command = GuestCommand | Attach | Shutdown  # ... and what the parent may
 Event = Hello | Started | StartFailed | Beat | Died | StatsReply | Step
 

@@ -43,4 +43,9 @@ class FinishSequence:
     num_tokens: int
 
 
-Event = AddRequest | RefuseRequest | AbortRequest | FinishSequence
+@dataclass(frozen=True, slots=True)
+class ForgetPrefixes:
+    """Nothing that was computed so far is reused by requests that begin later."""
+
+
+Event = AddRequest | RefuseRequest | AbortRequest | FinishSequence | ForgetPrefixes

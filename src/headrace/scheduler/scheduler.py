@@ -26,7 +26,7 @@ from headrace.cost.speed import StepSpeed
 from headrace.errors import ConfigError
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
 from headrace.scheduler.cohort import Cohort
-from headrace.scheduler.events import AbortRequest, AddRequest, Event, RefuseRequest
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog, Kind
 from headrace.scheduler.longest_first import longest_first
@@ -281,6 +281,9 @@ class Scheduler:
             return
         if isinstance(event, RefuseRequest):
             self._add(event.request, now, Refusal(event.message, param=event.param))
+            return
+        if isinstance(event, ForgetPrefixes):
+            self.cache.forget_all(sequence.kv for sequences in self._roster.requests.values() for sequence in sequences)
             return
         if isinstance(event, AbortRequest) and event.request_id in self._roster.requests:
             self._roster.log.add("aborted", event.request_id)

@@ -17,7 +17,7 @@ LINES_A_SECOND = 20  # of one kind, that clients can cause at will
 
 log = logging.getLogger("headrace.access")
 
-_PROBES = frozenset(("/health", "/ready", "/metrics", "/v1/dashboard"))
+_PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"))
 
 
 class Rate:

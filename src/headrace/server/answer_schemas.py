@@ -18,6 +18,8 @@ ERROR = record({"error": _ERROR_FIELDS})
 ANTHROPIC_ERROR = record({"type": {"const": "error"}, "error": _ERROR_FIELDS})
 
 STATUS = record({"status": TEXT})
+LOAD = record({"server_load": COUNT})
+SERVER_INFO = record({"version": TEXT, "config": OBJECT, "decisions": array(OBJECT), "engine": OBJECT})
 VERSION = record({"version": TEXT})
 MODEL = record({"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT})
 MODELS = record({"object": {"const": "list"}, "data": array(MODEL, minItems=1)})

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import InvalidRequest, NotFound
 from headrace.sampling_params import check_token_ids
 from headrace.server import answer_schemas as answers
-from headrace.server import anthropic, dashboard, fields, generate, pages, requests, responses
+from headrace.server import anthropic, dashboard, fields, generate, operation, pages, requests, responses
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.openapi import document
@@ -91,7 +91,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
 
 
 async def openapi(service: Service, exchange: Exchange) -> None:
-    await exchange.reply_json(document(ROUTES, service.version, keys=bool(service.config.api_key)))
+    await exchange.reply_json(document(ROUTES, service.version, keys=bool(service.config.api_key), closed=service.config.unknown_fields == "refuse"))
 
 
 async def embeddings(service: Service, exchange: Exchange) -> None:
@@ -109,6 +109,11 @@ ROUTES = (
     Route("GET", "/v1/dashboard", dashboard.data, "what the dashboard shows, as JSON", query=dashboard.CURSORS),
     Route("GET", "/health", health, "200 while the engine lives", open=True, answer=answers.STATUS),
     Route("GET", "/ready", ready, "200 while new requests are taken", open=True, answer=answers.STATUS),
+    Route("GET", "/ping", operation.ping, "as /health", open=True, answer=answers.PAGE, content_types=("text/plain",)),
+    Route("POST", "/ping", operation.ping, "as /health", open=True, answer=answers.PAGE, content_types=("text/plain",)),
+    Route("GET", "/load", operation.load, "how many requests wait or run", answer=answers.LOAD),
+    Route("GET", "/server_info", operation.server_info, "settings and automatic choices", answer=answers.SERVER_INFO),
+    Route("POST", "/reset_prefix_cache", operation.reset_prefix_cache, "forget all cached prefixes", answer=answers.STATUS),
     Route("GET", "/version", version, "the version of Headrace", answer=answers.VERSION),
     Route("GET", "/metrics", metrics, "Prometheus metrics", answer=answers.PAGE, content_types=("text/plain",)),
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.DOCUMENT),

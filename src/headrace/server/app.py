@@ -84,6 +84,7 @@ class App:
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in by_method:
             raise MethodNotAllowed(exchange.method, ", ".join([*by_method, *(["HEAD"] if "GET" in by_method else [])]))
+        exchange.fields = by_method[method].body
         return by_method[method].handler
 
     async def _end(self, exchange: Exchange, error: HeadraceError) -> None:

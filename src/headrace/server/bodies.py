@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from headrace.errors import Overloaded, PayloadTooLarge
 from headrace.server.exchange import Exchange, Message
+from headrace.server.fields import Field
 from headrace.server.http_errors import ClientLeft, RequestTimeout, UnsupportedMediaType
+from headrace.server.ignored_fields import IgnoredFields, split
 from headrace.server.threads import Threads
 from headrace.server.wire import decode_object
 
@@ -54,9 +56,13 @@ class _Turns:
 
 
 class Bodies:
-    """All bodies that a server holds. ``max_bytes``: of one; nothing larger is ever in memory."""
+    """All bodies that a server holds. ``max_bytes``: of one; nothing larger is ever in memory.
 
-    def __init__(self, max_bytes: int, threads: Threads) -> None:
+    ``ignored`` hears of fields that their route does not know, which are left out then; None: they are errors.
+    """
+
+    def __init__(self, max_bytes: int, threads: Threads, ignored: IgnoredFields | None = None) -> None:
+        self._ignored = ignored
         self.max_bytes = max_bytes
         self._threads = threads
         self._limit = HELD_BODIES * max_bytes
@@ -69,7 +75,12 @@ class Bodies:
         _check_kind(exchange)
         body = await self._receive(exchange)
         size = len(body) if len(body) > _INLINE_BYTES else 0
-        return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)))
+        if self._ignored is None:
+            return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)))
+        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.fields, parse))
+        if unknown:
+            self._ignored.note(exchange.route, unknown)
+        return parsed
 
     def release(self, exchange: Exchange) -> None:
         """Nothing of its body is needed any more. May be called again."""
@@ -109,6 +120,13 @@ class Bodies:
             raise Overloaded(f"Large bodies fill the {self._limit} bytes that are kept for them; try again in 1 s.", retry_after=1)
         self._total += size
         self._held[exchange] = self._held.get(exchange, 0) + size
+
+
+def _parse_known(
+    body: bytearray, fields: Iterable[Field], parse: Callable[[dict[str, Any]], Parsed]
+) -> tuple[Parsed, list[str]]:
+    known, unknown = split(decode_object(body, pack=True), fields)
+    return parse(known), unknown
 
 
 def _check_kind(exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
 from headrace.request import RequestTimes
+from headrace.server.fields import Field
 from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTimeout
 from headrace.server.wire import ErrorShape, encode
 
@@ -28,7 +29,8 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "cors", "errors", "finish_reason",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "cors", "errors", "fields",
+        "finish_reason",
         "finished", "headers", "key_name", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
     )  # fmt: skip
 
@@ -44,6 +46,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id = self._client_request_id() or uuid.uuid4().hex
         self.route = "-"  # the matched route's template: what logs and metrics show
+        self.fields: tuple[Field, ...] = ()  # of the matched route's body
         self.errors = ErrorShape()  # the matched route's, or of the answer that has begun
         self.cors: tuple[tuple[bytes, bytes], ...] = ()  # headers of every answer, also of errors, for a page of another site
         self.status: int | None = None

@@ -22,6 +22,7 @@ _GRAMMARS = (
     ("mask_seconds_total", "mask_seconds", "counter", "making masks, while the device computes"),
     ("cache_bytes", "cached_bytes", "gauge", "compiled grammars that are kept, about"),
 )
+_IGNORED = "fields left out of requests, being unknown to their route (--unknown-fields ignore)"
 _STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 
 Key = TypeVar("Key")
@@ -47,10 +48,10 @@ class SharedHistogram(Histogram):
 
 
 class Counts(Mapping[Key, int]):
-    """Counters by a fixed set of keys, on a page."""
+    """Counters by a fixed set of keys, on a page. A key that is given twice has one."""
 
     def __init__(self, keys: Iterable[Key], page: Page) -> None:
-        self._places = {key: place for place, key in enumerate(keys)}
+        self._places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self._cells = page.take_ints(len(self._places))
 
     def add(self, key: Key) -> None:
@@ -79,6 +80,7 @@ class ServerMetrics:
         self.queue_time = SharedHistogram(QUEUE_BUCKETS, page)
         self._tokens = page.take_ints(2)
         self.finished = Counts(FINISH_REASONS, page)
+        self._ignored = page.take_ints(1)
         self.answers = Counts([(route, status) for route in (*self._routes, "-") for status in _STATUS_CLASSES], page)
 
     def summed(self, pages: Sequence[Page]) -> ServerMetrics:
@@ -107,6 +109,9 @@ class ServerMetrics:
     def count_answer(self, route: str, status: int) -> None:
         self.answers.add((route, f"{min(max(status // 100, 2), 5)}xx"))
 
+    def count_ignored(self, fields: int) -> None:
+        self._ignored[0] += fields
+
     def count_end(self, reason: str) -> None:
         self.finished.add(reason if reason in self.finished else "error")
 
@@ -122,6 +127,7 @@ class ServerMetrics:
         page.histogram("e2e_request_latency_seconds", "arrival to last token", self.end_to_end)
         page.histogram("request_queue_time_seconds", "arrival to first step", self.queue_time)
         page.lines.extend(self._answer_lines())
+        page.scalar("ignored_fields_total", "counter", _IGNORED, self._ignored[0], prefixes=("headrace_",))
         text = "\n".join(page.lines) + "\n"
         steps = engine.get("steps")
         return (text + (render_steps(steps) if steps else "")).encode()

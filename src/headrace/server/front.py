@@ -44,7 +44,7 @@ class FrontEnd:
             launch.server,
             launch.version,
             [route.path for route in ROUTES],
-            scheduling_policy=launch.engine.scheduler.scheduling_policy,
+            engine_config=launch.engine,
             ledger=ledger,
             number=launch.number - 1,
         )

@@ -34,11 +34,11 @@ _WITH_BODY = (404, 413, 415, 429)
 _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 
 
-def document(routes: Iterable[Route], version: str, *, keys: bool) -> dict[str, Any]:
-    """``keys``: whether this server asks for one."""
+def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool = True) -> dict[str, Any]:
+    """``keys``: whether this server asks for one. ``closed``: it refuses fields that are not named here."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, keys)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, keys, closed)
     components: dict[str, Any] = {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}}
     if keys:
         components["securitySchemes"] = {
@@ -49,7 +49,7 @@ def document(routes: Iterable[Route], version: str, *, keys: bool) -> dict[str, 
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: Route, keys: bool) -> dict[str, Any]:
+def _operation(route: Route, keys: bool, closed: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path).strip('_') or 'root'}",
         "summary": route.summary,
@@ -62,7 +62,8 @@ def _operation(route: Route, keys: bool) -> dict[str, Any]:
         integer = {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR}
         operation["parameters"] = [{"name": each, "in": "query", "required": False, "schema": integer} for each in route.query]
     if route.body:
-        content = {"schema": body_schema(route.path, route.body), "example": EXAMPLES[route.path]}
+        schema = body_schema(route.path, route.body) | ({} if closed else {"additionalProperties": True})
+        content = {"schema": schema, "example": EXAMPLES[route.path]}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if keys:
         operation["security"] = [] if route.open else _SECURITY

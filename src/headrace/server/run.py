@@ -123,7 +123,7 @@ class _Life:
 
     async def serve(self, create_engine: CreateEngine) -> int:
         routes = [route.path for route in ROUTES]
-        service = Service(self.config, self.version, routes, scheduling_policy=self.engine_config.scheduler.scheduling_policy)
+        service = Service(self.config, self.version, routes, engine_config=self.engine_config)
         await _check_template(self.engine_config.model.chat_template)
         service.moderator = await self._moderator()
         greeting = _Greeting(self)

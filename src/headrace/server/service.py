@@ -14,7 +14,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Protocol
 
-from headrace.config import Decision, ServerConfig
+from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
@@ -27,6 +27,7 @@ from headrace.server.commons import Alone, Commons
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
+from headrace.server.ignored_fields import IgnoredFields
 from headrace.server.inflight import Inflight
 from headrace.server.ledger import Ledger
 from headrace.server.moderation.watch import Moderator
@@ -125,6 +126,9 @@ class Engine(Protocol):
     async def explain(self, streams: Sequence[Any]) -> Mapping[str, Any]:
         """Where these streams' requests stand, and the steps of those that asked: AsyncLLM.explain."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Requests that begin from now on reuse nothing that was computed before."""
+
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """Ends its process, by force after ``kill_after`` seconds."""
 
@@ -145,14 +149,14 @@ class Service:
         version: str,
         routes: Sequence[str],
         *,
-        scheduling_policy: str = "fcfs",
+        engine_config: EngineConfig | None = None,
         ledger: Ledger | None = None,
         number: int = 0,
     ) -> None:
         """``number``: which of the ledger's pages is its own."""
         self.config = config
         self.version = version
-        self.scheduling_policy = scheduling_policy
+        self.engine_config = engine_config or EngineConfig()
         self.state = State.LOADING
         self.ledger = ledger or Ledger.private()
         self.page = self.ledger.pages[number]
@@ -160,7 +164,8 @@ class Service:
         self.commons: Commons = Alone(lambda: self._engine, self.total_metrics)
         self.pulse = Pulse()
         self.threads = Threads()
-        self.bodies = Bodies(config.max_body_bytes, self.threads)
+        ignored = IgnoredFields(self.metrics.count_ignored) if config.unknown_fields == "ignore" else None
+        self.bodies = Bodies(config.max_body_bytes, self.threads, ignored)
         self.inflight = Inflight()
         self.moderator = Moderator()
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
@@ -200,6 +205,10 @@ class Service:
         """A parser must see the markers, also those that decoding would leave out."""
         hidden = bool(self._special_markers) and params.skip_special_tokens and create_parser() is not None
         return replace(params, skip_special_tokens=False) if hidden else params
+
+    @property
+    def scheduling_policy(self) -> str:
+        return self.engine_config.scheduler.scheduling_policy
 
     @property
     def engine(self) -> Engine:
