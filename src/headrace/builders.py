@@ -23,6 +23,8 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from headrace.portability import open_cpus
+
 _log = logging.getLogger(__name__)
 _PACKAGES = str(Path(__file__).parents[1])
 _KERNELS = Path(__file__).parent / "kernels" / "triton"
@@ -117,7 +119,7 @@ def mark_of(*facts: object) -> Path:
 
 def begin_builders(mark: Path) -> Builders | None:
     """None where there is nothing for them to do, or there are too few cores to share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(open_cpus())
     if cores < FEWEST_CORES or mark.exists():
         return None
     try:

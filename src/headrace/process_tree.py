@@ -1,4 +1,5 @@
-"""Processes that belong together: a child that ends with its parent, a parent that outlives nobody's orphans. (Linux; elsewhere no-ops.)
+"""Processes that belong together: a child that ends with its parent, a parent that outlives nobody's orphans. (Elsewhere than on Linux a
+child looks once a second, and orphans are not adopted.)
 
 What lives here: what the kernel is asked for. What may not: starting processes, deciding when they end.
 """
@@ -9,26 +10,39 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
+import threading
 import time
 from pathlib import Path
 
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of prctl(2)
+_LOOK_SECONDS = 1.0
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
+def _prctl(option: int, value: int) -> bool:
+    """False where there is no such call: elsewhere than on Linux."""
+    try:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    except AttributeError:
+        return False
+    return True
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when the thread that started it has ended, even if it is stopped then.
+    """The kernel kills this process when the thread that started it has ended, even if it is stopped then; or it ends itself soon after.
 
     ``parent``: that process's id, if it is known: should it be gone already, this one ends now.
     """
-    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
+    expected = os.getppid() if parent is None else parent
+    if not _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL):
+        threading.Thread(target=_end_after, args=(expected,), name="headrace-parent", daemon=True).start()
+    if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -57,13 +71,17 @@ def _children_ended(seconds: float) -> bool:
 
 
 def children() -> list[int]:
-    """This process's own, also those that wait to be collected."""
-    me = os.getpid()
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _parent_of(entry) == me]
-
-
-def _parent_of(entry: Path) -> int | None:
+    """This process's own, also those that wait to be collected; none where there is no /proc."""
     try:
-        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except FileNotFoundError:
+        return []
+    me = os.getpid()
+    return [pid for pid in pids if _parent_of(pid) == me]
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None

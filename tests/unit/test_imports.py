@@ -13,7 +13,7 @@ from tests.support.rooms import PACKAGE, below, modules
 # The nouns: everyone may import them.
 NOUNS = {
     "config", "errors", "request", "sampling_params", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
-    "head_start", "process_tree", "garbage", "logs", "scratch", "cache_home", "builders", "kernel_launcher", "progress",
+    "head_start", "process_tree", "garbage", "logs", "scratch", "cache_home", "builders", "kernel_launcher", "portability", "progress",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.

@@ -25,6 +25,7 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
 from headrace.engine.executor import Executor, KeyedHashExecutor, Ticket, keyed_hash_info
 from headrace.engine.llm import LLM
+from headrace.portability import process_status
 from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AddRequest
@@ -194,5 +195,4 @@ def _short(request_id: int) -> Request:
 
 def _resident_mib() -> float:
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return int(process_status().get("VmRSS", "0 kB").split()[0]) / 2**10

@@ -20,6 +20,7 @@ from typing import Any
 
 from headrace.cost.profile import cpu_identity
 from headrace.errors import ConfigError
+from headrace.portability import open_cpus
 
 DASHES = ("-", "--", ":", "-.")
 LEAST_SPAN = 3.0  # of an axis of powers, highest / lowest
@@ -28,7 +29,7 @@ PACKAGES = ("headrace", "torch", "numpy", "triton")
 
 def machine_facts(limits: str | None = None, **more: Any) -> dict[str, Any]:
     """What every table carries: machine, cores, versions, date, the limits measured in the same run, and the shapes in ``more``."""
-    identity = cpu_identity(len(os.sched_getaffinity(0)))
+    identity = cpu_identity(len(open_cpus()))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{identity.name}, {identity.threads} cores, {_memory_gib():.0f} GiB ({', '.join(identity.features)})",

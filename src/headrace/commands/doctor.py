@@ -18,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, find_profile, profile_folder, said_bandwidth, said_rate, save_profile
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config
+from headrace.portability import missing, process_status
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
@@ -67,7 +68,7 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
     limits = _limits_now(device)  # also makes torch start its threads: they are no part of a model's memory
     return {
         **{name: value for name, value in machine_facts().items() if name in ("machine", "versions")},
-        "system": f"{platform.system()} {platform.release()}",
+        "system": "; ".join((f"{platform.system()} {platform.release()}, {platform.machine()}", *missing())),
         "cores": f"{physical_cores()[1]}; {count} threads compute" + ("" if decision else ", as asked"),
         "memory": f"{available_memory() / 2**30:.1f} GiB can still be taken",
         "torch": f"{torch.__version__}, instructions {torch.backends.cpu.get_cpu_capability()}, {_onednn(torch.__config__.show())}",
@@ -173,7 +174,7 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
         }
         if "context" in info.memory:
             report["memory"] = _account_gpu(engine)
-        elif "process" in info.memory:
+        elif "process" in info.memory and process_status():
             report["memory"] = _account(engine, resident_memory()[0] - loaded)
         report["batch"] = examine_batch(config, engine.source.config, engine.core.executor.info, profile)  # its modules are no part of that
         return report

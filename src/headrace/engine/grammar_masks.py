@@ -9,7 +9,6 @@ What lives here: compiled grammars, matchers of live answers, masks. What may no
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, why_stuck
 from headrace.engine.masks import GrammarStats
+from headrace.portability import open_cpus
 from headrace.request import Request, TokenMasks
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.events import AddRequest, RefuseRequest
@@ -75,7 +75,7 @@ class GrammarMasks:
         self._eos: tuple[int, ...] = ()
         self._words = 0
         self._executor: LLExecutor | None = None
-        self._threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self._threads = max(1, min(_MAX_THREADS, len(open_cpus()) - 1))
         self._thread = ThreadPoolExecutor(1, "headrace-grammar")
         self._cache: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._cache_bytes = cache_bytes

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.engine.template_frames import encode_frame, read_frame
+from headrace.portability import address_space, limit
 from headrace.sampling_params import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
@@ -23,11 +24,10 @@ STACK_BYTES = 2 * 2**20  # a quarter of what the engine's threads have: what fit
 
 
 def limit_resources() -> None:
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    for kind, limit in ((resource.RLIMIT_AS, used + MEMORY_BYTES), (resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_CORE, 0)):
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    if (used := address_space()) is not None:
+        limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
+    limit(resource.RLIMIT_STACK, STACK_BYTES)
+    limit(resource.RLIMIT_CORE, 0)
 
 
 class Trial:

@@ -24,6 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from headrace.engine.template_frames import encode_frame, read_frame
+from headrace.portability import limit
 
 MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter and any honest render need
 
@@ -80,10 +81,8 @@ def create_environment() -> jinja2.Environment:
 
 
 def limit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    limit(resource.RLIMIT_CORE, 0)
 
 
 class Renderer:

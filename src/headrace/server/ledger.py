@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import os
 from collections.abc import Sequence
+
+from headrace.portability import shared_file
 
 _INTS, _FLOATS = 1016, 8
 _PAGE_BYTES = 8 * (_INTS + _FLOATS)
@@ -97,10 +98,8 @@ class Ledger:
 
     @classmethod
     def create(cls, count: int) -> Ledger:
-        """To be inherited, by fork or by descriptor. No file: whoever writes to a page of one on a full disk is killed."""
-        fd = os.memfd_create("headrace-ledger")
-        os.ftruncate(fd, count * _PAGE_BYTES)
-        return cls.open(fd, count)
+        """To be inherited, by fork or by descriptor."""
+        return cls.open(shared_file(count * _PAGE_BYTES), count)
 
     @classmethod
     def open(cls, fd: int, count: int) -> Ledger:

@@ -9,13 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.portability import open_cpus, process_status
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86, x86 with tiles, ARM
 
 
 def physical_cores() -> tuple[int, str]:
     """Cores this process may compute on, hyper-threads of one core counted once, and where the number comes from."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cpus = open_cpus()
     siblings = {_read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")) or str(cpu) for cpu in cpus}
     quota = _cpu_quota()
     if quota is not None and quota < len(siblings):
@@ -33,7 +35,7 @@ def available_memory() -> int:
 
 def process_memory() -> int:
     """Bytes of its own that this process holds now (not files that others can share)."""
-    status = dict(line.split(":", 1) for line in (_read(Path("/proc/self/status")) or "").splitlines() if ":" in line)
+    status = process_status()
     return sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap") if name in status)
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.portability import process_status
+
 LARGE = 2**20  # bytes; smaller tensors are touched as a whole
 
 
@@ -90,11 +92,17 @@ def _large_tensors() -> Iterator[Tensor]:
 
 
 def resident_memory() -> tuple[int, int]:
-    """Bytes of this process in memory: (its own, those of files and shared memory). What was freed is given back first."""
+    """Bytes of this process in memory: (its own, those of files and shared memory). What was freed is given back first. Zeros where the
+    system does not tell."""
+    if not process_status():
+        return 0, 0
     ctypes.CDLL(None).malloc_trim(0)
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    sizes = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0].startswith("Rss")}
-    return sizes["RssAnon:"], sizes["RssFile:"] + sizes["RssShmem:"]
+    anonymous, files, shared = (_status_bytes(name) for name in ("RssAnon", "RssFile", "RssShmem"))
+    return anonymous, files + shared
+
+
+def _status_bytes(name: str) -> int:
+    return int(process_status()[name].split()[0]) * 1024
 
 
 class PeakMemory:
@@ -113,5 +121,5 @@ class PeakMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
-        self.bytes = max(0, int(status.split()[0]) * 1024 - self._before)
+        if process_status():
+            self.bytes = max(0, _status_bytes("VmHWM") - self._before)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 from headrace import progress
 from headrace.cache_home import cache_home
@@ -37,8 +38,11 @@ FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", 
 TARGET_FLAGS = ("-march=native", "-mcpu=native")  # the second for compilers that do not know the first on their CPU
 COMPILERS = ("cc", "gcc", "clang")
 INSTALL = "install one, e.g. apt-get install gcc libc6-dev"
+OPENMP_FLAGS = (("-fopenmp",), ("-Xpreprocessor", "-fopenmp"))  # the second for Apple's clang, which has the pragmas but no runtime
 COMPILE_SECONDS = 300
 VERSION_SECONDS = 10
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ def build(compiler: Compiler, folder: Path) -> Native:
     key = build_key(sources, compiler.version, cpu_identity(), str(runtime))
     target = folder / f"native-{key}.so"
     if (kept := _load_kept(target)) is not None:
-        return Native(kept, target, runtime is not None)
+        return _native(kept, target)
     try:
         _make_folder(folder)
         with progress.waiting("Compiling the CPU kernels, once for this machine", "Compiled the CPU kernels", slow=True):
@@ -119,7 +123,14 @@ def build(compiler: Compiler, folder: Path) -> Native:
             folder, reason,
         )  # fmt: skip
         return _build_unkept(compiler.path, sources, runtime)
-    return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+    return _native(ctypes.CDLL(str(target)), target)
+
+
+def _native(library: ctypes.CDLL, path: Path) -> Native:
+    threads = hasattr(library, "headrace_openmp")
+    if not threads:
+        logger.warning("The native CPU kernels are built without OpenMP, so each computes on one thread; install gcc to have it use them all.")
+    return Native(library, path, threads)
 
 
 def _load_kept(target: Path) -> ctypes.CDLL | None:
@@ -138,7 +149,7 @@ def _build_unkept(compiler: str, sources: dict[str, bytes], runtime: Path | None
         target = scratch / "native.so"
         with progress.waiting("Compiling the CPU kernels", "Compiled the CPU kernels", slow=True):
             _compile(compiler, sources, runtime, target)
-        return Native(ctypes.CDLL(str(target)), target, runtime is not None)
+        return _native(ctypes.CDLL(str(target)), target)
 
 
 def build_key(sources: dict[str, bytes], *facts: str) -> str:
@@ -168,9 +179,18 @@ def openmp_runtime() -> Path | None:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return None
-    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
-    return next((path for path in paths if path.name.startswith(("libgomp", "libiomp5"))), None)
+        paths = _beside_torch()
+    else:
+        paths = (Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and len(line.split(maxsplit=5)) == 6)
+    return next((path for path in paths if path.name.startswith(("libgomp", "libiomp5", "libomp."))), None)
+
+
+def _beside_torch() -> Iterator[Path]:
+    """The libraries that torch's package brings along, where the system does not tell what is loaded."""
+    import torch
+
+    package = Path(torch.__file__).parent
+    return (path for folder in (package / "lib", package / ".dylibs", package.with_name("torch.libs")) for path in sorted(folder.glob("lib*")))
 
 
 def _source(name: str) -> bytes:
@@ -195,25 +215,35 @@ def _compile(compiler: str, sources: dict[str, bytes], runtime: Path | None, tar
     with Scratch(target.parent) as work:
         for name, text in sources.items():
             (work / name).write_bytes(text)
-        openmp = ("-fopenmp",) if runtime else ()
-        _first_working(lambda flag: _objects(compiler, (flag, *openmp), work))
-        # --as-needed: torch's runtime serves the symbols, so the compiler's own is not linked beside it
-        libraries = ("-Wl,--as-needed", str(runtime)) if runtime else ()
-        objects = [str((work / name).with_suffix(".o")) for name in SOURCES]
-        _run([compiler, "-shared", *objects, *libraries, "-lm", "-o", str(work / "native.so")])
+        with_openmp = [(runtime, flags) for flags in OPENMP_FLAGS] if runtime else []
+        _first_working((*with_openmp, (None, ())), lambda openmp: _library(compiler, *openmp, work))
         os.chmod(work / "native.so", 0o600)
         os.replace(work / "native.so", target)
 
 
-def _first_working(attempt: Callable[[str], None]) -> None:
-    for flag in TARGET_FLAGS[:-1]:
+def _library(compiler: str, runtime: Path | None, openmp: Sequence[str], work: Path) -> None:
+    """native.so in ``work``, and proof that it loads: a compiler may ask for another runtime than torch's."""
+    _first_working(TARGET_FLAGS, lambda flag: _objects(compiler, (flag, *openmp), work))
+    # torch's runtime serves the symbols: without -fopenmp here the compiler's own is not linked beside it
+    libraries = (str(runtime), "-Xlinker", "-rpath", "-Xlinker", str(runtime.parent)) if runtime else ()
+    objects = [str((work / name).with_suffix(".o")) for name in SOURCES]
+    _run([compiler, "-shared", *objects, *libraries, "-lm", "-o", str(work / "native.so")])
+    try:
+        ctypes.CDLL(str(work / "native.so"))
+    except OSError as error:
+        raise CompileError(f"what it made cannot be loaded: {error}") from error
+
+
+def _first_working(choices: Sequence[Choice], attempt: Callable[[Choice], None]) -> None:
+    """Raises what the last one raised."""
+    for choice in choices[:-1]:
         try:
-            return attempt(flag)
+            return attempt(choice)
         except CompilerHangs:
             raise
         except CompileError as error:
-            logger.debug("%s: %s", flag, error)
-    return attempt(TARGET_FLAGS[-1])
+            logger.debug("%s: %s", choice, error)
+    return attempt(choices[-1])
 
 
 def _objects(compiler: str, flags: Sequence[str], work: Path) -> None:

@@ -15,9 +15,6 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)

@@ -6,6 +6,10 @@
 #include "common.h"
 #include "product.h"
 
+#ifdef _OPENMP
+const int headrace_openmp = 1; /* there: the loops of this library are shared out to threads */
+#endif
+
 enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
 enum { OK = 0, BAD_POSITION = 1, BAD_SLOT = 2 };
 
