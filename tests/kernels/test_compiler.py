@@ -142,8 +142,45 @@ def test_a_compiler_that_hangs_is_not_asked_again_with_other_flags(monkeypatch: 
         raise compiler.CompilerHangs("cc took more than 300 s")
 
     with pytest.raises(compiler.CompilerHangs):
-        compiler._first_working(hang)
+        compiler._first_working(compiler.TARGET_FLAGS, hang)
     assert len(asked) == 1
+
+
+APPLE = """for each; do
+case $each in -fopenmp) [ "$before" = -Xpreprocessor ] || exit 1;; -march=native) exit 1;; -Wl,--as-needed) exit 1;; esac
+before=$each; shift
+case $each in -Xpreprocessor|-mcpu=native) ;; *) set -- "$@" "$each";; esac
+done
+exec {cc} "$@"
+"""
+
+
+def test_a_compiler_that_knows_other_flags_is_asked_with_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler) -> None:
+    """Apple's clang: OpenMP's pragmas through the preprocessor, -mcpu for -march, no --as-needed. Put together from the one that is here."""
+    touch_build(monkeypatch, cc)
+    source = b"int answer(void) { return 42; }\n#ifdef _OPENMP\nconst int headrace_openmp = 1;\n#endif\n"
+    monkeypatch.setattr(compiler, "_source", lambda name: source)
+    put(tmp_path / "bin", "cc", APPLE.format(cc=cc.path))
+    build = compiler.build(compiler.Compiler(str(tmp_path / "bin" / "cc"), "as Apple's"), tmp_path / "kernels")
+    assert build.library.answer() == 42 and build.threads == (compiler.openmp_runtime() is not None)
+
+
+def test_another_openmp_than_torchs_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: compiler.Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """clang's code asks for a runtime of its own, which torch's is not everywhere: built without, for one thread, and said."""
+    touch_build(monkeypatch, cc)
+    source = b"#ifdef _OPENMP\nvoid nobodys(void);\nint answer(void) { nobodys(); return 1; }\n#else\nint answer(void) { return 42; }\n#endif\n"
+    monkeypatch.setattr(compiler, "_source", lambda name: source)
+    build = compiler.build(cc, tmp_path)
+    assert build.library.answer() == 42 and not build.threads and "without OpenMP" in caplog.text
+    assert not compiler.build(cc, tmp_path).threads  # the one that was kept, too
+
+
+def test_torchs_openmp_is_found_where_no_maps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = compiler.openmp_runtime()
+    monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert compiler.openmp_runtime() == told
 
 
 def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from array import array
-from pathlib import Path
 from statistics import median
 from typing import Any
 

@@ -30,6 +30,11 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise AttributeError(f"symbol not found: {arguments[1]}")
 
 
+def stat(path: Any, *more: Any, _stat: Any = os.stat, **named: Any) -> os.stat_result:
+    refuse("open", (path,))
+    return _stat(path, *more, **named)  # type: ignore[no-any-return]
+
+
 def set_limit(kind: int, limits: tuple[int, int], _set: Any = resource.setrlimit) -> None:
     if kind == resource.RLIMIT_AS:
         raise ValueError("current limit exceeds maximum limit")  # macOS's words
@@ -41,6 +46,7 @@ for module, names in GONE:
         if hasattr(module, name):
             delattr(module, name)
 resource.setrlimit = set_limit  # type: ignore[assignment]
+os.stat = stat  # type: ignore[assignment]
 sys.modules["uvloop"] = None  # type: ignore[assignment]
 sys.addaudithook(refuse)
 if "ELSEWHERE_PYTHON" in os.environ:  # started by name, so that children without site-packages (-S) are taken there, too
