@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -50,6 +51,7 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [{**CALL, "function": function}]}
 
 
+ENDINGS = ["Sure, ", "Sure", [{"type": "text", "text": "a"}], "<think>\nhm", "<think>\nhm\n</think>\n\nSo"]
 Case = tuple[list[dict[str, Any]], list[Any] | None, bool, dict[str, Any]]  # messages, tools, add_generation_prompt, variables
 
 
@@ -98,4 +100,22 @@ def test_rendered_as_the_reference_renders(name: str) -> None:
     expected = [expected_of(text, case) for case in cases]
     assert [ours(chat, case) for case in cases] == expected
     assert sum(each is not None for each in expected) >= 8
+    chat.close()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.jinja")))
+def test_a_message_is_continued_as_the_reference_continues_it(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = (FOLDER / f"{name}.jinja").read_text()
+    chat = ChatTemplate({"default": text}, SPECIAL, seconds=5)
+    seen = 0
+    for content in ENDINGS:
+        messages = [USER, {"role": "assistant", "content": content if isinstance(content, str) else content[0]["text"]}]
+        with contextlib.suppress(ValueError):  # the reference wants the text as it was, where a template has tidied up reasoning in it
+            rendered, _ = render_jinja_template([messages], chat_template=text, continue_final_message=True, **SPECIAL)
+            shown = [USER, {"role": "assistant", "content": content}]
+            assert chat.render(shown, None, False, {}, continue_final_message=True) == rendered[0], content
+            seen += 1
+    assert seen >= 3
     chat.close()

@@ -78,7 +78,7 @@ BAD_OTHERS: tuple[Any, ...] = (
     "x", "", 5, 0, -1, 1.5, True, [], [None], [""], [-1], [2**31], [True], ["x" * 2000], ["x"] * 300, {}, {"x": 1}, {"-1": 1}, {"5": "x"},
 )  # fmt: skip
 SHARED = sorted(set.intersection(*({field.name for field in fields} for fields, _, _ in ROUTES.values())))
-DIFFERENT = {"max_tokens", "n", "stop", "stream_options", "prompt_logprobs", "return_token_ids", "response_format"}
+DIFFERENT = {"max_tokens", "n", "stop", "stream_options", "prompt_logprobs", "return_token_ids", "response_format", "prompt", "messages", "input"}
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED if name not in DIFFERENT])

@@ -146,7 +146,7 @@ def test_calls_and_results_of_the_conversation_reach_the_template(scripted: Serv
     ]
     ids = scripted.ask("POST", "/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
     prompt = scripted.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
-    assert "<|im_start|>tool\n5 degrees<|im_end|>" in prompt and '"name": "get_time"' in prompt
+    assert "<|im_start|>tool\n5 \ndegrees<|im_end|>" in prompt and '"name": "get_time"' in prompt
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</tool_call>' in prompt
 
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.errors import InvalidRequest
+
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message]], str | None]  # None: the template refuses the conversation
 
 _MARK = "Zephyrus"
+_END = "\u27e6end of the message\u27e7 "
 _HELLO: Message = {"role": "user", "content": "Hello"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _CALLING: Message = {"role": "assistant", "tool_calls": [_CALL]}
@@ -71,6 +74,26 @@ class Contents:
         """A list of one reads like its text. (By length, not letter by letter: the time of day may be in it.)"""
         text, parts = self._render(_around(role, _MARK)), self._render(_around(role, _part(_MARK)))
         return text is not None and parts is not None and _shows(parts) and (len(parts) == len(text) or not _shows(text))
+
+
+def with_mark(message: Message) -> Message:
+    """A message that shall be continued, with a mark at the end of its content. Raises InvalidRequest."""
+    content = message["content"]
+    if message.get("tool_calls") or content is None or content == []:
+        raise InvalidRequest("the last message has no text that could be continued; end with one that has.", param="messages")
+    if isinstance(content, str):
+        return {**message, "content": content + _END}
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]}
+
+
+def up_to_mark(text: str) -> str:
+    """What the template makes of the conversation up to there: a template that trims would have trimmed the content. Raises InvalidRequest."""
+    before, found, after = text.rpartition(_END.rstrip())
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not show the last message to its end, so it cannot be continued; end with another.", param="messages"
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -42,7 +42,7 @@ class Encoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def apply_chat_template(
-        self, messages: Sequence[Message], /, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Message], /, tools: Sequence[Any] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
     ) -> str: ...
 
 
@@ -177,7 +177,7 @@ class InputProcessor:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
     ) -> ParsedPrompt:
         """A conversation through the model's template; its special tokens are the template's own."""
         if self.tokenizer is None:

@@ -143,16 +143,21 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Progress] = True,
         tools: Sequence[Message] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, through the model's chat template."""
+        """Answers one conversation or several, through the model's chat template.
+
+        ``continue_final_message``: the model goes on with the last message; otherwise it begins one (``add_generation_prompt``).
+        """
         single = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Mapping))
         conversations = cast("list[Conversation]", [messages] if single else list(messages))
 
         def render(conversation: Conversation) -> ParsedPrompt:
-            return self._inputs.chat_prompt(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {}))
+            ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+            return self._inputs.chat_prompt(conversation, tools=tools, **ending, **(chat_template_kwargs or {}))
 
         return self._run(lambda: self._requests(_for_each(conversations, render), sampling_params, priority), use_tqdm)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.engine.contents import Contents
+from headrace.engine.contents import Contents, up_to_mark, with_mark
 from headrace.engine.sandbox import Reply, SandboxPool
 from headrace.engine.template_frames import encode_frame
 from headrace.errors import InvalidRequest, ModelError
@@ -71,9 +71,23 @@ class ChatTemplate:
         return None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        *,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt. Raises InvalidRequest when the template refuses these messages or exceeds its limits."""
+        """The prompt. Raises InvalidRequest when the template refuses these messages or exceeds its limits.
+
+        ``continue_final_message``: it ends where the last message's content does, not where that message does.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt are both true, but a prompt ends in one way; leave one out.",
+                param="continue_final_message",
+            )
         name = self._choose(tools)
         settled = self._contents[name].settled
         given: dict[str, Any] = {
@@ -84,7 +98,10 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        return _text(self._ask_in_turn(name, given), self._seconds)
+        if continue_final_message:
+            given["messages"][-1] = with_mark(given["messages"][-1])
+        text = _text(self._ask_in_turn(name, given), self._seconds)
+        return up_to_mark(text) if continue_final_message else text
 
     def _try(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
         """A conversation of ours; None where the template refuses it."""

@@ -73,7 +73,8 @@ class Tokenizer:
     """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
 
     def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None) -> None:
-        named = _named_tokens(files)
+        self._files = files
+        self._named = named = _named_tokens(files)
         with _damage_explained(f"the tokenizer of {files.origin} cannot be read"):
             self._backend = _create_backend(files)
             _add_special_tokens(self._backend, files)
@@ -87,6 +88,13 @@ class Tokenizer:
         templates = dict(files.templates) if chat_template is None else {"default": chat_template}
         self._template = ChatTemplate(templates, named)
         self.chat_templates: Mapping[str, str] = templates
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """tokenizer_config.json as it holds here: tokens by their texts, and the chat template."""
+        config = {name: value for name, value in self._files.config.items() if name != "chat_template"}
+        template = self.chat_templates.get("default") or next(iter(self.chat_templates.values()), None)
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **config, **self._named, "chat_template": template}
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -130,15 +138,20 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The conversation as prompt text; encode it with ``add_special_tokens=False``. ``kwargs`` are the template's variables.
 
+        ``add_generation_prompt``: None is True, unless the last message is continued.
+
         May take up to a second for a hostile template: do not call it where nothing else may wait. Raises InvalidRequest.
         """
         check_template_variables(kwargs)
-        return self._template.render(messages, tools, add_generation_prompt, kwargs)
+        opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        return self._template.render(messages, tools, opens, kwargs, continue_final_message=continue_final_message)
 
     def warm_up(self) -> None:
         """Starts what the first chat would otherwise wait for; returns at once."""

@@ -6,12 +6,15 @@ What lives here: what is logged, how loud and how often. What may not: forms (lo
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+from headrace.errors import HeadraceError
 from headrace.request import RequestTimes
 from headrace.server.exchange import Exchange
+from headrace.server.fields import NAMES
 
 LINES_A_SECOND = 20  # of one kind, that clients can cause at will
 
@@ -62,10 +65,19 @@ def _facts(exchange: Exchange, status: int) -> dict[str, Any]:
     """Figures, and names of ours. ``id`` is the client's own only where that is harmless to repeat."""
     facts: dict[str, Any] = {"method": exchange.method if exchange.route != "-" else "-", "route": exchange.route, "status": status}
     facts |= {"seconds": round(time.perf_counter() - exchange.arrival, 6), "id": exchange.request_id}
+    facts |= _reason(exchange.error)
     if exchange.prompt_tokens:
         facts |= {"tokens_in": exchange.prompt_tokens, "tokens_out": exchange.completion_tokens, "cached": exchange.cached_tokens}
         facts |= {"finish_reason": exchange.finish_reason or "none", **_phases(exchange.times)}
     return facts
+
+
+def _reason(error: HeadraceError | None) -> dict[str, str]:
+    """Why a request was refused: a code of ours, and the field. Of what a client called a field only names that we know are repeated."""
+    if error is None:
+        return {}
+    field = re.split(r"[.\[]", error.param or "")[0]
+    return {"error": error.code or error.type, **({"param": field} if field in NAMES else {})}
 
 
 def _phases(times: RequestTimes | None) -> dict[str, float]:

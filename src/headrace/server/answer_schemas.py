@@ -15,7 +15,7 @@ _IDS = array({"type": "integer"})
 
 _ERROR_FIELDS = record({"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)})
 ERROR = record({"error": _ERROR_FIELDS})
-ANTHROPIC_ERROR = record({"type": {"const": "error"}, "error": _ERROR_FIELDS})
+ANTHROPIC_ERROR = record({"type": {"const": "error"}, "error": {**_ERROR_FIELDS, "properties": {**_ERROR_FIELDS["properties"], "details": OBJECT}}})
 
 STATUS = record({"status": TEXT})
 LOAD = record({"server_load": COUNT})
@@ -96,5 +96,6 @@ RESPONSE = record(
 )
 
 TOKENS = record({"count": COUNT, "max_model_len": COUNT, "tokens": _IDS, "token_strs": nullable(array(TEXT))})
+TOKENIZER = record({"tokenizer_class": TEXT, "chat_template": nullable(TEXT)})
 PROMPT = record({"prompt": TEXT})
 DOCUMENT = record({"openapi": TEXT, "info": OBJECT, "paths": OBJECT})

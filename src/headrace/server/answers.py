@@ -31,6 +31,7 @@ class Shape:
     prompt_logprobs: bool
     token_ids: bool
     include_usage: bool
+    continuous_usage: bool = False  # in every chunk
 
     @property
     def plain(self) -> bool:
@@ -83,6 +84,9 @@ class Answer(Protocol):
     prompts: Sequence[PromptState]
     explained: Mapping[str, Any] | None  # set before the end, where the request asked for it
 
+    def usage(self) -> dict[str, Any]:
+        """So far."""
+
     def opening(self) -> str:
         """Events before the first token."""
 
@@ -94,6 +98,14 @@ class Answer(Protocol):
 
     def whole(self) -> dict[str, Any]:
         """The answer in one object."""
+
+
+_NO_USAGE = ',"usage":null}\n\n'  # at the end of an event: no text in it can read so, for its quotes are escaped
+
+
+def with_usage(events: str, usage: Mapping[str, Any]) -> str:
+    """Events that have a place for it, with usage in it."""
+    return events.replace(_NO_USAGE, f',"usage":{encode(usage).decode()}}}\n\n')
 
 
 class _Base:
@@ -136,7 +148,7 @@ class _Base:
     def event_of(self, choice: dict[str, Any], **extra: Any) -> str:
         """An event that is not worth prerendering."""
         further = "".join(f",{quote(name)}:{encode(value).decode()}" for name, value in extra.items())
-        return f"{self._head}{encode(choice).decode()}{self._tail[:-3]}{further}}}\n\n"
+        return f"{self._head}{encode(choice).decode()}]{further}{self._tail[1:]}"
 
     def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -152,17 +164,18 @@ class _Base:
 
 
 class ChatAnswer(_Base):
-    """chat.completion and chat.completion.chunk."""
+    """chat.completion and chat.completion.chunk. ``echo``: what contents begin with, that the model did not write."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, shape: Shape, prompt: PromptState, n: int, tokenizer: Any) -> None:
+    def __init__(self, shape: Shape, prompt: PromptState, n: int, tokenizer: Any, *, echo: str = "") -> None:
         super().__init__(shape, [prompt], n, tokenizer)
+        self._echo = echo
         self._plain_heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(n)]
         self._plain_tail = '},"logprobs":null,"finish_reason":null}' + self._tail
 
     def opening(self) -> str:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._echo}
         extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
         events = [
             self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
@@ -199,7 +212,7 @@ class ChatAnswer(_Base):
     def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "message": {"role": "assistant", "content": self._echo + "".join(choice.texts), "refusal": None},
             "logprobs": self.format.chat(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,

@@ -22,6 +22,7 @@ from headrace.server.wire import ErrorShape, decode_object, encode, error_object
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _ERROR_TYPES = {"internal_error": "api_error", "service_unavailable_error": "overloaded_error"}
 _TOO_LARGE = 413
+_DETAILED = ("thread_unsupported_request",)  # by their details clients of this API know what to do instead
 
 
 async def messages(service: Service, exchange: Exchange) -> None:
@@ -48,6 +49,8 @@ class AnthropicErrors(ErrorShape):
     def body(self, error: HeadraceError) -> bytes:
         shown = error_object(error)["error"]
         kind = "request_too_large" if error.status == _TOO_LARGE else _ERROR_TYPES.get(error.type, error.type)
+        if error.code in _DETAILED:
+            shown["details"] = {"error_code": error.code}
         if error.code == "context_length_exceeded":
             shown["message"] = f"prompt is too long: {shown['message']}"  # by these words clients of this API know it
         return encode({"type": "error", "error": {**shown, "type": kind}})
@@ -86,7 +89,7 @@ class MessageAnswer(PartsAnswer):
     def closing(self) -> str:
         reason, stop = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": stop}
-        return _event("message_delta", delta=delta, usage=self._usage(), **self.extras()) + _event("message_stop")
+        return _event("message_delta", delta=delta, usage=self.usage(), **self.extras()) + _event("message_stop")
 
     def whole(self) -> dict[str, Any]:
         return self._message([_block(part) for part in self.parts], *self._stop())
@@ -100,7 +103,7 @@ class MessageAnswer(PartsAnswer):
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
-            "usage": self._usage(),
+            "usage": self.usage(),
             **self.extras(),
         }
 
@@ -111,7 +114,7 @@ class MessageAnswer(PartsAnswer):
             return "stop_sequence", found
         return _STOP_REASONS.get(reason, "end_turn"), None
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """As Anthropic counts: what was read from the cache is not among the input tokens."""
         prompt = self.prompts[0]
         return {

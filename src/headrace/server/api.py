@@ -90,6 +90,13 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json({"prompt": text})
 
 
+async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+    tokenizer = service.any_engine().tokenizer
+    if tokenizer is None:
+        raise NotFound("This model has no tokenizer; start the server with --tokenizer.", code="tokenizer_not_found")
+    await exchange.reply_json(tokenizer.description)
+
+
 async def openapi(service: Service, exchange: Exchange) -> None:
     await exchange.reply_json(document(ROUTES, service.version, keys=bool(service.config.api_key), closed=service.config.unknown_fields == "refuse"))
 
@@ -134,8 +141,12 @@ ROUTES = (
     ),
     Route("POST", "/v1/embeddings", embeddings, "404: embeddings are not offered", answer=None),
     Route("POST", "/tokenize", tokenize, "text or a conversation to token ids", body=fields.TOKENIZE, answer=answers.TOKENS),
+    Route("GET", "/tokenizer_info", tokenizer_info, "the tokenizer's configuration, with the chat template", answer=answers.TOKENIZER),
     Route("POST", "/detokenize", detokenize, "token ids to text", body=fields.DETOKENIZE, answer=answers.PROMPT),
 )  # fmt: skip
+
+
+_VERSION = "/v1"
 
 
 class RouteTable:
@@ -155,3 +166,11 @@ class RouteTable:
         if found is not None:
             return found
         return next((by_method for prefix, by_method in self._prefixes.items() if path.startswith(prefix) and path != prefix), {})
+
+    def hint(self, path: str) -> str:
+        """What a client's base URL should be, where that is all that is wrong with a path; else where the routes are listed."""
+        if path.startswith(_VERSION * 2) and self.match(path.removeprefix(_VERSION)):
+            return f"the client adds {_VERSION} itself, so set its base URL without it."
+        if self.match(_VERSION + path):
+            return f"it is {_VERSION}{path} here, so let the client's base URL end in {_VERSION} (http://HOST:PORT{_VERSION})."
+        return "see the list in the documentation."

@@ -79,7 +79,7 @@ class App:
             exchange.tenant = self._guard.check_key(exchange.headers)
             exchange.key_name = self._guard.key_names.get(exchange.tenant, "")
         if not by_method:
-            raise NotFound(f"There is no route {exchange.path[:100]!r}; see the list in the documentation.", code="route_not_found")
+            raise NotFound(f"There is no route {exchange.path[:100]!r}; {self._table.hint(exchange.path)}", code="route_not_found")
         exchange.route = next(iter(by_method.values())).path
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in by_method:
@@ -89,6 +89,7 @@ class App:
 
     async def _end(self, exchange: Exchange, error: HeadraceError) -> None:
         """The last thing a client sees of a request that failed."""
+        exchange.error = error
         if isinstance(error, ClientLeft):
             exchange.status = exchange.status or error.status
             if isinstance(error, ClientTooSlow):

@@ -29,7 +29,7 @@ class Exchange:
     """``status`` is set once the answer has begun. ``cause`` says why the exchange was ended from outside."""
 
     __slots__ = (
-        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "cors", "errors", "fields",
+        "_send", "_task", "_unframed", "_watch", "arrival", "cached_tokens", "cause", "completion_tokens", "cors", "error", "errors", "fields",
         "finish_reason",
         "finished", "headers", "key_name", "method", "path", "prompt_tokens", "receive", "request_id", "route", "scope", "status", "tenant", "times",
     )  # fmt: skip
@@ -53,6 +53,7 @@ class Exchange:
         self.finished = False
         self._unframed = False  # the answer ends with the connection
         self.cause: HeadraceError | None = None
+        self.error: HeadraceError | None = None  # that it ended with
         self.tenant = ""  # whose key was sent; "" without keys
         self.key_name = ""  # the same for people: key1, key2 … in the order of --api-key
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0

@@ -22,13 +22,14 @@ class Use(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field. ``schema`` is its JSON-schema type. ``neutral`` values of a refused field ask for nothing and pass."""
+    """One field. ``schema`` is its JSON-schema type. ``neutral`` values of a refused field ask for nothing and pass; ``code`` is of its error."""
 
     name: str
     use: Use
     schema: str | tuple[str, ...] = "string"
     help: str = ""
     neutral: tuple[Any, ...] = field(default=())
+    code: str = "unsupported_parameter"
 
 
 def _sampling(name: str, schema: str | tuple[str, ...], help: str) -> Field:
@@ -98,7 +99,7 @@ _GENERATING = (
 # Of OpenAI's two older routes.
 _COMMON = (
     *_GENERATING,
-    _option("stream_options", "object", "include_usage: one last chunk with usage"),
+    _option("stream_options", "object", "include_usage: one last chunk with usage; continuous_usage_stats: that, and usage so far in every chunk"),
     _option("max_tokens", "integer", "most tokens to generate"),
     _option("prompt_logprobs", "integer", "log probabilities of the prompt's tokens, with the k best of each"),
     _option("return_token_ids", "boolean", "add prompt_token_ids and each choice's token_ids"),
@@ -111,6 +112,12 @@ _COMMON = (
     _refused("guided_grammar", "use structured_outputs"),
 )
 
+# How a conversation's prompt ends.
+_ENDING = (
+    _option("add_generation_prompt", "boolean", "open the assistant's turn at the prompt's end; the default, unless a message is continued"),
+    _option("continue_final_message", "boolean", "leave the last message open at its end, for the model to go on with it"),
+)
+
 CHAT = (
     *_COMMON,
     _option("messages", "array", "the conversation"),
@@ -120,7 +127,8 @@ CHAT = (
     _option("tools", "array", "functions the model may call; given to the chat template"),
     _option("tool_choice", ("string", "object"), "auto, none, required, one function by name, or allowed_tools"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
-    _option("add_generation_prompt", "boolean", "end the prompt with the opening of the assistant's turn"),
+    *_ENDING,
+    _option("echo", "boolean", "with continue_final_message: begin the answer with that message"),
     _option("parallel_tool_calls", "boolean", "false: one call at most"),
     _option("reasoning_effort", "string", "given to the chat template (none: as enable_thinking false)"),
     _refused("functions", "use tools", []),
@@ -134,12 +142,12 @@ CHAT = (
     _refused("web_search_options", "this server fetches nothing; leave it out"),
     _refused("prompt_cache_retention", "prefixes stay cached while memory lasts; leave it out"),
     _refused("prompt_cache_options", "prefixes are cached automatically; leave it out"),
-    _refused("echo", "use /v1/completions", False),
     _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
     _refused("documents", "give them to the template in chat_template_kwargs"),
-    _refused("continue_final_message", "use /v1/completions with the rendered prompt", False),
     _refused("add_special_tokens", "the chat template writes the special tokens", False),
     _refused("include_reasoning", "reasoning comes in a field of its own; leave it out", True),
+    _refused("prompt", "this route takes messages; send a prompt to /v1/completions"),
+    _refused("input", "this route takes messages; send input to /v1/responses"),
 )
 
 COMPLETION = (
@@ -150,6 +158,8 @@ COMPLETION = (
     _option("add_special_tokens", "boolean", "begin a text prompt as the tokenizer says (BOS)"),
     _refused("suffix", "filling in the middle is not supported; leave it out", ""),
     _refused("prompt_embeds", "give the prompt as text or token ids"),
+    _refused("messages", "this route takes a prompt; send messages to /v1/chat/completions"),
+    _refused("input", "this route takes a prompt; send input to /v1/responses"),
 )
 
 # Of the two routes that give one answer made of parts: what OpenAI's older routes have and these answers have no place for.
@@ -167,12 +177,16 @@ _MESSAGES_PROMPT = (
     _option("system", ("string", "array"), "the system prompt, as text or blocks of text"),
     _option("tools", "array", "functions the model may call, each with an input_schema"),
     _option("tool_choice", "object", "type auto, none, any or tool"),
+    _option("output_config", "object", "format: what the answer must be, of type json_schema; effort: the template's reasoning_effort"),
     _option("thinking", "object", "type disabled, enabled or adaptive; given to the chat template as enable_thinking"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     _label("cache_control", "object"),
     _refused("speed", "there is one speed, the best; leave it out", "standard"),
     _refused("context_management", "nothing is edited out of a conversation; send what the model shall see"),
     _refused("mcp_servers", "this server calls nobody; run the tools yourself", []),
+    Field("thread", Use.REFUSED, help="conversations are not held here; send all messages", code="thread_unsupported_request"),
+    _refused("prompt", "this route takes messages; send a prompt to /v1/completions"),
+    _refused("input", "this route takes messages; send input to /v1/responses"),
     _refused("user_profile_id", "nothing is stored; leave it out"),
     _refused("workspace_id", "nothing is stored; leave it out"),
 )
@@ -182,7 +196,6 @@ MESSAGES = (
     *_IN_PARTS,
     *_MESSAGES_PROMPT,
     _option("max_tokens", "integer", "most tokens to generate; required"),
-    _option("output_config", "object", "format: what the answer must be, of type json_schema"),
     _option("stop_sequences", "array", "strings that end the answer"),
     _label("inference_geo"),
     _refused("container", "no code is run here; leave it out"),
@@ -193,7 +206,6 @@ MESSAGES = (
 COUNT_TOKENS = (
     _option("model", "string", "a name from /v1/models; without it, the first"),
     *_MESSAGES_PROMPT,
-    _label("output_config", "object"),
 )
 
 RESPONSES = (
@@ -210,6 +222,7 @@ RESPONSES = (
     _option("parallel_tool_calls", "boolean", "false: one call at most"),
     _sampling("stop", ("string", "array"), "strings that end the answer"),
     _refused("max_tokens", "use max_output_tokens"),
+    _refused("messages", "this route takes input; send messages to /v1/chat/completions"),
     _refused("store", "nothing is stored; set it to false or leave it out", False),
     _refused("previous_response_id", "nothing is stored; send the whole conversation as input"),
     _refused("conversation", "nothing is stored; send the whole conversation as input"),
@@ -233,11 +246,10 @@ TOKENIZE = (
     _option("messages", "array", "or a conversation, through the chat template"),
     _option("tools", "array", "functions for the chat template"),
     _option("add_special_tokens", "boolean", "begin as the tokenizer says (BOS); default true for text, false for messages"),
-    _option("add_generation_prompt", "boolean", "end with the opening of the assistant's turn"),
+    *_ENDING,
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     _option("return_token_strs", "boolean", "add each token's text"),
     _refused("chat_template", "a template comes from the model or --chat-template, never from a request"),
-    _refused("continue_final_message", "send the rendered prompt instead", False),
 )
 
 DETOKENIZE = (
@@ -245,3 +257,5 @@ DETOKENIZE = (
     _option("tokens", "array", "token ids to decode"),
     _option("skip_special_tokens", "boolean", "leave special tokens out of the text"),
 )
+
+NAMES = frozenset(field.name for table in (CHAT, COMPLETION, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE) for field in table)

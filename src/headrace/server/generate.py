@@ -20,10 +20,11 @@ from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
-from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape
+from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape, with_usage
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.inflight import Job
+from headrace.server.messages import text_of
 from headrace.server.parsed_answers import ParsedChatAnswer
 from headrace.server.parsing import Form
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
@@ -51,7 +52,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 def _chat_answer(request: ChatRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser) -> Answer:
     """Without a parser the text is content throughout, and nothing looks at it."""
     parsers = [parser for _ in range(request.params.n) if (parser := create_parser()) is not None]
-    return ParsedChatAnswer(shape, prompt, parsers, tokenizer) if parsers else ChatAnswer(shape, prompt, request.params.n, tokenizer)
+    echo = text_of(request.messages[-1]["content"]) if request.echo else ""
+    if parsers:
+        return ParsedChatAnswer(shape, prompt, parsers, tokenizer, echo=echo)
+    return ChatAnswer(shape, prompt, request.params.n, tokenizer, echo=echo)
 
 
 async def converse(
@@ -71,7 +75,7 @@ async def converse(
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
         parsed = await render_chat(service, request.messages, request.conversation, param)
-        form, params, options = _formed(service, request, _ending(parsed.text))
+        form, params, options = _formed(service, request, parsed.text or "")
         create_parser = form.create_parser
         params = service.parsed_params(params, create_parser)
         prepared = await _prepare(service, parsed, params, options, param)
@@ -81,12 +85,7 @@ async def converse(
         await _deliver(service, exchange, answer, [prepared], options)
 
 
-def _ending(prompt: str | None) -> str:
-    """As much of a prompt as tells whether it begins the answer's reasoning."""
-    return (prompt or "")[-_ENDING:]
-
-
-def _formed(service: Service, request: ChatRequest, ending: str) -> tuple[Form, SamplingParams, AnswerOptions]:
+def _formed(service: Service, request: ChatRequest, prompt: str) -> tuple[Form, SamplingParams, AnswerOptions]:
     """What the answers are made of; where they are held to something, the grammar for it."""
     params, options, conversation = request.params, request.options, request.conversation
     wanted, choice = params.structured_outputs, conversation.choice
@@ -94,7 +93,10 @@ def _formed(service: Service, request: ChatRequest, ending: str) -> tuple[Form, 
         if wanted is not None:
             raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
         options = replace(options, grammar_name="tools", tools=offered_schemas(conversation.tools, choice))
-    form, held = service.form(ending, conversation.tools, choice, wanted)
+    continued = text_of(request.messages[-1]["content"]) if conversation.continue_final_message else None
+    if continued is not None and choice.forced:
+        raise InvalidRequest("tool_choice asks for a call, but the last message is to be continued; give one of them.", param="tool_choice")
+    form, held = service.form(prompt[-_ENDING:], conversation.tools, choice, wanted, continued)
     return form, params if held is wanted else replace(params, structured_outputs=held), options
 
 
@@ -102,19 +104,14 @@ async def render_chat(service: Service, messages: Sequence[Message], options: Te
     """Templates are programs and may take their time: never on the event loop."""
     render = partial(
         service.any_engine().inputs.chat_prompt,
-        messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt, **options.variables,
+        messages, tools=options.tools, add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message, **options.variables,
     )  # fmt: skip
     try:
-        return await service.threads.run(INLINE_BYTES + 1 + sum(map(_size, messages)), render)
+        return await service.threads.run(INLINE_BYTES + 1 + sum(len(text_of(message["content"])) for message in messages), render)
     except InvalidRequest as error:
         error.param = param if error.param == "messages" else error.param
         raise
-
-
-def _size(message: Message) -> int:
-    """Characters of its content."""
-    content = message["content"] or ""
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
@@ -209,6 +206,7 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
         prompt_logprobs=options.prompt_logprobs,
         token_ids=options.return_token_ids,
         include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
     )
 
 
@@ -231,7 +229,7 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
             judged = [service.judged(source, each) for source, each in zip(sources, prepared, strict=True)]
             async with contextlib.aclosing(merge(judged)) as merged:
                 if options.stream:
-                    await _stream(service, exchange, answer, merged, run)
+                    await _stream(service, exchange, answer, merged, run, options)
                 else:
                     await _collect(answer, merged, run)
                     answer.explained = await explained(service, job)
@@ -247,7 +245,7 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
         await exchange.reply(200, await service.threads.run(size, lambda: encode(answer.whole())))
 
 
-async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: Merged, run: _Run) -> None:
+async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: Merged, run: _Run, options: AnswerOptions) -> None:
     events = EventStream(exchange)
     forget = service.pulse.add(events)
     opening = answer.opening()
@@ -260,7 +258,7 @@ async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: 
                 if delta.token_ids or delta.finish_reason is not None:
                     text += event(choice, delta)
             if text:
-                await write(text)
+                await write(with_usage(text, answer.usage()) if options.continuous_usage else text)
         answer.explained = await explained(service, run.job)
         await events.finish(answer.closing())
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.engine.contents import joined
 from headrace.errors import InvalidRequest
 from headrace.server.wire import decode_object
 
@@ -56,6 +57,10 @@ Content = str | list[dict[str, str]] | None
 def content_of(texts: list[str]) -> Content:
     """A message's content from its pieces. How several are joined is the template's affair (engine/contents.py)."""
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def text_of(content: Content) -> str:
+    return content or "" if content is None or isinstance(content, str) else joined(content)
 
 
 def _read_content(where: str, content: Any, *, optional: bool) -> Content:

@@ -17,8 +17,8 @@ from headrace.server.wire import encode, quote
 class ParsedChatAnswer(ChatAnswer):
     """``parsers``: one a choice."""
 
-    def __init__(self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser], tokenizer: Any) -> None:
-        super().__init__(shape, prompt, len(parsers), tokenizer)
+    def __init__(self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser], tokenizer: Any, *, echo: str = "") -> None:
+        super().__init__(shape, prompt, len(parsers), tokenizer, echo=echo)
         self._parsers = parsers
         self._heads = [f'{self._head}{{"index":{index},"delta":{{' for index in range(len(parsers))]
 
@@ -48,6 +48,8 @@ class ParsedChatAnswer(ChatAnswer):
         segments = [*parser.push("".join(choice.texts)), *parser.finish()]
         shown = super().choice(index, choice)
         shown["message"] = message_of(segments)
+        if self._echo:
+            shown["message"]["content"] = self._echo + (shown["message"]["content"] or "")
         shown["finish_reason"] = parser.end_reason(choice.finish_reason or "")
         return shown
 

@@ -100,6 +100,9 @@ class PartsAnswer(ABC):
     @abstractmethod
     def whole(self) -> dict[str, Any]: ...
 
+    @abstractmethod
+    def usage(self) -> dict[str, Any]: ...
+
     # --- what the engine says
 
     def opening(self) -> str:

@@ -79,7 +79,7 @@ class ResponseAnswer(PartsAnswer):
             "store": False,
             "system_fingerprint": self.shape.fingerprint,
             "truncation": "disabled",
-            "usage": self._usage() if ended else None,
+            "usage": self.usage() if ended else None,
             **self._shown,
             **self.extras(),
         }
@@ -101,7 +101,7 @@ class ResponseAnswer(PartsAnswer):
         """The last item is not as the model would have ended it."""
         return self._failed or self.end_reason in _INCOMPLETE
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         prompt, written = self.prompts[0], self.choice.num_tokens
         read = len(prompt.token_ids)
         return {

@@ -127,7 +127,11 @@ _BY_NAME: Mapping[str, Schema] = {
         "properties": {"format": nullable(_format(schema=OBJECT)), "verbosity": {"enum": ["medium", None]}},
         "additionalProperties": False,
     },
-    "output_config": {"type": "object", "properties": {"format": nullable(_format(schema=OBJECT))}, "additionalProperties": {"type": "null"}},
+    "output_config": {
+        "type": "object",
+        "properties": {"format": nullable(_format(schema=OBJECT)), "effort": {"enum": [*EFFORTS, None]}},
+        "additionalProperties": {"type": "null"},
+    },
     "structured_outputs": {
         "type": "object",
         "properties": {
@@ -162,7 +166,7 @@ _ANSWER_TOKENS = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _CHAT_MESSAGES = array(_CHAT_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 _STREAM_OPTIONS: Schema = {
     "type": "object",
-    "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"const": False}, "continuous_usage_stats": {"const": False}},
+    "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"const": False}, "continuous_usage_stats": {"type": "boolean"}},
     "additionalProperties": False,
 }
 _ALONE: Mapping[str, Schema] = {"disable_parallel_tool_use": {"type": ["boolean", "null"]}}
@@ -185,7 +189,7 @@ _BY_ROUTE: Mapping[str, Mapping[str, Schema]] = {
     },
     "/v1/completions": {"stream_options": _STREAM_OPTIONS, "max_tokens": {**_ANSWER_TOKENS, "minimum": 0}},
     "/v1/messages": _ANTHROPIC,
-    "/v1/messages/count_tokens": {**_ANTHROPIC, "output_config": OBJECT},
+    "/v1/messages/count_tokens": _ANTHROPIC,
     "/v1/responses": {
         "tools": array(_ITEM_TOOL, maxItems=MAX_TOOLS),
         "tool_choice": either(_CHOICES, _ITEM_CHOICE, _typed("allowed_tools", _allowed(_ITEM_CHOICE))),

@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
     @property
     def chat_templates(self) -> Mapping[str, str]: ...
 
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """Its configuration, as JSON."""
+
     def is_special(self, text: str) -> bool:
         """It is one token that decoding leaves out."""
 
@@ -195,9 +199,12 @@ class Service:
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
     def form(
-        self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None
+        self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, continued: str | None = None
     ) -> tuple[Form, StructuredOutputs | None]:
-        """What answers to ``prompt`` are made of, and what they are held to. Raises InvalidRequest."""
+        """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on with. Raises InvalidRequest."""
+        reasoning = self._dialect.reasoning
+        if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
+            prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
         form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel)
         return hold(form, tools, choice, wanted, self._special_markers)
 

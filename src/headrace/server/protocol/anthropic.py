@@ -27,7 +27,7 @@ from headrace.server.protocol.blocks import (
 )
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.protocol.sampling import TemplateOptions, answer_options, model_defaults, sampling_params
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, effort_variables, model_defaults, sampling_params
 from headrace.server.tools import offer
 
 
@@ -43,11 +43,11 @@ class CountRequest:
 def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = Body(raw, MESSAGES)
-    _check_output_config(body.get("output_config", {}))
     values = {**model_defaults(defaults), **body.sampling(), "max_tokens": body.require("max_tokens"), "stop": body.get("stop_sequences")}
+    messages = _read_conversation(body)
     return ChatRequest(
-        messages=_read_conversation(body),
-        conversation=_template_options(body),
+        messages=messages,
+        conversation=_template_options(body, messages),
         params=sampling_params(body, values, {"stop": "stop_sequences"}),
         options=answer_options(body),
     )
@@ -56,23 +56,30 @@ def parse_messages(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatR
 def parse_count_tokens(raw: Mapping[str, Any]) -> CountRequest:
     """Raises InvalidRequest naming the field."""
     body = Body(raw, COUNT_TOKENS)
-    return CountRequest(model=body.get("model"), messages=_read_conversation(body), conversation=_template_options(body))
+    messages = _read_conversation(body)
+    return CountRequest(model=body.get("model"), messages=messages, conversation=_template_options(body, messages))
 
 
-def _check_output_config(given: dict[str, Any]) -> None:
+def _effort(given: dict[str, Any]) -> dict[str, Any]:
     """``format`` is read where all routes' are."""
-    further = next((name for name, value in given.items() if name != "format" and value is not None), None)
+    further = next((name for name, value in given.items() if name not in ("effort", "format") and value is not None), None)
     if further is not None:
         name = f"output_config.{further[:100]}"
         raise InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
+    return effort_variables("output_config.effort", given.get("effort"))
 
 
-def _template_options(body: Body) -> TemplateOptions:
+def _template_options(body: Body, messages: Chat) -> TemplateOptions:
+    """A conversation that ends with the assistant's words is one to go on with."""
     tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
     given = body.get("tool_choice", {"type": "auto"})
     shown, choice = offer(_read_choice(given), tools, parallel=not given.get("disable_parallel_tool_use"), place="input_schema")
-    variables = {**_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
-    return TemplateOptions(tools=shown, choice=choice, variables=variables)
+    effort = _effort(body.get("output_config", {}))
+    variables = {**effort, **_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
+    continues = messages[-1]["role"] == "assistant"
+    return TemplateOptions(
+        tools=shown, choice=choice, variables=variables, add_generation_prompt=not continues, continue_final_message=continues
+    )
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:
@@ -119,9 +126,6 @@ def _read_conversation(body: Body) -> Chat:
     for index, message in enumerate(given):
         messages += _read_message(f"messages[{index}]", message)
     check_messages("messages", messages[before:])
-    if messages[-1]["role"] == "assistant":
-        where = f"messages[{len(given) - 1}]"
-        raise InvalidRequest(f"{where} is the assistant's, but continuing it is not supported; end with a user message.", param=where)
     return messages
 
 

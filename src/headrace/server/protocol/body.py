@@ -66,7 +66,7 @@ def _check(field: Field, value: Any) -> None:
     """Types of everything but sampling parameters, which have a validator of their own."""
     if field.use is Use.REFUSED:
         if not any(type(value) is type(neutral) and value == neutral for neutral in field.neutral):
-            raise InvalidRequest(f"{field.name} is not supported: {field.help}.", param=field.name, code="unsupported_parameter")
+            raise InvalidRequest(f"{field.name} is not supported: {field.help}.", param=field.name, code=field.code)
     elif field.use is Use.SAMPLING:
         check_size(field.name, value)
     else:

@@ -26,9 +26,10 @@ from headrace.server.protocol.sampling import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A checked /v1/chat/completions body."""
+    """A checked /v1/chat/completions body. ``echo``: the answer begins with the message that it continues."""
 
     messages: list[dict[str, Any]]
+    echo: bool = False
     conversation: TemplateOptions
     params: SamplingParams
     options: AnswerOptions
@@ -47,10 +48,18 @@ def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatReque
         raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
     return ChatRequest(
         messages=read_messages(body.require("messages")),
+        echo=_echo(body),
         conversation=template_options(body),
         params=sampling_params(body, values, {"max_tokens": limit_name, "logprobs": "top_logprobs"}),
         options=answer_options(body),
     )
+
+
+def _echo(body: Body) -> bool:
+    echo: bool = body.get("echo", False)
+    if echo and not body.get("continue_final_message"):
+        raise InvalidRequest("echo shows the message that is continued, and none is; set continue_final_message or leave echo out.", param="echo")
+    return echo
 
 
 def _chat_limit(body: Body) -> tuple[str, int | None]:

@@ -17,7 +17,7 @@ from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
 from headrace.server.tools import ToolChoice, offer
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenant's name, too
 MAX_USER = 256  # characters that tell users apart
 EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
@@ -34,6 +34,7 @@ class AnswerOptions:
     model: str | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in every chunk
     return_token_ids: bool
     prompt_logprobs: bool
     priority: int
@@ -54,6 +55,7 @@ class TemplateOptions:
     tools: list[dict[str, Any]] | None
     choice: ToolChoice
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     variables: dict[str, Any]
 
 
@@ -61,10 +63,12 @@ def template_options(body: Body) -> TemplateOptions:
     """For the routes that take tools and variables as chat completions do."""
     tools = read_tools(body.get("tools"))
     tools, choice = offer(body.get("tool_choice", "auto"), tools, parallel=body.get("parallel_tool_calls", True))
+    continues = body.get("continue_final_message", False)
     return TemplateOptions(
         tools=tools,
         choice=choice,
-        add_generation_prompt=body.get("add_generation_prompt", True),
+        add_generation_prompt=body.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
         variables={
             **effort_variables("reasoning_effort", body.get("reasoning_effort")),
             **check_template_kwargs(body.get("chat_template_kwargs")),
@@ -114,10 +118,12 @@ def _read_logit_bias(value: dict[str, Any]) -> dict[int, Any]:
 
 def answer_options(body: Body) -> AnswerOptions:
     stream = body.get("stream", False)
+    streamed = _stream_options(body, stream)
     options = AnswerOptions(
         model=body.get("model"),
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=streamed.get("include_usage", streamed.get("continuous_usage_stats", False)),
+        continuous_usage=streamed.get("continuous_usage_stats", False),
         return_token_ids=body.get("return_token_ids", False),
         prompt_logprobs="prompt_logprobs" in body,
         priority=body.get("priority", 0),
@@ -160,17 +166,17 @@ def _check_options(options: AnswerOptions) -> None:
         raise InvalidRequest(f"truncate_prompt_tokens is {keep}; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
 
 
-def _include_usage(body: Body, stream: bool) -> bool:
-    given = body.get("stream_options")
-    if given is None:
-        return False
-    if not stream:
+def _stream_options(body: Body, stream: bool) -> dict[str, bool]:
+    given: dict[str, Any] = body.get("stream_options", {})
+    if "stream_options" in body and not stream:
         raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
     for name, value in given.items():
         if name not in ("include_usage", "include_obfuscation", "continuous_usage_stats"):
             raise InvalidRequest(f"stream_options has no field {name[:100]!r}; leave it out.", param="stream_options", code="unknown_parameter")
         if not isinstance(value, bool):
             raise InvalidRequest(f"stream_options.{name} must be a boolean.", param="stream_options", code="invalid_type")
-        if value and name != "include_usage":
+        if value and name == "include_obfuscation":
             raise InvalidRequest(f"stream_options.{name} is not supported; leave it out.", param="stream_options", code="unsupported_parameter")
-    return bool(given.get("include_usage", False))
+    if given.get("continuous_usage_stats") and given.get("include_usage") is False:
+        raise InvalidRequest("stream_options.continuous_usage_stats needs include_usage; set it to true.", param="stream_options")
+    return given
