@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "serve": "answer the HTTP APIs of OpenAI and Anthropic",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts of a JSONL file or the command line",
+    "models": "what is in the hub's cache: list, pull, remove",
     "bench": "measure throughput, latency, a server, start-up, kernels, techniques, policies, a rival",
     "simulate": "a workload's figures on a device that is not here",
     "doctor": "what was found on this machine, what was chosen and why",

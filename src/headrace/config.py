@@ -18,9 +18,9 @@ from headrace.errors import ConfigError
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A config field that is also a flag.
 
-    ``extra``: ``choices``; ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further spellings); ``metavar``;
-    ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by ``--technique`` too; a text is the technique's
-    name where the field has another), with ``on`` and ``off`` where those words mean other values.
+    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``; ``size`` (32k, 2M, 20GiB are read); ``flags`` (further
+    spellings); ``metavar``; ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by ``--technique`` too; a
+    text is the technique's name where the field has another), with ``on`` and ``off`` where those words mean other values.
     """
     return field(default=default, metadata={"help": help, **extra})
 
@@ -41,14 +41,20 @@ def technique_spellings(of: Field[Any]) -> set[str]:
     return {technique_name(of)} if isinstance(of.metadata["technique"], str) else {technique_name(of), of.name}
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32", "f32": "float32"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, in which precision."""
 
-    model: str | None = option(None, "folder, .gguf file or hub id (org/name[@revision]); without it the bundled demo model")
+    model: str | None = option(None, "folder, .gguf file or hub id (org/name[@revision][:Q4_K_M]); without it the bundled demo model")
     tokenizer: str | None = option(None, "folder or file of another tokenizer than the model's own")
     served_model_name: tuple[str, ...] = option((), "names the API answers to", metavar="NAME")
-    dtype: str = option("auto", "precision of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = option(
+        "auto", "precision of weights and activations; bf16, half and the like are understood", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES
+    )
     load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "gguf", "dummy"))
     max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=2)
     quantization: str | None = option(None, "weight format; none is supported yet", choices=())
@@ -70,7 +76,7 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
     num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
-    kv_cache_dtype: str = option("auto", "precision of the KV cache: the model's, so far", choices=("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = option("auto", "precision of the KV cache: the model's, so far", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", technique=True)
     paged_allocation: bool = switch(True, "off: reserve a sequence's longest length at admission")
     kv_caching: bool = switch(True, "off: recompute every token of a sequence at every step")
@@ -332,7 +338,11 @@ def check_fields(config: Any) -> None:
     """Type, choices and minimum of every field. Raises ConfigError that names the field, its value and what is allowed."""
     kinds = field_types(type(config))
     for each in fields(config):
-        check_value(each, kinds[each.name], getattr(config, each.name))
+        value = getattr(config, each.name)
+        if "aliases" in each.metadata and isinstance(value, str) and value in each.metadata["aliases"]:
+            value = each.metadata["aliases"][value]
+            object.__setattr__(config, each.name, value)
+        check_value(each, kinds[each.name], value)
 
 
 def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:

@@ -29,7 +29,7 @@ from headrace.config import (
     technique_spellings,
 )
 from headrace.errors import ConfigError
-from headrace.foreign_flags import ELSEWHERE
+from headrace.foreign_flags import ELSEWHERE, OTHER_COMMANDS
 
 ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
 
@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
-        words = list(args or ())
+        words = self._with_hyphens(list(args or ()))
         path = self._config_path(words) if self._reads_config_file else None
         from_file = self._read_config(Path(path), self._lists_in(words)) if path is not None else []
         values, unknown = super().parse_known_args([*from_file, *words], namespace)
@@ -102,6 +102,24 @@ class CommandParser(argparse.ArgumentParser):
             positionals = [_positional_usage(action) for action in self._actions if not action.option_strings]
             self.usage = " ".join([self.prog, *positionals, "[flags]"])
         return super().format_help()
+
+    def _with_hyphens(self, words: list[str]) -> list[str]:
+        """``--max_model_len`` is ``--max-model-len``: flags of this parser only, none behind ``--``."""
+        end = words.index("--") if "--" in words else len(words)
+        return [*map(self._with_hyphen, words[:end]), *words[end:]]
+
+    def _with_hyphen(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        spelled = flag.replace("_", "-")
+        return spelled + equals + value if flag.startswith("--") and spelled in self._option_string_actions else word
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """A command that is none: the nearest, or what those who know it from elsewhere look for."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            remedy = OTHER_COMMANDS.get(value) if action.dest == "command" else None
+            near = near_match(value, action.choices) or f"; there are {', '.join(action.choices)}"
+            self.error(f"there is no {action.metavar} {value!r}{f': {remedy}' if remedy else near}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """One line and exit status 2."""
@@ -290,6 +308,8 @@ def _default_text(of: Field[Any]) -> str:
 def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:
     """What turns a flag's text into the field's value. ``auto`` is the word for leaving a choice to the engine."""
     base: Callable[[str], Any] = parse_size if of.metadata.get("size") else kind.base
+    if aliases := of.metadata.get("aliases"):
+        return lambda text: aliases.get(text, text)
     if not kind.optional or kind.base is str:
         return base
 

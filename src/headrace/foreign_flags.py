@@ -1,9 +1,33 @@
-"""Flags people bring along from other engines. Each gets a sentence instead of "unknown flag".
+"""Flags and commands people bring along from other engines. Each gets a sentence instead of "unknown".
 
-What lives here: those that Headrace does not have. What may not: flags of our own (config.py).
+What lives here: those that Headrace does not have. What may not: flags (config.py) and commands (cli.py) of our own.
 """
 
 from __future__ import annotations
+
+OTHER_COMMANDS: dict[str, str] = {
+    "run": "use headrace chat --model MODEL to talk, headrace serve MODEL for a server",
+    "pull": "use headrace models pull org/name; serve and chat fetch a hub model, too",
+    "download": "use headrace models pull org/name; serve and chat fetch a hub model, too",
+    "list": "use headrace models",
+    "ls": "use headrace models",
+    "rm": "use headrace models remove org/name",
+    "show": "use headrace doctor MODEL",
+    "complete": "use headrace generate --prompt TEXT",
+    "run-batch": "use headrace generate --input FILE --output FILE",
+    "benchmark": "use headrace bench",
+    "start": "use headrace serve",
+    "launch": "use headrace serve",
+    "collect-env": "use headrace doctor --no-load",
+    "env": "use headrace doctor --no-load",
+    "info": "use headrace doctor",
+    "ps": "a server says what it serves at /v1/models",
+    "stop": "press Ctrl-C where the server runs, or send its process a SIGTERM",
+    "quantize": "weights are served as they are; a .gguf file may hold quantised ones",
+    "create": "models are used as they are; --chat-template and --generation-config replace parts of one",
+    "help": "use headrace --help, headrace COMMAND --help",
+    "version": "use headrace --version",
+}
 
 ELSEWHERE: dict[str, str] = {
     "--enable-chunked-prefill": "it is on; --technique chunked_prefill=off turns it off",

@@ -75,12 +75,38 @@ def test_other_precisions(kind: Q, tolerance: float, tmp_path: Path) -> None:
         torch.testing.assert_close(got.read(key).float(), want.read(key), rtol=tolerance, atol=tolerance * want.read(key).abs().max().item())
 
 
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    folder = tiny.save("llama", tmp_path / "folder")
+    whole, first = open_checkpoint(source_of(folder)), write_gguf(folder, tmp_path / "shards" / "tiny-Q8_0.gguf", shards_of=7)
+    assert first.name.startswith("tiny-Q8_0-00001-of-0000") and len(list(first.parent.iterdir())) > 2
+    for path in (first, first.parent):
+        source = source_of(path)
+        got = open_checkpoint(source)
+        assert load_tokenizer(source) is not None and set(got.keys()) == set(whole.keys())
+        assert all(torch.equal(got.read(key), whole.read(key)) for key in whole.keys())  # noqa: SIM118
+
+
+def test_shards_that_are_not_all_there(tmp_path: Path) -> None:
+    first = write_gguf(tiny.save("llama", tmp_path / "folder"), tmp_path / "shards" / "tiny.gguf", shards_of=7)
+    second = first.with_name(first.name.replace("00001-of", "00002-of"))
+    with pytest.raises(ModelError, match=rf"is shard 2 of \d+; name the first, .*{first.name}"):
+        read_gguf(second)
+    second.rename(tmp_path / "away")
+    with pytest.raises(ModelError, match=rf"lacks 1 of \d+ shards \(first: {second.name}\); download them"):
+        read_gguf(first)
+    write_gguf(tmp_path / "folder", second)  # the whole model in a shard's place
+    with pytest.raises(ModelError, match=r"shards hold \d+ tensors, \d+ of them different, and are to hold \d+"):
+        read_gguf(first)
+    with pytest.raises(ModelError, match="give it the name it had, which ends in -00001-of-"):
+        read_gguf(first.rename(tmp_path / "renamed.gguf"))
+
+
 def test_single_experts_of_older_files_are_found(tmp_path: Path) -> None:
     """Before experts were stacked, each had tensors of its own."""
     from headrace.models.gguf_file import GGUFFile, GGUFTensor
     from headrace.models.gguf_names import origins
 
-    file = GGUFFile(tmp_path, {}, {"blk.1.ffn_gate.3.weight": GGUFTensor(0, (8, 4), 0)})
+    file = GGUFFile(tmp_path, {}, {"blk.1.ffn_gate.3.weight": GGUFTensor(0, (8, 4), 0, tmp_path)})
     config = {"model_type": "mixtral", "num_attention_heads": 2, "num_key_value_heads": 1}
     assert list(origins(file, config)) == ["model.layers.1.block_sparse_moe.experts.3.w1.weight"]
 

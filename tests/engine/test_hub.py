@@ -13,9 +13,11 @@ import pytest
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.models import hub as hub_module
-from headrace.models.hub import needed_files
+from headrace.models.hub import HubId, needed_files, select_gguf
 from headrace.models.source import find_model
+from tests.support import tiny
 from tests.support.fake_hub import FakeHub, etag, fake_hub
+from tests.support.gguf_files import write_gguf
 
 FIND = """
 import sys
@@ -131,6 +133,66 @@ def test_what_the_hub_refuses_is_one_sentence(repository: Path, tmp_path: Path) 
         assert "has no safetensors and no single .gguf (it has" in find(hub, tmp_path / "home", "org/model")
 
 
+@pytest.fixture
+def quantised(tmp_path: Path) -> Path:
+    """A repository of GGUF files, one of them in shards in a folder of its own, beside what is no model."""
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    model = write_gguf(tiny.save("llama", tmp_path / "tiny"), folder / "Tiny-Q8_0.gguf")
+    for name in ("Tiny-Q4_K_M.gguf", "Tiny-UD-Q4_K_XL.gguf", "mmproj-F16.gguf", "imatrix.gguf"):
+        (folder / name).write_bytes(model.read_bytes())
+    write_gguf(tmp_path / "tiny", folder / "BF16" / "Tiny-BF16.gguf", shards_of=9)
+    return folder
+
+
+def test_a_quantisation_is_chosen_by_name(quantised: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with fake_hub({"org/q": quantised}) as hub:
+        said = find(hub, home, "org/q:q8_0")
+        assert said.startswith("org/q:q8_0 ") and said.endswith("/Tiny-Q8_0.gguf gguf") and hub.fetched() == {"Tiny-Q8_0.gguf"}
+        assert "has several .gguf files (BF16, Q4_K_M, Q8_0, UD-Q4_K_XL); say which, like org/q:Q4_K_M." in find(hub, home, "org/q")
+        assert "org/q has no Q5_K_M in GGUF: there are BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; name one" in find(hub, home, "org/q:Q5_K_M")
+        assert find(hub, home, "org/q@main:BF16").split()[1].rpartition("/")[2].startswith("Tiny-BF16-00001-of-")
+        shards = {name for name in hub.fetched() if name.startswith("BF16/")}
+        assert len(shards) == len(list((quantised / "BF16").iterdir())) > 1
+    assert find(hub, home, "org/q:Q8_0", HF_HUB_OFFLINE="1").endswith("/Tiny-Q8_0.gguf gguf")
+    assert "the cache holds of org/q has no Q4_K_M in GGUF: there are BF16, Q8_0" in find(hub, home, "org/q:Q4_K_M", HF_HUB_OFFLINE="1")
+
+
+def test_the_files_of_a_quantisation() -> None:
+    shards = ["F16/a-F16-00002-of-00002.gguf", "F16/a-F16-00001-of-00002.gguf"]
+    files = ["a-Q4_K_M.gguf", "a_Q4_K_S.gguf", "a-UD-Q4_K_XL.gguf", "a-Q4_K_XL.gguf", "a-UD-Q2_K.gguf", "a-fp16.gguf", *shards]
+    assert select_gguf(files, "x", "Q4_K_XL") == ["a-Q4_K_XL.gguf"] and select_gguf(files, "x", "ud-q4_k_xl") == ["a-UD-Q4_K_XL.gguf"]
+    assert select_gguf(files, "x", "F16") == sorted(shards) and select_gguf(files, "x", "fp16") == ["a-fp16.gguf"]
+    assert select_gguf(files, "x", "Q4_K_S") == ["a_Q4_K_S.gguf"] and select_gguf(files, "x", "Q2_K") == ["a-UD-Q2_K.gguf"]
+    for wrong in ("Q4_K", "K_M", "", "."):
+        with pytest.raises(ModelError, match="there are F16, Q4_K_M, Q4_K_S, Q4_K_XL, UD-Q2_K, UD-Q4_K_XL"):
+            select_gguf(files, "x", wrong)
+    with pytest.raises(ModelError, match=r"it has no \.gguf file; leave :Q8_0 out"):
+        select_gguf(["model.safetensors", "../../evil-Q8_0.gguf", "mmproj-Q8_0.gguf"], "x", "Q8_0")
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("org/name", HubId("org/name")),
+        ("org/name@v1.0/x:Q8_0", HubId("org/name", "v1.0/x", "Q8_0")),
+        ("org/name:UD-Q4_K_XL", HubId("org/name", None, "UD-Q4_K_XL")),
+        *((text, None) for text in ("name", "org/name:", "org/name@", "a/b/c", "org/na me", "org/name:../x", "org/name:Q8_0@main", "")),
+    ],
+)
+def test_hub_ids(text: str, parsed: HubId | None) -> None:
+    assert HubId.parse(text) == parsed and (parsed is None or str(parsed) == text)
+
+
+def test_a_local_folder_takes_a_quantisation_too(quantised: Path) -> None:
+    assert find_model(ModelConfig(model=f"{quantised}:Q8_0")).path == quantised / "Tiny-Q8_0.gguf"
+    with pytest.raises(ModelError, match=r"has no Q2_K in GGUF: there are Q4_K_M, Q8_0, UD-Q4_K_XL"):
+        find_model(ModelConfig(model=f"{quantised}:Q2_K"))
+    with pytest.raises(ModelError, match=r"holds 3 \.gguf files .*; name one of them, or a quantisation behind a colon"):
+        find_model(ModelConfig(model=str(quantised)))
+
+
 def test_which_files_are_needed() -> None:
     small = ["config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
     shards = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -140,11 +202,13 @@ def test_which_files_are_needed() -> None:
     assert needed_files(["x.gguf", "a.py"], with_weights=True) == ["x.gguf"]
     assert needed_files([*shards, *small], with_weights=False) == small
     assert needed_files(["x.gguf", "y.gguf"], with_weights=True) == []
+    assert needed_files(["x.gguf", "mmproj-x.gguf"], with_weights=True) == ["x.gguf"]
+    assert needed_files(["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], with_weights=True) == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
 
 
-def test_without_the_extra_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"no folder or file 'org/model'; .* pip install 'headrace\[hf\]'"):
+    with pytest.raises(ModelError, match=r"no folder or file 'org/model'; .*: pip install huggingface-hub\."):
         find_model(ModelConfig(model="org/model"))
 
 

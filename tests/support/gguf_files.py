@@ -66,10 +66,11 @@ _TOP = {
 }
 
 
-def write_gguf(folder: Path, target: Path, *, kind: Q = Q.F32, metadata: Mapping[str, Any] | None = None) -> Path:
-    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` where their rows allow it."""
+def write_gguf(folder: Path, target: Path, *, kind: Q = Q.F32, metadata: Mapping[str, Any] | None = None, shards_of: int = 0) -> Path:
+    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` where their rows allow it; in shards of so many tensors."""
+    target.parent.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]], split_max_tensors=shards_of)
     _write_config(writer, config)
     _write_rope(writer, config)
     _write_byte_level(writer, json.loads((folder / "tokenizer.json").read_text()), config)
@@ -78,7 +79,7 @@ def write_gguf(folder: Path, target: Path, *, kind: Q = Q.F32, metadata: Mapping
     for name, values in _converted(folder, config):
         _add(writer, name, values, kind)
     _finish(writer)
-    return target
+    return next(target.parent.glob(f"{target.stem}-00001-of-*.gguf")) if shards_of else target
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from headrace import cli
 from headrace.errors import ConfigError, ModelError
+from headrace.foreign_flags import OTHER_COMMANDS
 
 HEAVY = ("torch", "fastapi", "uvicorn", "starlette", "pydantic", "httpx", "tokenizers", "safetensors", "jinja2", "gguf", "yaml", "msgspec")
 
@@ -79,6 +81,29 @@ def test_wrong_usage_is_one_line_and_status_2(words: tuple[str, ...]) -> None:
     done = run(*words)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("serv",), "there is no COMMAND 'serv'; did you mean serve? "),
+        (("run", "org/name"), "there is no COMMAND 'run': use headrace chat --model MODEL to talk, headrace serve MODEL for a server"),
+        (("pull", "org/name"), "there is no COMMAND 'pull': use headrace models pull org/name"),
+        (("xyzzy",), "there is no COMMAND 'xyzzy'; there are serve, chat, "),
+        (("bench", "through"), "there is no BENCHMARK 'through'; did you mean throughput?"),
+        (("bench", "run"), "there is no BENCHMARK 'run'; "),
+    ],
+)
+def test_a_command_that_is_none_gets_the_one_to_use(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and told in err and err.count("\n") == 1
+
+
+def test_hints_name_commands_that_exist() -> None:
+    named = {match for text in OTHER_COMMANDS.values() for match in re.findall(r"headrace ([a-z]+)", text)}
+    assert named <= set(cli.COMMANDS) and not set(OTHER_COMMANDS) & set(cli.COMMANDS)
 
 
 def test_bad_log_level_is_explained() -> None:

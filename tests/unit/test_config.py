@@ -16,7 +16,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
 @pytest.mark.parametrize(
     ("config_class", "name", "value", "words"),
     [
-        (ModelConfig, "dtype", "bf16", "give one of auto, bfloat16"),
+        (ModelConfig, "dtype", "fp8", "give one of auto, bfloat16"),
         (ModelConfig, "max_model_len", 1, "give at least 2"),
         (ModelConfig, "max_model_len", "32k", "give a whole number or None"),
         (ModelConfig, "seed", True, "give a whole number"),

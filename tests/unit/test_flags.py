@@ -10,6 +10,7 @@ import pytest
 
 from headrace import flags
 from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
 from headrace.foreign_flags import ELSEWHERE
 
@@ -89,6 +90,20 @@ def test_api_key_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPat
     assert server("--api-key", "x", "y").api_key == ("x", "y")
 
 
+@pytest.mark.parametrize("words", [("--max_num_seqs", "3"), ("--max_num_seqs=3",)])
+def test_underscores_are_hyphens(words: tuple[str, ...]) -> None:
+    assert engine(*words).scheduler.max_num_seqs == 3
+    assert not engine("--no-enable_prefix_caching").cache.enable_prefix_caching
+    assert engine("--served-model-name", "my_model", "--chat-template=a_b--c_d").model.served_model_name == ("my_model",)  # values are left alone
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float", "float32")])
+def test_other_words_for_precisions(tmp_path: Path, word: str, dtype: str) -> None:
+    assert engine("--dtype", word, "--kv-cache-dtype", word).model.dtype == dtype
+    assert engine("--config", write(tmp_path, f"dtype: {word}\n")).model.dtype == dtype
+    assert create_config(None, dtype=word).model.dtype == dtype
+
+
 def test_technique_reaches_every_switch_by_both_spellings() -> None:
     entries = ("chunked-prefill=off", "kv_caching=false", "prefix-caching=off", "overlap=2")
     config = engine(*(f"--technique={entry}" for entry in entries))
@@ -124,10 +139,10 @@ def test_technique_and_flag_must_not_disagree() -> None:
     ("words", "told"),
     [
         (("--max-num-seq", "3"), "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
-        (("--max_num_seqs=3",), "did you mean --max-num-seqs?"),
+        (("--max_num_seq=3",), "did you mean --max-num-seqs?"),
         (("--enable-lora",), "--enable-lora: adapters are not supported yet"),
         (("--trust-remote-code",), "code from a model's folder is never run"),
-        (("--dtype", "bf16"), "choose from"),
+        (("--dtype", "fp8"), "choose from"),
         (("--max-num-seqs", "many"), "invalid int value: 'many'"),
         (("--max-model-len", "long"), "'long' is not a size"),
         (("one", "two"), "unexpected argument 'two'"),
@@ -187,7 +202,7 @@ def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path: Path) -> N
         ("max-nums-seqs: 3", "unknown key 'max-nums-seqs'; did you mean max-num-seqs?"),
         ("max_num_sequences: 3", "did you mean max-num-seqs?"),
         ("enable-lora: true", "enable-lora: adapters are not supported yet"),
-        ("dtype: bf16", "invalid choice: 'bf16'"),
+        ("dtype: fp8", "invalid choice: 'fp8'"),
         ("max-num-seqs: [1, 2]", "max-num-seqs is [1, 2], which --max-num-seqs cannot take"),
         ("max-num-seqs: yes", "max-num-seqs is True, which --max-num-seqs cannot take"),
         ("enforce-eager: 3", "enforce-eager is 3, which --enforce-eager cannot take"),

@@ -81,6 +81,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "worker": CORE,
     "models": CORE,
     "models.hub": {"huggingface_hub"},
+    "models.hub_cache": set(),
     "models.hub_resume": {"huggingface_hub"},
     "layers": CORE,
     "kernels": CORE,

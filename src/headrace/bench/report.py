@@ -104,7 +104,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'headrace[plot]'") from error
+        raise ConfigError("--plot needs matplotlib; install it with: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot
 

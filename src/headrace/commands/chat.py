@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     message = _message(args.message)
     config, flags = engine_config(args), sampling_values(args)
+    from headrace.engine.resolve import check_texts
+
+    check_texts(config)
     from headrace.engine.llm import LLM  # torch
 
     with LLM.from_config(config) as llm:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, over_defaults, sampling_values, with_values
 from headrace.config import EngineConfig
+from headrace.engine.resolve import check_texts
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.progress import ProgressLine
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     config, flags = engine_config(args), sampling_values(args)
     with contextlib.ExitStack() as stack:
         if args.prompt is not None:
+            check_texts(config)
             lines: Iterator[str] = (json.dumps({"prompt": prompt}) for prompt in args.prompt)
             total = len(args.prompt)
         else:

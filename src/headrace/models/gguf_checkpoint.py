@@ -29,7 +29,6 @@ class GGUFCheckpoint:
     """Tensors of F32, F16 and BF16 are views of the file; others are dequantised to float32 when they are read."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         file = read_gguf(path)
         config, _ = read_gguf_config(path)
         self._tensors = file.tensors
@@ -65,25 +64,25 @@ class GGUFCheckpoint:
             shape, size = shape[1:], size // shape[0]
             start += origin.part * size
         if tensor.type in _PLAIN:
-            return self._files.tensor(self._path, _PLAIN[tensor.type], start, size).view(shape)
-        return _dequantised(self._files.tensor(self._path, torch.uint8, start, size), tensor.type).view(shape)
+            return self._files.tensor(tensor.file, _PLAIN[tensor.type], start, size).view(shape)
+        return _dequantised(self._files.tensor(tensor.file, torch.uint8, start, size), tensor.type).view(shape)
 
     def _check_sizes(self) -> None:
-        file_size = self._path.stat().st_size
+        sizes = {file: file.stat().st_size for file in {tensor.file for tensor in self._tensors.values()}}
         for name, tensor in self._tensors.items():
             if tensor.type not in _block_sizes():
                 raise ModelError(
-                    f"{self._path}: tensor {name[:80]} has GGUF type {tensor.type}, which is not known; convert the model to F16, BF16 or Q8_0."
+                    f"{tensor.file}: tensor {name[:80]} has GGUF type {tensor.type}, which is not known; convert the model to F16, BF16 or Q8_0."
                 )
             per_block, _ = _block_sizes()[tensor.type]
             if tensor.shape and tensor.shape[-1] % per_block:
                 raise ModelError(
-                    f"{self._path} is damaged: rows of {name[:80]} have {tensor.shape[-1]} "
+                    f"{tensor.file} is damaged: rows of {name[:80]} have {tensor.shape[-1]} "
                     f"elements, not a multiple of {per_block}. Download it again."
                 )
             end = tensor.start + _num_bytes(tensor)
-            if end > file_size:
-                raise ModelError(f"{self._path} is truncated: {file_size} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
+            if end > sizes[tensor.file]:
+                raise ModelError(f"{tensor.file} is truncated: {sizes[tensor.file]} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
 
 
 @cache

@@ -27,16 +27,9 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those.")
-    _refuse_parts(file)
     config = {**_common(file), **ARCHITECTURES[architecture](_Values(file, architecture))}
     ids: dict[str, Any] = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
     return {name: value for name, value in config.items() if value is not None}, ids
-
-
-def _refuse_parts(file: GGUFFile) -> None:
-    parts = file.get("split.count", int, 1)
-    if parts is not None and parts > 1:
-        raise ModelError(f"{file.path} is one of {parts} parts; merge them into one file first (gguf-split --merge).")
 
 
 class _Values:

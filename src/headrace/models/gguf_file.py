@@ -1,24 +1,28 @@
 """The GGUF container: metadata and a table of tensors, read once, with every size checked against the file's.
 
-What lives here: parsing the head of a little-endian GGUF file of version 2 or 3. What may not: torch, numpy, what keys mean
-(gguf_config.py), names of models, dequantising (gguf_checkpoint.py).
+What lives here: parsing the heads of a little-endian GGUF file of version 2 or 3 and of its further shards. What may not: torch,
+numpy, what keys mean (gguf_config.py), names of models, dequantising (gguf_checkpoint.py).
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import ModelError
+from headrace.models.source import refuse_lfs_pointer
 
 MAX_ENTRIES = 1 << 17  # metadata keys or tensors; real files have a few thousand
 MAX_NAME = 1 << 10
+MAX_SHARDS = 999
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: Mapping[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 F32, F16, BF16 = 0, 1, 30  # tensor types that need no dequantising
@@ -28,11 +32,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """``shape`` in torch's order (rows first); ``start`` is the byte offset in the file."""
+    """``shape`` in torch's order (rows first); ``start`` is the byte offset in ``file``, the model's own or one of its shards."""
 
     type: int
     shape: tuple[int, ...]
     start: int
+    file: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Raises ModelError for anything that is not a whole GGUF head."""
+    """With all shards, where ``path`` is the first of several. Raises ModelError for anything that is not a whole GGUF head."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -72,9 +77,35 @@ def read_gguf(path: Path) -> GGUFFile:
 @lru_cache(maxsize=1)
 def _read_cached(path: Path, size: int, _modified: int) -> GGUFFile:
     """The last file read is kept: config, tokenizer and tensors each ask for it during one start."""
+    return _with_shards(_read_head(path, size))
+
+
+def _with_shards(first: GGUFFile) -> GGUFFile:
+    count = first.get("split.count", int, 1) or 1
+    if count == 1:
+        return first
+    name = _SHARD.fullmatch(first.path.name)
+    if name is None or int(name[3]) != count or not 1 < count <= MAX_SHARDS:
+        raise ModelError(f"{first.path} is one of {count} shards; give it the name it had, which ends in -00001-of-{count:05}.gguf.")
+    paths = [first.path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
+    if int(name[2]) != 1:
+        raise ModelError(f"{first.path} is shard {int(name[2])} of {count}; name the first, {paths[0]}.")
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ModelError(f"{first.path.parent} lacks {len(missing)} of {count} shards (first: {', '.join(missing[:3])}); download them.")
+    parts = [first.tensors, *(_read_head(path, path.stat().st_size).tensors for path in paths[1:])]
+    held, said = sum(map(len, parts)), first.get("split.tensors.count", int)
+    tensors = {name: tensor for part in parts for name, tensor in part.items()}
+    if held != (said or held) or len(tensors) != held:
+        raise first.damaged(f"its {count} shards hold {held} tensors, {len(tensors)} of them different, and are to hold {said}")
+    return replace(first, tensors=tensors)
+
+
+def _read_head(path: Path, size: int) -> GGUFFile:
     if size < 24:
         raise ModelError(f"{path} is not a GGUF file: it has {size} bytes. Download it again.")
     try:
+        with path.open("rb") as stream:
+            refuse_lfs_pointer(path, stream.read(1024))
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).file()
     except OSError as error:
@@ -107,7 +138,7 @@ class _Reader:
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment!r}")
         base = (self._at + alignment - 1) // alignment * alignment
-        return {name: GGUFTensor(kind, shape, base + offset) for name, kind, shape, offset in infos}
+        return {name: GGUFTensor(kind, shape, base + offset, self._path) for name, kind, shape, offset in infos}
 
     def _damaged(self, what: str) -> ModelError:
         return ModelError(f"{self._path} is damaged or truncated: {what}. Download or convert it again.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,67 @@ _SMALL = frozenset(
 _NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _INDEX = "model.safetensors.index.json"
+_HUB_ID = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?(?::(?P<quantisation>[\w.-]{1,40}))?", re.ASCII
+)
+_GGUF = re.compile(r"(?P<stem>[\w.-]+?)(?:-\d{5}-of-(?P<shards>\d{5}))?\.gguf", re.ASCII)
+_QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE | re.ASCII)
+_NO_MODEL = ("mmproj", "imatrix")  # GGUF files beside a model: what sees its images, what it was quantised by
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """``org/name[@revision][:quantisation]``, the last of a repository of GGUF files."""
+
+    repository: str
+    revision: str | None = None
+    quantisation: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubId | None:
+        found = _HUB_ID.fullmatch(text)
+        return None if found is None else cls(**found.groupdict())
+
+    @property
+    def name(self) -> str:
+        """What it is served as."""
+        return self.repository + (f":{self.quantisation}" if self.quantisation else "")
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "") + (f":{self.quantisation}" if self.quantisation else "")
+
+
+def gguf_files(files: Sequence[str]) -> dict[str, list[str]]:
+    """Models in GGUF among a repository's files, by the path of each without its ending; a model in shards has several."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(files):
+        folder, _, file = name.rpartition("/")
+        match = _GGUF.fullmatch(file)
+        if match and re.fullmatch(r"[\w./-]*", folder, re.ASCII) and ".." not in name and not any(word in file.lower() for word in _NO_MODEL):
+            found.setdefault(f"{folder}/{match['stem']}".lstrip("/"), []).append(name)
+    return found
+
+
+def quantisations(files: Sequence[str]) -> list[str]:
+    """How the GGUF files are quantised, as their names say."""
+    named = (_QUANTISATION.search(stem) for stem in gguf_files(files))
+    return sorted({match[1] for match in named if match})
+
+
+def _quantisation(stem: str) -> str:
+    match = _QUANTISATION.search(stem)
+    return match[1] if match else re.split("[-./]", stem)[-1]
+
+
+def select_gguf(files: Sequence[str], hub_id: str, quantisation: str) -> list[str]:
+    """The files of that quantisation, shards in order. Raises ModelError that lists those there are."""
+    models, wanted = gguf_files(files), quantisation.lower()
+    fitting = [stem for spelling in (wanted, f"ud-{wanted}") for stem in models if _quantisation(stem).lower() == spelling]
+    if not fitting:
+        there = quantisations(files)
+        remedy = f"there are {', '.join(there)}; name one of them" if there else "its name has no quantisation in it; name the file" if models else ""
+        raise ModelError(f"{hub_id} has no {quantisation} in GGUF: {remedy or 'it has no .gguf file; leave :' + quantisation + ' out'}.")
+    return models[fitting[0]]
 
 
 def needed_files(files: Sequence[str], *, with_weights: bool) -> list[str]:
@@ -39,37 +101,41 @@ def needed_files(files: Sequence[str], *, with_weights: bool) -> list[str]:
 
 
 def _weight_files(files: Sequence[str]) -> list[str]:
-    """Shards with their index, else the single file, else a lone GGUF; other copies of the weights are left where they are."""
+    """Shards with their index, else the single file, else a lone model in GGUF; other copies of the weights are left where they are."""
     if _INDEX in files:
         return [_INDEX, *(name for name in files if _SHARD.fullmatch(name))]
     if "model.safetensors" in files:
         return ["model.safetensors"]
     top = [name for name in files if "/" not in name]
     single = [name for name in top if name.endswith(".safetensors")]
-    quantized = [name for name in top if name.endswith(".gguf")]
-    return single if len(single) == 1 else quantized if len(quantized) == 1 else []
+    quantised = list(gguf_files(top).values())
+    return single if len(single) == 1 else quantised[0] if len(quantised) == 1 else []
 
 
-def download_model(name: str, *, with_weights: bool) -> Path:
-    """``org/name[@revision]`` → its folder in the cache, complete. Offline (HF_HUB_OFFLINE, or no network) the cache alone is asked.
-
-    Raises ModelError.
-    """
-    repository, _, revision = name.partition("@")
-    hub = _library(name)
+def download_model(model: HubId, *, with_weights: bool) -> Path:
+    """Its folder in the cache, complete, or its .gguf file. Offline (HF_HUB_OFFLINE, or no network) the cache alone is asked. Raises ModelError."""
+    hub = _library(str(model))
     try:
         # Not list_repo_files: that one asks a hub that is gone five times, with pauses.
-        found = hub.HfApi(library_name="headrace").model_info(repository, revision=revision or None, timeout=15)
+        found = hub.HfApi(library_name="headrace").model_info(model.repository, revision=model.revision, timeout=15)
         files = [sibling.rfilename for sibling in found.siblings or ()]
     except Exception as error:
-        return _cached(hub, name, error)
+        return _cached(hub, model, error)
+    if model.quantisation is not None:
+        wanted = select_gguf(files, f"hub model {model.repository}", model.quantisation)
+        return _fetch(hub, model, wanted) / wanted[0]
     wanted = needed_files(files, with_weights=with_weights)
     if with_weights and not _weight_files(files):
-        offers = ", ".join(file for file in files if file.endswith((".gguf", ".bin", ".safetensors"))) or "no weights at all"
-        raise ModelError(
-            f"hub model {name} has no safetensors and no single .gguf (it has {offers[:200]}); download what you need and name the file."
-        )
-    return _fetch(hub, name, wanted)
+        raise ModelError(_nothing_single(model, files))
+    return _fetch(hub, model, wanted)
+
+
+def _nothing_single(model: HubId, files: Sequence[str]) -> str:
+    if named := quantisations(files):
+        choice = next((each for each in ("Q4_K_M", "Q8_0") if each in named), named[0])
+        return f"hub model {model} has several .gguf files ({', '.join(named)[:300]}); say which, like {model}:{choice}."
+    offers = ", ".join(file for file in files if file.endswith((".gguf", ".bin", ".safetensors"))) or "no weights at all"
+    return f"hub model {model} has no safetensors and no single .gguf (it has {offers[:200]}); download what you need and name the file."
 
 
 def _library(name: str) -> Any:
@@ -77,33 +143,36 @@ def _library(name: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ModelError(
-            f"there is no folder or file {name!r}; to fetch it as a hub model, install the extra: pip install 'headrace[hf]'. Or give a local path."
+            f"there is no folder or file {name!r}; to fetch it as a hub model: pip install huggingface-hub. Or give a local path."
         ) from error
     return huggingface_hub
 
 
-def _fetch(hub: Any, name: str, wanted: Sequence[str]) -> Path:
-    repository, _, revision = name.partition("@")
+def _fetch(hub: Any, model: HubId, wanted: Sequence[str]) -> Path:
+    repository, revision = model.repository, model.revision
     try:
-        fetch_large_files(hub, repository, revision or None, wanted)
+        fetch_large_files(hub, repository, revision, wanted)
         # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files' expressions).
-        folder = hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(wanted), library_name="headrace")
+        folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(wanted), library_name="headrace")
     except ModelError:
         raise
     except Exception as error:
-        raise _explained(name, error) from error
+        raise _explained(model, error) from error
     return Path(folder)
 
 
-def _cached(hub: Any, name: str, error: Exception) -> Path:
+def _cached(hub: Any, model: HubId, error: Exception) -> Path:
     """The snapshot that an earlier run has fetched, when the hub cannot be asked (not when it said no)."""
     if _refused(error):
-        raise _explained(name, error) from error
-    repository, _, revision = name.partition("@")
+        raise _explained(model, error) from error
     try:
-        return Path(hub.snapshot_download(repository, revision=revision or None, local_files_only=True, allow_patterns=sorted(_SMALL)))
+        folder = Path(hub.snapshot_download(model.repository, revision=model.revision, local_files_only=True, allow_patterns=sorted(_SMALL)))
     except Exception:
-        raise _explained(name, error) from error
+        raise _explained(model, error) from error
+    if model.quantisation is None:
+        return folder
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    return folder / select_gguf(files, f"the hub cannot be asked, and what the cache holds of {model.repository}", model.quantisation)[0]
 
 
 def _refused(error: Exception) -> bool:
@@ -112,17 +181,17 @@ def _refused(error: Exception) -> bool:
     return isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError, errors.HFValidationError))
 
 
-def _explained(name: str, error: Exception) -> ModelError:
+def _explained(name: HubId, error: Exception) -> ModelError:
     from huggingface_hub import errors
 
-    repository, _, revision = name.partition("@")
+    repository, revision = name.repository, name.revision
     if isinstance(error, errors.GatedRepoError):
         return ModelError(f"hub model {repository} is gated: accept its terms on its page and set HF_TOKEN.")
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"hub model {repository} has no revision {revision!r}; check what follows the @.")
     if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return ModelError(
-            f"there is no folder {name!r} here and no hub model {repository!r} (or it is private); check the spelling, or set HF_TOKEN."
+            f"there is no folder {str(name)!r} here and no hub model {repository!r} (or it is private); check the spelling, or set HF_TOKEN."
         )
     if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
         return ModelError(

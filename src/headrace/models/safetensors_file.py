@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.source import MAX_INDEX_BYTES, read_json
+from headrace.models.source import MAX_INDEX_BYTES, read_json, refuse_lfs_pointer
 
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 
@@ -43,7 +43,10 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            raw = stream.read(8)
+            beginning = stream.read(1024)
+            refuse_lfs_pointer(file, beginning)
+            stream.seek(8)
+            raw = beginning[:8]
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
             if not 2 <= length <= MAX_HEADER_BYTES or length + 8 > size:
                 raise ModelError(f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}")

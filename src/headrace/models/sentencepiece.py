@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.models.source import refuse_lfs_pointer
 from headrace.models.spm_vocab import Piece, PieceType, bpe_tokenizer
 
 MAX_MODEL_BYTES = 64 * 2**20
@@ -24,7 +25,9 @@ def tokenizer_json_from_sentencepiece(file: Path, config: Mapping[str, Any], spe
     try:
         if file.stat().st_size > MAX_MODEL_BYTES:
             raise ModelError(f"{file} has {file.stat().st_size} bytes, over the limit of {MAX_MODEL_BYTES}; download it again.")
-        model = _model(file.read_bytes())
+        data = file.read_bytes()
+        refuse_lfs_pointer(file, data[:1024])
+        model = _model(data)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}. Check its permissions.") from error
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:

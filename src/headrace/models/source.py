@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
+from headrace.models.hub import HubId, download_model, gguf_files, select_gguf
 
 MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
 MAX_INDEX_BYTES = 64 * 2**20  # of shards
@@ -23,7 +24,6 @@ MAX_TOKENIZER_BYTES = 512 * 2**20
 MAX_TEMPLATE_BYTES = 4 * 2**20
 
 _DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.ckpt.index", "tf_model.h5")
 
 
@@ -90,7 +90,16 @@ def _locate(model: str | None, *, with_weights: bool) -> tuple[Path, str]:
         if path.suffix != ".gguf":
             raise ModelError(f"{model} is a file but not a .gguf; name the folder that holds config.json, or a .gguf file.")
         return path, path.stem
-    return _folder(_from_hub(model, path, with_weights=with_weights)), model.partition("@")[0]
+    folder, colon, quantisation = model.rpartition(":")
+    if colon and as_path(folder).is_dir():
+        return _gguf_in(as_path(folder), quantisation), f"{as_path(folder).resolve().name}:{quantisation}"
+    hub_id = _hub_id(model, path)
+    found = download_model(hub_id, with_weights=with_weights)
+    return found if found.is_file() else _folder(found), hub_id.name
+
+
+def _gguf_in(folder: Path, quantisation: str) -> Path:
+    return folder / select_gguf([file.name for file in folder.glob("*.gguf")], str(folder), quantisation)[0]
 
 
 def _folder(path: Path) -> Path:
@@ -99,24 +108,24 @@ def _folder(path: Path) -> Path:
 
 
 def only_gguf(folder: Path) -> Path:
-    found = sorted(folder.glob("*.gguf"))
+    """The model of a folder that holds no other; its first shard, where it has several."""
+    found = list(gguf_files([file.name for file in folder.glob("*.gguf")]).values())
     if len(found) == 1:
-        return found[0]
+        return folder / found[0][0]
     if found:
-        names = ", ".join(file.name for file in found[:4])
-        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them.")
+        names = ", ".join(files[0] for files in found[:4])
+        raise ModelError(f"{folder} holds {len(found)} .gguf files ({names}); name one of them, or a quantisation behind a colon, like :Q4_K_M.")
     raise ModelError(f"{folder} holds neither config.json nor a .gguf file; name a model's folder, a .gguf file or a hub id.")
 
 
-def _from_hub(model: str, path: Path, *, with_weights: bool) -> Path:
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1 + model.partition("@")[2].count("/")
-    if looks_local or not _HUB_ID.fullmatch(model):
+def _hub_id(model: str, path: Path) -> HubId:
+    hub_id = None if model.startswith((".", "/", "~")) else HubId.parse(model)
+    if hub_id is None:
         raise ModelError(
-            f"no model at {model!r}: there is no folder or file {path}, and it does not read as a hub id (org/name[@revision]). Check the spelling."
+            f"no model at {model!r}: there is no folder or file {path}, and it does not read as a hub id (org/name[@revision][:quantisation]). "
+            "Check the spelling."
         )
-    from headrace.models.hub import download_model
-
-    return download_model(model, with_weights=with_weights)
+    return hub_id
 
 
 def _weight_format(path: Path, load_format: str) -> WeightFormat:
@@ -180,11 +189,27 @@ def read_bounded(file: Path, limit: int) -> str:
         size = file.stat().st_size
         if size > limit:
             raise ModelError(f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again.")
-        return file.read_text(encoding="utf-8")
+        content = file.read_bytes()
+        refuse_lfs_pointer(file, content[:1024])
+        return content.decode("utf-8")
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}. Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again.") from error
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
+
+
+def refuse_lfs_pointer(file: Path, beginning: bytes) -> None:
+    """What ``git clone`` leaves in place of a large file where Git LFS is not installed. Raises ModelError."""
+    if beginning.startswith(LFS_POINTER):
+        size = _LFS_SIZE.search(beginning)
+        raise ModelError(
+            f"{file} is a Git LFS pointer{f' for {int(size[1]):,} bytes' if size else ''}, not the file itself: the clone left large files out. "
+            f"Run `git lfs install && git lfs pull` in {file.parent}, or name the model by its hub id."
+        )
 
 
 def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -212,7 +237,7 @@ def find_tokenizer_files(override: str) -> TokenizerFiles:
     if path.is_file() and path.suffix == ".json":
         path = path.parent if path.name == "tokenizer.json" else path
     elif not path.exists():
-        path = _from_hub(override, path, with_weights=False)
+        path = download_model(_hub_id(override, path), with_weights=False)
     files = read_tokenizer_files(path)
     if files is None:
         raise ModelError(f"--tokenizer is {override!r}, but there is no tokenizer.json; name a folder that holds one.")
