@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.serving import FAKE, SERVE, Server, post_bytes, serving
+from tests.support.serving import FAKE, SERVE, Server, post_bytes, serving, wait_for
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 
@@ -26,7 +31,8 @@ ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 KEY = "sk-browser"
 SILENT, STEP_FAILS = 1001, 1003  # behaviours of fake_engine.py, by seed
 
-HOSTILE = """# Title <img src=x onerror="window.planted=1">
+HOSTILE = (
+    """# Title <img src=x onerror="window.planted=1">
 <script>window.planted=1</script> and [a link](javascript:window.planted=1) and [good](https://example.org/a) and ![pic](https://example.org/p.png)
 
 - one **bold** `code <b>`
@@ -40,9 +46,18 @@ HOSTILE = """# Title <img src=x onerror="window.planted=1">
 > quoted
 
 ```html
-<div onclick="window.planted=1">""" + "x" * 300 + """</div>
+<div onclick="window.planted=1">"""
+    + "x" * 300
+    + """</div>
+```
+
+$\\text{<img src=x onerror="window.planted=1">} \\mathbb{<script>window.planted=1</script>} \\href{javascript:window.planted=1}{x}$
+
+```"onmouseover="window.planted=1
+<script>window.planted=1</script>
 ```
 """
+)
 
 
 @dataclass
@@ -52,9 +67,17 @@ class Watch:
     faults: list[str] = field(default_factory=list)
 
     def on(self, page: Any, url: str) -> None:
-        page.on("console", lambda message: self.faults.append(f"console: {message.text}") if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                self.faults.append(f"console: {message.text}") if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        page.on("request", lambda request: None if request.url.startswith(url) else self.faults.append(f"outside: {request.url}"))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(url) else self.faults.append(f"outside: {request.url}"),
+        )
 
     def forgive(self, text: str) -> None:
         """Chromium itself writes a console line for every answer that is an error."""
@@ -100,7 +123,9 @@ def visit(browser: Any, watch: Watch) -> Iterator[Open]:
             context = browser.new_context(viewport={"width": width, "height": 760})
             stack.callback(context.close)
             for name, value in (storage or {}).items():
-                context.add_init_script(f"localStorage.getItem({name!r}) ?? localStorage.setItem({name!r}, {json.dumps(json.dumps(value))})")
+                context.add_init_script(
+                    f"localStorage.getItem({name!r}) ?? localStorage.setItem({name!r}, {json.dumps(json.dumps(value))})"
+                )
             page = context.new_page()
             page.set_default_timeout(15_000)
             watch.on(page, server.url)
@@ -145,7 +170,8 @@ def test_round_trip_with_the_demo_model(demo: Server, visit: Open) -> None:
     until(page, "document.querySelectorAll('.message').length === 4")
     page.click("#new")
     assert page.locator(".message").count() == 0 and page.is_visible("#welcome")
-    assert page.evaluate("localStorage.getItem('headrace.conversation')") == "[]"
+    page.go_back()
+    until(page, "document.querySelectorAll('.message').length === 4")
 
 
 def test_settings_and_the_system_prompt_are_sent(fake: Server, visit: Open) -> None:
@@ -153,15 +179,60 @@ def test_settings_and_the_system_prompt_are_sent(fake: Server, visit: Open) -> N
     bodies: list[Any] = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     page.click("#settings-toggle")
-    for name, value in {"system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "top_k": "40", "max_tokens": "3", "seed": "7"}.items():
+    for name, value in {
+        "system": "Be brief.",
+        "temperature": "0.5",
+        "top_p": "0.9",
+        "top_k": "40",
+        "max_tokens": "3",
+        "seed": "7",
+    }.items():
         page.fill(f"#{name}", value)
     say(page, "one")
     sent = {name: bodies[0][name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
     assert sent == {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 3, "seed": 7}
     assert bodies[0]["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
     assert answer(page) == "tok0 tok1 tok2" and "reached the limit" in page.inner_text(".note")
-    page.fill("#tools", "{nonsense")
-    assert "not JSON" in page.inner_text("#tools-error")
+
+
+def test_nothing_is_sent_while_the_settings_are_wrong(fake: Server, visit: Open) -> None:
+    """Whoever asks, edits or tries again: the reason stands at the field, and what was written stays."""
+    said = [{"role": "user", "content": "before"}, {"role": "assistant", "content": "so", "finish": "stop"}]
+    page = visit(fake, storage={"headrace.conversation": said, "headrace.settings": {"max_tokens": "2"}})
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.click("#settings-toggle")
+    for wrong, why in (
+        ("{nonsense", "not JSON"),
+        ('{"a": 1}', "must be a JSON list"),
+        ('[{"type": "function"}, 5]', "Tool 2 is no JSON object"),
+    ):
+        page.fill("#tools", wrong)
+        assert why in page.inner_text("#tools-error")
+        page.fill("#input", "my question")
+        page.press("#input", "Enter")
+        assert why in page.inner_text("#fault") and page.input_value("#input") == "my question"
+    page.click("[data-action=regenerate]")
+    page.click("[data-action=edit]")
+    page.fill("[data-form=edit] textarea", "edited")
+    page.press("[data-form=edit] textarea", "Enter")
+    assert (
+        page.input_value("[data-form=edit] textarea") == "edited"
+        and page.locator(".assistant").count() == 1
+        and not sent
+    )
+    page.click("#settings-close")
+    page.click("#fault-open")
+    assert page.evaluate("document.activeElement.id") == "tools"
+    page.fill("#tools", "")
+    assert not page.is_visible("#fault")
+    page.type("#temperature", "1e")
+    page.press("#input", "Enter")
+    assert "Temperature in the settings is not a number" in page.inner_text("#fault") and not sent
+    page.fill("#temperature", "")
+    page.press("#input", "Enter")
+    until(page, "document.querySelectorAll('.assistant').length === 2 && !document.querySelector('.working')")
+    assert len(sent) == 1 and page.locator(".user .text").last.inner_text() == "my question"
 
 
 def test_stop_regenerate_and_edit(fake: Server, visit: Open) -> None:
@@ -179,13 +250,155 @@ def test_stop_regenerate_and_edit(fake: Server, visit: Open) -> None:
     page.click("[data-action=edit]")
     page.fill("[data-form=edit] textarea", "second")
     page.press("[data-form=edit] textarea", "Enter")
-    page.click("#new")  # also while an answer is under way
+    page.click("#new")  # also while an answer is under way: that goes on
+    assert page.locator(".message").count() == 0 and page.is_visible("#send")
+    page.go_back()
+    page.click("#stop")
     fake.wait_idle()
-    assert page.locator(".message").count() == 0
+    page.click("#new")
     page.fill("#input", "two")
     page.press("#input", "Shift+Enter")
     page.type("#input", "lines")
     assert page.input_value("#input") == "two\nlines" and page.locator(".message").count() == 0
+
+
+def titles(page: Any) -> list[str]:
+    return list(page.eval_on_selector_all("#history-list .open span", "nodes => nodes.map((node) => node.textContent)"))
+
+
+def test_several_conversations(fake: Server, visit: Open) -> None:
+    page = visit(fake, width=1300, storage={"headrace.settings": {"max_tokens": "60"}})
+    say(page, "the first one", wait=False)
+    page.click("#history-new")
+    say(page, "the second one", wait=False)
+    assert titles(page) == ["the second one", "the first one"] and page.locator("#history-list .open i").count() == 2
+    until(
+        page, "!document.querySelector('.working') && !document.querySelector('#history-list .open i')"
+    )  # both went on side by side
+    page.click("#history-list .open:has-text('first')")
+    assert "tok59" in answer(page) and page.locator(".user .text").all_inner_texts() == ["the first one"]
+    page.click("#history-list li.current [data-do=rename]")
+    page.fill("#history-list input", "Renamed <b>")
+    page.press("#history-list input", "Enter")
+    assert sorted(titles(page)) == ["Renamed <b>", "the second one"]
+    page.click("#history-list li.current [data-do=rename]")
+    page.fill("#history-list input", "never")
+    page.press("#history-list input", "Escape")
+    page.reload()
+    page.wait_for_selector("#history-list .current:has-text('Renamed')")
+    assert "tok59" in answer(page)
+    page.click("#history-list .current [data-do=delete]")
+    assert titles(page) == ["the second one"] and page.locator(".message").count() == 0
+    page.click("#undo-button")
+    assert sorted(titles(page)) == ["Renamed <b>", "the second one"] and "tok59" in answer(page)
+
+
+def test_a_tab_that_is_closed_keeps_what_was_written(fake: Server, visit: Open) -> None:
+    page = visit(fake, storage={"headrace.settings": {"max_tokens": "300"}})
+    say(page, "go", wait=False)
+    until(page, "document.querySelector('.assistant > .prose')?.innerText.includes('tok5')")
+    page.reload()
+    page.wait_for_selector(".note:text('You stopped this answer')")
+    assert "tok5" in answer(page)
+
+
+def test_a_full_store_is_told_and_loses_nothing(fake: Server, visit: Open) -> None:
+    page = visit(fake, storage={"headrace.settings": {"max_tokens": "2"}})
+    head = json.dumps({"title": "big", "updated": 1})
+    page.evaluate(
+        f"""localStorage.setItem('headrace.chat.big',
+            {json.dumps(head)} + '\\n[{{"role":"user","content":"' + 'x'.repeat(3999880) + '"}}]')"""
+    )
+    page.reload()
+    page.click("#new")
+    say(page, "one more")
+    assert "This browser keeps no more (1 conversation, 4 MB of at most 4 MB; this one has 1 KB)" in page.inner_text(
+        "#store-fault"
+    )
+    assert (
+        answer(page) == "tok0 tok1"
+        and page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('headrace.chat.')).length") == 1
+    )
+    page.click("#history-toggle")
+    page.hover("#history-list li:has-text('big')")
+    page.click("#history-list li:has-text('big') [data-do=delete]")
+    say(page, "and another")
+    assert not page.is_visible("#store-fault")
+    page.reload()
+    until(page, "document.querySelectorAll('.message').length === 4")
+
+
+def test_conversations_leave_as_files_and_come_back(fake: Server, visit: Open, tmp_path: Path) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is ```this```?"},
+        {"role": "assistant", "content": "", "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "a ``` b", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": "**So.**", "finish": "length"},
+    ]
+    page = visit(fake, width=1300, storage={"headrace.conversation": said})
+
+    def exported(button: str, name: str) -> str:
+        with page.expect_download() as download:
+            page.click(button)
+        assert download.value.suggested_filename == name
+        return Path(download.value.path()).read_text()
+
+    text = exported("#export-markdown", "What-is-this.md")
+    assert (
+        text.startswith("# What is ```this```?\n\n## You\n\n")
+        and "````\na ``` b\n````" in text
+        and "## Answer (not complete)\n\n**So.**" in text
+    )
+    kept = exported("#export-all", "conversations.json")
+    wanted = json.loads(exported("#export-json", "What-is-this.json"))["conversations"]
+    assert wanted == json.loads(kept)["conversations"]
+    page.click("#history-list .current [data-do=delete]")
+    message = "Message 1 of conversation 1"
+    bad = {
+        "{": "not JSON",
+        "[]": "no messages",
+        "5": "no messages",
+        '[{"role": "root", "content": "x"}]': message,
+        '[{"role": "user", "content": {"a": 1}}]': message,
+    }
+    for wrong, why in bad.items():
+        (tmp_path / "bad.json").write_text(wrong)
+        page.set_input_files("#import-file", tmp_path / "bad.json")
+        page.wait_for_selector(f"#history-fault:has-text('{why}')")
+    (tmp_path / "kept.json").write_text(kept)
+    page.set_input_files("#import-file", tmp_path / "kept.json")
+    until(page, "document.querySelectorAll('.message').length === 4")
+    assert json.loads(exported("#export-json", "What-is-this.json"))["conversations"] == wanted
+
+
+def test_who_waits_sees_where_the_request_stands(visit: Open) -> None:
+    slow = (
+        "--executor",
+        "keyed-hash",
+        "--device-time",
+        "0.25",
+        "--max-num-seqs",
+        "1",
+        "--max-num-batched-tokens",
+        "64",
+    )
+    with serving(*slow, command=SERVE) as server:
+        page = visit(server, storage={"headrace.settings": {"max_tokens": "1"}})
+        body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
+        with server.raw(post_bytes("/v1/completions", body)):
+            wait_for(lambda: server.running() == 1)
+            say(page, "word " * 400, wait=False)
+            page.wait_for_selector(
+                ".waiting p:has-text('Waiting: number 1 of 1 in the queue. The first in the queue needs 1 of the rows')"
+            )
+        page.wait_for_selector(".waiting p:has-text('Reading the prompt: ')")
+        assert (
+            re.search(r"\d+ of \d+ tokens", page.inner_text(".waiting p"))
+            and 0 < page.evaluate("document.querySelector('.waiting progress').value") < 1
+        )
+        until(page, "!document.querySelector('.working')")
+        assert not page.is_visible(".waiting")
 
 
 def test_a_failure_in_the_stream_is_told_with_its_sentence(fake: Server, visit: Open, watch: Watch) -> None:
@@ -227,12 +440,21 @@ def test_a_server_that_loads_is_waited_for(visit: Open, watch: Watch) -> None:
 def test_tool_calls_and_reasoning_are_shown(fake: Server, visit: Open) -> None:
     page = visit(fake, storage={"headrace.settings": {"max_tokens": "3"}})
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
-    deltas: list[dict[str, Any]] = [{"role": "assistant"}, {"reasoning_content": "Let me "}, {"reasoning_content": "look."}, {"tool_calls": [call]}]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant"},
+        {"reasoning_content": "Let me "},
+        {"reasoning_content": "look."},
+        {"tool_calls": [call]},
+    ]
     deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in ('{"city": ', '"Paris"}')]
     events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + ": ping\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body), times=1)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+        times=1,
+    )
     say(page, "weather?")
     page.wait_for_selector(".answer")
     assert page.inner_text(".tool header b") == "get_weather" and '"city": "Paris"' in page.inner_text(".tool pre")
@@ -265,15 +487,194 @@ def test_text_of_a_model_never_becomes_markup(fake: Server, visit: Open) -> None
     page = visit(fake, width=360, storage={"headrace.conversation": said})
     page.wait_for_selector(".assistant .code")
     assert page.locator(".prose img, .prose script, .prose div[onclick], .user .text *").count() == 0
-    assert page.eval_on_selector_all(".prose a", "links => links.map(link => link.getAttribute('href'))") == ["https://example.org/a", "https://example.org/p.png"]
+    assert page.eval_on_selector_all(".prose a", "links => links.map(link => link.getAttribute('href'))") == [
+        "https://example.org/a",
+        "https://example.org/p.png",
+    ]
     assert page.locator(".prose td").first.inner_text() == "<b>1</b>"
-    assert page.locator(".prose li li").inner_text() == "nested" and page.locator(".prose blockquote").inner_text() == "quoted"
+    assert (
+        page.locator(".prose li li").inner_text() == "nested"
+        and page.locator(".prose blockquote").inner_text() == "quoted"
+    )
     assert page.evaluate("window.planted") is None
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
+RENDER = """async (texts) => {
+    const { Growing } = await import("/web/markdown.js");
+    const render = (text, box) => (new Growing(box).update(text), box.innerHTML);
+    return texts.map((text) => render(text, document.createElement("div")));
+}"""
+SPANS = {
+    "***a** b*": "<em><strong>a</strong> b</em>",
+    "***a* b**": "<strong><em>a</em> b</strong>",
+    "**a *b* c**": "<strong>a <em>b</em> c</strong>",
+    "*a **b** c*": "<em>a <strong>b</strong> c</em>",
+    "***a***": "<em><strong>a</strong></em>",
+    "_a __b__ c_ and snake_case_name": "<em>a <strong>b</strong> c</em> and snake_case_name",
+    "a * b * c, 2**3**4": "a * b * c, 2<strong>3</strong>4",
+    "**open *and": "**open *and",
+    "~~a *b*~~ ~c~": "<s>a <em>b</em></s> ~c~",
+    "`` a ` b `` `*c*` `open": "<code>a ` b</code> <code>*c*</code> `open",
+    r"\*not\* a\b \$5": r"*not* a\b $5",
+    "*x [a *b*](https://e.org/(c)) y*": '<em>x <a href="https://e.org/(c)" '
+    'target="_blank" rel="noopener noreferrer nofollow">a <em>b</em></a> y</em>',
+    "[a](javascript:x) <br>b": "[a](javascript:x) <br>b",
+    "$5 and $10, $ x $": "$5 and $10, $ x $",
+}
+
+
+def test_spans_are_read_as_in_commonmark(fake: Server, visit: Open) -> None:
+    shown = visit(fake).evaluate(RENDER, list(SPANS))
+    assert dict(zip(SPANS, shown, strict=True)) == {text: f"<p>{html}</p>" for text, html in SPANS.items()}
+
+
+FORMULAS = {
+    r"\frac{a}{2}": "<mfrac><mi>a</mi><mn>2</mn></mfrac>",
+    r"x_i^2": "<msubsup><mi>x</mi><mi>i</mi><mn>2</mn></msubsup>",
+    r"\alpha\le\mathbb{R}": '<mi>α</mi><mo>≤</mo><mi mathvariant="normal">ℝ</mi>',
+    r"\sqrt[3]{x'}": "<mroot><msup><mi>x</mi><mo>′</mo></msup><mn>3</mn></mroot>",
+    r"\text{if }x<y": "<mtext>if&nbsp;</mtext><mi>x</mi><mo>&lt;</mo><mi>y</mi>",
+    r"\unknown{a}": r'<mtext class="tex">\unknown</mtext><mi>a</mi>',
+    r"\frac{a": r'<mtext class="tex">\frac{a</mtext>',
+}
+
+
+def test_mathematics_becomes_mathml(fake: Server, visit: Open) -> None:
+    page = visit(fake)
+    shown = page.evaluate(RENDER, [f"${tex}$" for tex in FORMULAS])
+    assert all(
+        wanted in html and 'display="inline"' in html for wanted, html in zip(FORMULAS.values(), shown, strict=True)
+    ), shown
+    block, lines, broken = page.evaluate(
+        RENDER, ["a\n$$\n+ b\n- c\n$$\nd", "\\[\na &= b \\\\\n&= c\n\\]", "$$\n+ b\n\n> c"]
+    )
+    assert block.count("<p>") == 2 and 'display="block"' in block and "<ul>" not in block
+    assert lines.count("<mtr>") == 2 and lines.count("<mtd>") == 4
+    assert "<math" not in broken and "<blockquote>" in broken
+
+
+CODE: dict[str, tuple[str, dict[str, list[str]]]] = {
+    "python": (
+        "x = \"#no\"  # c\n'''long\nend''' if",
+        {"string": ['"#no"', "'''long", "end'''"], "comment": ["# c"], "keyword": ["if"]},
+    ),
+    "ts": (
+        "const f = g(0xff) /* a\nb */ return",
+        {"keyword": ["const", "return"], "comment": ["/* a", "b */"], "call": ["g"], "number": ["0xff"]},
+    ),
+    "JSON": ('{"a": "b", "c": 1.5}', {"key": ['"a"', '"c"'], "string": ['"b"'], "number": ["1.5"]}),
+    "sh": ("echo '#no' $HOME # c", {"keyword": ["echo"], "string": ["'#no'"], "note": ["$HOME"], "comment": ["# c"]}),
+    "nonsense": ("if <b>x</b>", {}),
+    "constructor": ("if", {}),
+}
+
+
+def test_code_has_colours_and_stays_what_it_is(fake: Server, visit: Open) -> None:
+    texts = [f"```{name}\n{code}\n```" for name, (code, _) in CODE.items()]
+    for (code, wanted), html in zip(CODE.values(), visit(fake).evaluate(RENDER, texts), strict=True):
+        body = html.partition("<code>")[2].partition("</code>")[0]
+        spans: dict[str, list[str]] = {}
+        for kind, text in re.findall(r'<span class="t-(\w+)">(.*?)</span>', body, re.S):
+            spans.setdefault(kind, []).append(unescape(text))
+        assert unescape(re.sub("<[^>]+>", "", body)) == code and spans == wanted
+
+
+SIZE = 40_000  # characters, about 10,000 tokens
+UNITS = (
+    "*", "_", "***a ", "**a *b ", "*a **b ** c* ", "a*b_", "[", "[a](", "[a](b ", "![", "`", "``a`", "`a``b```", "$", "$a",
+    "$$a\n", "\\(", "\\[\n", "$$\n",
+    "~~", "~~a ", "# ", "#", "> ", ">", "- ", "1. ", "- a\n", "  - a\n", "|", "| a ", "|-", "a|b\n-|-\n", "---", " ", "\t", "- - ",
+    "http://", "http://a",
+    "https://a.b/....", "<br>", "```\n", "```a\n", "~~~\nx\n", "\\", "\\*", "&", "\u2028", "\r\n", "é*",
+)  # fmt: skip
+LINES = [f"a\n{begin}{' ' * SIZE}x" for begin in ("#", "-", "|", "```", "- - -", "$$")]
+CODE_UNITS = (
+    '"', "'", '"\\"', "/*", "/* ", "a", "a ", "0x", "1.", "#", "=", "<a ", "<!--", "a=", "a:", "-", "$(", "${", "--[[", "`",
+    "!", "\\", "a.b", "@", " ",
+)  # fmt: skip
+LANGUAGES = ("python", "js", "html", "json", "yaml", "css", "bash", "toml", "rust", "sql")
+TEX_UNITS = (
+    "{", "}", r"\frac", r"\frac{a}", "^", "_a", r"\left(", r"\left(a\right)", r"\begin{matrix}", "&", r"\\", r"\sqrt[", r"\hat",
+    r"\not", "'", r"\text{",
+    r"\sum_", "a^{b",
+)  # fmt: skip
+
+
+def test_no_text_takes_longer_than_its_length(fake: Server, visit: Open) -> None:
+    """Every pattern, repeated to the length of a long answer: what is quadratic takes many seconds."""
+    lines = [(unit * 1990)[:1990] for unit in CODE_UNITS]
+    texts = [(unit * SIZE)[:SIZE] for unit in UNITS] + LINES
+    texts += [f"```{name}\n{line}\n{line}\n```\n" for name in LANGUAGES for line in lines]
+    texts += [f"${(unit * 3990)[:3990]}$ " * 5 for unit in TEX_UNITS]
+    slow = visit(fake).evaluate(
+        """async (texts) => {
+            const { Growing } = await import("/web/markdown.js");
+            return texts.flatMap((text) => {
+                const begun = performance.now();
+                new Growing(document.createElement("div")).update(text);
+                const took = performance.now() - begun;
+                return took > 1500 ? [[text.slice(0, 40), took]] : [];
+            });
+        }""",
+        texts,
+    )
+    assert slow == []
+
+
+def test_emphasis_is_not_nested_without_end(fake: Server, visit: Open) -> None:
+    marks = "*_" * 1000
+    text = "".join(f"{mark}a " for mark in marks) + "".join(f"a{mark} " for mark in reversed(marks))
+    (html,) = visit(fake).evaluate(RENDER, [text])
+    assert 8 <= html.count("<em>") <= 12 and html.count("a") >= 4000
+
+
+LONG = {
+    "code": "```python\n" + "".join(f'x{at} = call("{at}")  # comment\n' for at in range(1200)),
+    "prose": "".join(f"Paragraph {at} with **bold** and `code` and $x_{{{at}}}$.\n\n" for at in range(700)),
+    "list": "".join(f"{at + 1}. item **{at}**\n" for at in range(2000)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_an_answer_of_ten_thousand_tokens_does_not_freeze_the_page(fake: Server, visit: Open, kind: str) -> None:
+    """As it streams: finished lines and blocks are left alone, and drawing takes a quarter of the time at most."""
+    text = LONG[kind]
+    events = [
+        {"choices": [{"index": 0, "delta": {"content": text[at : at + 4]}, "finish_reason": None}]}
+        for at in range(0, len(text), 4)
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page = visit(fake)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+        times=1,
+    )
+    say(page, "go")
+    assert page.locator(".assistant > .prose").inner_text().split()[-1].rstrip(".") in text[-60:]
+    median, kept = page.evaluate(
+        """async (text) => {
+            const { Growing } = await import("/web/markdown.js");
+            const box = document.createElement("div"), growing = new Growing(box);
+            growing.update(text.slice(0, text.length / 2));
+            const first = box.querySelector("span.t-comment, p, li");
+            const times = [];
+            for (let end = text.length / 2; end < text.length; end += 400) {
+                const begun = performance.now();
+                growing.update(text.slice(0, end));
+                times.push(performance.now() - begun);
+            }
+            return [times.sort((a, b) => a - b)[times.length >> 1], box.contains(first)];
+        }""",
+        text,
+    )
+    assert median < (200 if kind == "list" else 10) and (kept or kind == "list")
+
+
 def test_a_text_that_grows_looks_as_the_whole_text_does(fake: Server, visit: Open) -> None:
     page = visit(fake)
+    more = "\n\n1. a\n\n2. b\n\nend *it* __b__ ~~s~~\n***\n## h\n$$\nx\n$$\n\n````py\n```\na = '''\nb\n````\n\n- x\n\n~~~\nopen \"a\n"
     grown, whole = page.evaluate(
         """async (text) => {
             const { Growing } = await import("/web/markdown.js");
@@ -281,9 +682,14 @@ def test_a_text_that_grows_looks_as_the_whole_text_does(fake: Server, visit: Ope
                 for (const end of steps) growing.update(text.slice(0, end)); return box.innerHTML; };
             return [render(Array.from(text, (_, at) => at + 1)), render([text.length])];
         }""",
-        HOSTILE + "\n\n1. a\n\n2. b\n\nend *it* __b__ ~~s~~\n***\n## h",
+        HOSTILE + more,
     )
-    assert grown == whole and "<strong>bold</strong>" in whole and "<em>it</em>" in whole
+    assert (
+        grown == whole
+        and "<strong>bold</strong>" in whole
+        and "<em>it</em>" in whole
+        and whole.count('class="code"') == 4
+    )
 
 
 def test_the_policy_refuses_what_the_page_does_not_do(fake: Server, visit: Open, watch: Watch) -> None:
@@ -292,7 +698,9 @@ def test_the_policy_refuses_what_the_page_does_not_do(fake: Server, visit: Open,
     page.wait_for_selector("#model-name:text('demo')")
     assert not watch.faults
     page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://192.0.2.1/x.png'}))")
-    refused = page.evaluate("(() => { try { document.body.innerHTML = '<b>x</b>'; return ''; } catch (error) { return error.name; } })()")
+    refused = page.evaluate(
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return ''; } catch (error) { return error.name; } })()"
+    )
     page.evaluate("fetch('http://192.0.2.1/').catch(() => {})")
     page.wait_for_timeout(200)
     assert refused == "TypeError" and sum("Content Security Policy" in fault for fault in watch.faults) >= 2

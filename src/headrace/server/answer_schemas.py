@@ -25,7 +25,10 @@ MODEL = record({"id": TEXT, "object": {"const": "model"}, "created": COUNT, "own
 MODELS = record({"object": {"const": "list"}, "data": array(MODEL, minItems=1)})
 
 _NUMBER: Schema = {"type": "number"}
-_STANDING = {"id": TEXT, "object": {"const": "request"}, "route": TEXT, "created": COUNT, "state": {"enum": ["waiting", "running", "finished"]}}
+_STANDING = {
+    "id": TEXT, "object": {"const": "request"}, "client_request_id": nullable(TEXT), "route": TEXT, "created": COUNT,
+    "state": {"enum": ["waiting", "running", "finished"]},
+}  # fmt: skip
 _PROGRESS = {"seconds": _NUMBER, "prompt_tokens": COUNT, "completion_tokens": COUNT, "finish_reasons": array(nullable(TEXT))}
 REQUEST = record(
     {**_STANDING, **_PROGRESS}, {name: OBJECT for name in ("prompts", "queue", "waits_for", "predicted_start", "explain")} | {"preemptions": COUNT}

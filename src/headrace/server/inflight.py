@@ -32,6 +32,7 @@ class Job:
     prompt_tokens: int
     structured: bool  # a grammar is compiled before it can start
     explain: bool
+    client_request_id: str | None = None  # for the client to tell its requests apart; it is never a key
     created: int = field(default_factory=lambda: int(time.time()))
     arrival: float = field(default_factory=time.perf_counter)
     ended: float | None = None
@@ -114,6 +115,7 @@ class Inflight:
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         structured = requests[0].params.structured_outputs is not None
         job = Job(ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, prompt_tokens, structured, explain)
+        job.client_request_id = exchange.request_id if exchange.client_named else None
         self._jobs.update(dict.fromkeys(ids, job))
         try:
             yield job

@@ -77,6 +77,7 @@ def _head(job: Job) -> dict[str, Any]:
     return {
         "id": job.ids[0],
         "object": "request",
+        "client_request_id": job.client_request_id,
         "route": job.route,
         "created": job.created,
         "state": "finished" if job.ended is not None else "running" if job.completion_tokens else "waiting",

@@ -1,33 +1,55 @@
-// The chat page: what happens when. How messages look is in message.js, what is sent in conversation.js, the wire in api.js.
+// The chat page: what happens when. How messages look is in message.js, conversations and answers in session.js, the wire in api.js.
 
-import { ApiError, ask, events } from "./api.js";
-import { Answer, messages, readTools, requestBody, saveMessages, saveSettings, settings } from "./conversation.js";
+import { ask } from "./api.js";
 import { byId, el, icon } from "./dom.js";
+import { stretches } from "./math.js";
 import { AssistantView, editForm, toolResult, userMessage } from "./message.js";
+import { Session } from "./session.js";
+import { findFault, listenToSettings, settings, showSettings, toggleSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { newConversation, titleOf } from "./store.js";
 
 const SUGGESTIONS = ["Hello! Who are you?", "What is the capital of France?", "Write the opening of a story set by the sea.", "How do I return an error in Rust?"];
-const EXAMPLE_TOOL = {
-  type: "function",
-  function: {
-    name: "get_weather",
-    description: "Get the weather of a city",
-    parameters: { type: "object", properties: { city: { type: "string", description: "Name of the city" } }, required: ["city"] },
-  },
-};
 
 const list = byId("messages");
 const scroll = byId("scroll");
 const input = byId("input");
-let running = null; // AbortController of the answer under way
+let views = new WeakMap(); // of answers that were drawn, by their message
 let modelName = "Answer";
+
+const session = new Session((fault) => {
+  byId("store-fault").textContent = fault ?? "";
+  byId("store-fault").hidden = !fault;
+  sidebar.draw();
+});
+const sidebar = new Sidebar(session, { open, fresh: () => open(newConversation()) });
 
 // --- the conversation on the screen
 
+function messages() {
+  return session.current.messages;
+}
+
+function working() {
+  return session.running.get(session.current.id);
+}
+
+function open(conversation, { keepAddress = false } = {}) {
+  session.current = conversation;
+  if (!keepAddress) history.pushState(null, "", messages().length ? `#${conversation.id}` : location.pathname);
+  show();
+  toBottom();
+}
+
 function show() {
-  const lastUser = messages.findLastIndex((each) => each.role === "user");
-  list.replaceChildren(...messages.map((message, index) => messageNode(message, index, lastUser)));
-  byId("welcome").hidden = messages.length > 0;
-  byId("new").disabled = messages.length === 0;
+  const lastUser = messages().findLastIndex((each) => each.role === "user");
+  const nodes = messages().map((message, index) => messageNode(message, index, lastUser));
+  list.replaceChildren(...nodes, ...(working() ? [working().view.node] : []));
+  byId("welcome").hidden = messages().length > 0;
+  byId("new").disabled = messages().length === 0;
+  document.title = messages().length ? `${titleOf(session.current)} – Headrace` : "Headrace";
+  setWorking();
+  sidebar.draw();
 }
 
 function messageNode(message, index, lastUser) {
@@ -39,9 +61,14 @@ function messageNode(message, index, lastUser) {
 function createNode(message, index, lastUser) {
   if (message.role === "user") return userMessage(message, index === lastUser);
   if (message.role === "tool") return toolResult(message);
-  const view = new AssistantView(message, modelName);
-  view.finish(index === messages.length - 1);
+  const view = createView(message);
+  view.finish(index === messages().length - 1);
   return view.node;
+}
+
+function createView(message) {
+  if (!views.has(message)) views.set(message, new AssistantView(message, modelName));
+  return views.get(message);
 }
 
 function atBottom() {
@@ -52,96 +79,58 @@ function toBottom() {
   scroll.scrollTop = scroll.scrollHeight;
 }
 
-// --- answers
+/** Does something to the messages; a reader who was at their end stays there. */
+function following(react) {
+  const follow = atBottom();
+  react();
+  if (follow) toBottom();
+}
+
+// --- questions and answers
+
+/** Nothing is sent that the settings spoil: says why, and keeps what was written. */
+function ready() {
+  const fault = findFault();
+  byId("fault").hidden = !fault;
+  byId("fault-text").textContent = fault?.text ?? "";
+  return !fault;
+}
 
 async function answer() {
-  const controller = (running = new AbortController());
+  const conversation = session.current;
+  const done = session.answer(conversation, createView, following);
   show();
-  const growing = new Answer();
-  const view = new AssistantView(growing.message, modelName);
-  list.append(view.node);
-  setWorking(true);
   toBottom();
-  const painter = paint(view);
-  try {
-    await receive(growing, controller.signal, painter.request);
-  } catch (error) {
-    note(growing.message, error, controller);
-  } finally {
-    painter.cancel();
-    settle(growing, view);
-  }
-}
-
-async function receive(growing, signal, changed) {
-  const response = await ask("/v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(requestBody()),
-    signal,
-  });
-  for await (const event of events(response)) {
-    growing.add(event);
-    changed();
-  }
-}
-
-/** At most one drawing a frame, following the text as long as the reader is at its end. */
-function paint(view) {
-  let frame = 0;
-  const draw = () => {
-    frame = 0;
-    const follow = atBottom();
-    view.update();
-    if (follow) toBottom();
-  };
-  return { request: () => (frame ||= requestAnimationFrame(draw)), cancel: () => cancelAnimationFrame(frame) };
-}
-
-function note(message, error, controller) {
-  if (controller.signal.aborted) {
-    message.finish = "stopped";
-  } else {
-    message.finish = "error";
-    message.error = error instanceof ApiError ? error.message : `This page failed: ${error.message}`;
-    message.retryAfter = error.retryAfter ?? null;
-    if (error.status === 503) watchReadiness();
-  }
-}
-
-function settle(growing, view) {
-  const follow = atBottom();
-  const { message } = growing;
-  if (growing.chunks) message.figures = growing.figures();
-  running = null;
-  setWorking(false);
-  if (!view.node.isConnected) return; // the conversation was cleared meanwhile
-  messages.push(message);
-  saveMessages();
-  view.finish(true);
-  view.node.dataset.index = messages.length - 1;
-  if (follow) toBottom();
+  const view = await done;
+  if (!view) return;
+  const { message } = view;
+  if (message.status === 503) watchReadiness();
+  if (conversation !== session.current) return view.finish(true);
+  following(show);
   byId("status").textContent = message.error ?? `Answer complete, ${message.figures?.tokens ?? 0} tokens.`;
 }
 
-function setWorking(working) {
-  byId("send").hidden = working;
-  byId("stop").hidden = !working;
-  list.setAttribute("aria-busy", String(working));
-  if (working) byId("status").textContent = "Answering";
+function setWorking() {
+  const busy = Boolean(working());
+  byId("send").hidden = busy;
+  byId("stop").hidden = !busy;
+  list.setAttribute("aria-busy", String(busy));
+  if (busy) byId("status").textContent = "Answering";
   else if (document.activeElement === document.body) input.focus();
 }
 
 function say(text) {
-  messages.push({ role: "user", content: text });
-  saveMessages();
+  const first = !messages().length;
+  messages().push({ role: "user", content: text });
+  session.save(session.current);
+  if (first) history.replaceState(null, "", `#${session.current.id}`);
   answer();
 }
 
 /** Forgets what came after a message and answers again. */
 function regenerate() {
-  while (messages.length && messages.at(-1).role === "assistant") messages.pop();
-  if (messages.length) answer();
+  while (messages().length && messages().at(-1).role === "assistant") messages().pop();
+  if (messages().length) answer();
 }
 
 // --- what the reader does
@@ -149,7 +138,7 @@ function regenerate() {
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = input.value.trim();
-  if (!text || running) return;
+  if (!text || working() || !ready()) return;
   input.value = "";
   fit();
   say(text);
@@ -160,7 +149,7 @@ input.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     byId("composer").requestSubmit();
-  } else if (event.key === "ArrowUp" && !input.value && !running) {
+  } else if (event.key === "ArrowUp" && !input.value && !working()) {
     list.querySelector('[data-action="edit"]')?.click();
   }
 });
@@ -170,30 +159,35 @@ function fit() {
   input.style.height = `${input.scrollHeight}px`;
 }
 
-byId("stop").addEventListener("click", () => running?.abort());
+byId("stop").addEventListener("click", () => working()?.controller.abort());
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || byId("key-dialog").open) return;
-  if (running) running.abort();
+  if (working()) working().controller.abort();
   else if (!byId("settings").hidden) toggleSettings(false);
+  else if (!byId("history").hidden && byId("history").contains(document.activeElement)) sidebar.toggle(false);
 });
 
-byId("new").addEventListener("click", () => {
-  running?.abort();
-  messages.length = 0;
-  saveMessages();
-  show();
+byId("new").addEventListener("click", () => startNew());
+byId("history-new").addEventListener("click", () => startNew());
+
+function startNew() {
+  open(newConversation());
+  sidebar.leave();
   input.focus();
-});
+}
+
+addEventListener("popstate", () => open(session.open(location.hash.slice(1)) ?? newConversation(), { keepAddress: true }));
+addEventListener("pagehide", () => session.keepRunning());
 
 list.addEventListener("click", (event) => {
   const button = event.target.closest("[data-action], [data-copy]");
   if (!button) return;
   const node = button.closest(".message");
-  const message = messages[node.dataset.index];
-  if (button.dataset.copy) copy(button, button.closest(".code").querySelector("code").textContent);
-  else if (button.dataset.action === "copy") copy(button, message.content);
-  else if (running) return;
-  else if (button.dataset.action === "regenerate") regenerate();
+  if (button.dataset.copy) return void copy(button, button.closest(".code").querySelector("code").textContent);
+  const message = messages()[node.dataset.index];
+  if (button.dataset.action === "copy") copy(button, message.content);
+  else if (working()) return;
+  else if (button.dataset.action === "regenerate") ready() && regenerate();
   else if (button.dataset.action === "cancel-edit") show();
   else if (button.dataset.action === "edit") startEdit(node, message);
 });
@@ -218,9 +212,9 @@ list.addEventListener("submit", (event) => {
   event.preventDefault();
   const form = event.target;
   const text = form.querySelector("textarea, input").value.trim();
-  if (!text || running) return;
+  if (!text || working() || !ready()) return;
   if (form.dataset.form === "edit") {
-    messages.length = Number(form.closest(".message").dataset.index);
+    messages().length = Number(form.closest(".message").dataset.index);
     say(text);
   } else {
     sendResult(form, text);
@@ -229,10 +223,10 @@ list.addEventListener("submit", (event) => {
 
 /** The result of one call; when none is missing the model goes on. */
 function sendResult(form, text) {
-  const calls = messages.findLast((each) => each.tool_calls?.length).tool_calls;
-  messages.push({ role: "tool", content: text, tool_call_id: form.dataset.id });
-  saveMessages();
-  const given = new Set(messages.map((each) => each.tool_call_id));
+  const calls = messages().findLast((each) => each.tool_calls?.length).tool_calls;
+  messages().push({ role: "tool", content: text, tool_call_id: form.dataset.id });
+  session.save(session.current);
+  const given = new Set(messages().map((each) => each.tool_call_id));
   if (calls.every((call) => given.has(call.id))) answer();
   else form.replaceChildren(el("span", { class: "field" }, text));
 }
@@ -250,54 +244,13 @@ async function copy(button, text) {
 scroll.addEventListener("scroll", () => (byId("jump").hidden = atBottom()));
 byId("jump").addEventListener("click", toBottom);
 
-// --- settings
-
-function toggleSettings(open) {
-  byId("settings").hidden = !open;
-  byId("settings-toggle").setAttribute("aria-expanded", String(open));
-  (open ? byId("system") : byId("settings-toggle")).focus();
-}
-
-function showSettings() {
-  for (const field of byId("settings-form").elements) {
-    if (field.name) field.value = settings[field.name] ?? "";
-  }
-  if (!byId("model").value) byId("model").selectedIndex = 0;
-  checkTools();
-}
-
-function checkTools() {
-  const { error } = readTools(settings.tools);
-  byId("tools-error").textContent = error ?? "";
-  byId("tools").setAttribute("aria-invalid", String(Boolean(error)));
-}
-
-byId("settings-toggle").addEventListener("click", () => toggleSettings(byId("settings").hidden));
-byId("settings-close").addEventListener("click", () => toggleSettings(false));
-byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
-byId("settings-form").addEventListener("input", ({ target }) => {
-  settings[target.name] = target.value;
-  saveSettings();
-  if (target.name === "tools") checkTools();
-});
-byId("tools-example").addEventListener("click", () => {
-  settings.tools = JSON.stringify([EXAMPLE_TOOL], null, 2);
-  saveSettings();
-  showSettings();
-});
-byId("settings-reset").addEventListener("click", () => {
-  for (const name of Object.keys(settings)) delete settings[name];
-  saveSettings();
-  showSettings();
-});
-
 // --- the server
 
 async function readModels() {
   const { data } = await (await ask("/v1/models")).json();
   modelName = data[0].id;
   byId("model-name").textContent = modelName;
-  byId("welcome-text").textContent = `${modelName} answers from this server. The conversation is kept in this browser only.`;
+  byId("welcome-text").textContent = `${modelName} answers from this server. Conversations are kept in this browser only.`;
   byId("model").replaceChildren(...data.map((each) => el("option", { value: each.id }, each.id)));
   byId("model-row").hidden = data.length < 2;
   if (!data.some((each) => each.id === settings.model)) delete settings.model;
@@ -323,10 +276,14 @@ async function watchReadiness() {
 }
 
 async function start() {
+  document.documentElement.classList.toggle("unstretched", !stretches());
   for (const text of SUGGESTIONS) {
-    byId("suggestions").append(el("button", { type: "button", onclick: () => !running && say(text) }, text));
+    byId("suggestions").append(el("button", { type: "button", onclick: () => !working() && ready() && say(text) }, text));
   }
+  listenToSettings(() => byId("fault").hidden || ready());
+  byId("fault-open").addEventListener("click", () => toggleSettings(true, findFault()?.field));
   showSettings();
+  if (messages().length) history.replaceState(null, "", `#${session.current.id}`);
   show();
   toBottom();
   await watchReadiness();
@@ -337,7 +294,10 @@ async function start() {
     byId("banner").hidden = false;
   }
   showSettings();
-  if (!running) show();
+  if (!working()) {
+    views = new WeakMap(); // they name the model
+    show();
+  }
 }
 
 start();

@@ -1,56 +1,16 @@
-// What is said and how it is asked: messages and settings, kept in this browser; the body of a request; an answer put together.
+// What is sent, and what comes back: the body of a request, an answer put together from its events.
 
-const MESSAGES = "headrace.conversation";
-const SETTINGS = "headrace.settings";
+import { readTools, settings } from "./settings.js";
+
 const NUMBERS = { temperature: Number, top_p: Number, top_k: toInteger, max_tokens: toInteger, seed: toInteger };
-
 const MOST = 0.8; // of the tokens, that came in events of their own
 
 function toInteger(text) {
   return Number.parseInt(text, 10);
 }
 
-function load(name, fallback) {
-  try {
-    return JSON.parse(localStorage.getItem(name)) ?? fallback;
-  } catch {
-    return fallback;
-  }
-}
-
-function save(name, value) {
-  try {
-    localStorage.setItem(name, JSON.stringify(value));
-  } catch {
-    // The browser keeps no more: the page works on without it.
-  }
-}
-
-export const settings = load(SETTINGS, {});
-const kept = load(MESSAGES, []);
-export const messages = Array.isArray(kept) ? kept : [];
-
-export function saveSettings() {
-  save(SETTINGS, settings);
-}
-
-export function saveMessages() {
-  save(MESSAGES, messages);
-}
-
-/** The tools in the settings, or a sentence why they are none. */
-export function readTools(text) {
-  if (!text?.trim()) return { tools: null };
-  try {
-    const tools = JSON.parse(text);
-    return Array.isArray(tools) ? { tools } : { error: "Tools must be a JSON list." };
-  } catch (error) {
-    return { error: `This is not JSON: ${error.message}` };
-  }
-}
-
-export function requestBody() {
-  const body = { messages: wireMessages(), stream: true, stream_options: { include_usage: true } };
+export function requestBody(messages) {
+  const body = { messages: wireMessages(messages), stream: true, stream_options: { include_usage: true } };
   if (settings.model) body.model = settings.model;
   for (const [name, convert] of Object.entries(NUMBERS)) {
     const value = convert(settings[name] || "x");
@@ -61,7 +21,7 @@ export function requestBody() {
   return body;
 }
 
-function wireMessages() {
+function wireMessages(messages) {
   const said = messages.filter((each) => each.role !== "assistant" || each.content || each.tool_calls?.length).map(wireMessage);
   return settings.system?.trim() ? [{ role: "system", content: settings.system }, ...said] : said;
 }

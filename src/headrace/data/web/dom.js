@@ -28,6 +28,7 @@ const PATHS = {
   redo: "M4 12a8 8 0 1 0 2.6-5.9M4 4v4.5h4.5",
   edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4",
   close: "M6 6l12 12M18 6L6 18",
+  bin: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
 };
 
 export function icon(name) {

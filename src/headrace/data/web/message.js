@@ -31,7 +31,9 @@ export class AssistantView {
     this.reasoning = el("div", { class: "prose" });
     this.details = el("details", { class: "reasoning", hidden: true }, el("summary", {}, "Reasoning"), this.reasoning);
     this.content = el("div", { class: "prose" });
-    this.waiting = el("div", { class: "waiting", "aria-hidden": "true" });
+    this.progress = el("progress", { "aria-label": "Prompt", max: "1", hidden: true });
+    this.progressText = el("p", {});
+    this.waiting = el("div", { class: "waiting" }, this.progressText, this.progress);
     this.calls = el("div");
     this.after = el("div");
     this.foot = el("div", { class: "foot" });
@@ -43,18 +45,27 @@ export class AssistantView {
   update() {
     const { content, reasoning, tool_calls: calls } = this.message;
     this.details.hidden = !reasoning;
-    this.details.open = this.node.classList.contains("working") && Boolean(reasoning) && !content;
+    if (this.node.classList.contains("working")) this.details.open = Boolean(reasoning) && !content;
     this.growing[0].update(reasoning ?? "");
     this.growing[1].update(content ?? "");
     this.waiting.hidden = Boolean(content || reasoning || calls?.length);
-    this.calls.replaceChildren(...(calls ?? []).map((call) => toolCall(call)));
+    if (calls?.length) this.calls.replaceChildren(...calls.map((call) => toolCall(call)));
+  }
+
+  /** Where the request stands before its first token. */
+  tell({ text, done, total }) {
+    this.progressText.textContent = text;
+    this.progress.hidden = done === null;
+    if (done === null || done >= total) this.progress.removeAttribute("value"); // the last of it is being computed
+    else this.progress.value = done / total;
   }
 
   /** The end: what became of it, and what can be done with it. ``last``: it is the newest message. */
   finish(last) {
     const { message } = this;
-    this.node.classList.remove("working");
     this.update();
+    if (this.node.classList.contains("working")) this.details.open = false;
+    this.node.classList.remove("working");
     this.waiting.hidden = true;
     const open = last && message.finish === "tool_calls";
     this.calls.replaceChildren(...(message.tool_calls ?? []).map((call) => toolCall(call, open)));
