@@ -27,6 +27,8 @@ FINE_BUCKETS = tuple(0.001 * 1.1**n for n in range(145))  # to about 900 s, for 
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 QUEUE_BUCKETS = TTFT_BUCKETS
+LENGTH_BUCKETS = (*(digit * 10.0**zeros for zeros in range(6) for digit in (1, 2, 5)), 1e6)  # tokens of a prompt or an answer
+STEP_TOKEN_BUCKETS = (1.0, *(2.0**n for n in range(3, 15)))
 HOST_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 STEP_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 FRACTION_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25)
@@ -59,6 +61,13 @@ class Histogram:
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else 0.0
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Histogram:
+        """Back from ``as_dict``."""
+        found = cls(plain["bounds"])
+        found.counts, found.total = list(plain["counts"]), plain["sum"]
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.total, "count": self.count}
@@ -178,6 +187,7 @@ class StepRecorder:
         self._speed: StepSpeed | None = None  # as it was last told, until another step teaches something
         self._sums = dict.fromkeys((*COUNTS, *AMOUNTS), 0.0)
         self.step_seconds = Histogram(STEP_BUCKETS)
+        self.step_tokens = Histogram(STEP_TOKEN_BUCKETS)
         self.host_seconds = Histogram(HOST_BUCKETS)
         self.fraction = Histogram(FRACTION_BUCKETS)
         self.prediction_error = Histogram(ERROR_BUCKETS)
@@ -287,6 +297,7 @@ class StepRecorder:
             self._count_promise(record, self.promise)
         self.host_seconds.observe(record.host_seconds)
         self.step_seconds.observe(record.measured_seconds)
+        self.step_tokens.observe(record.tokens)
         if record.fraction is not None:
             self.fraction.observe(record.fraction)
             self.prediction_error.observe(record.measured_seconds / record.predicted_seconds if record.predicted_seconds else 0.0)
@@ -306,6 +317,7 @@ class StepRecorder:
             "idle_share": sums["idle_seconds"] / (sums["idle_seconds"] + measured) if measured > 0 else 0.0,
             "histograms": {
                 "step_seconds": self.step_seconds.as_dict(),
+                "step_tokens": self.step_tokens.as_dict(),
                 "step_host_seconds": self.host_seconds.as_dict(),
                 "step_roofline_fraction": self.fraction.as_dict(),
                 "step_measured_over_predicted": self.prediction_error.as_dict(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,7 +15,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
+from tests.support.serving import (
+    ROOT,
+    SERVE,
+    Server,
+    environment,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--supervise")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -67,6 +80,13 @@ def test_a_dead_engine_is_told_and_the_server_comes_back_on_its_port() -> None:
         assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
         server.signal()
         assert server.wait(5) == 0 and not server.children()
+
+
+def test_the_example_of_a_config_file_starts_as_it_is() -> None:
+    """But for its port, which others may hold."""
+    with serving("--config", str(ROOT / "deploy" / "serve.yaml"), command=SERVE) as server:
+        answer = server.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 2})
+        assert answer.status == 200 and json.loads(server.lines[-1])["message"] and members(server)
 
 
 def test_a_signal_drains_and_a_second_one_does_not() -> None:

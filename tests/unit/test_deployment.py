@@ -1,4 +1,5 @@
-"""The Dockerfile, the systemd unit and the example of a config file, held against the code and the README: what they name exists."""
+"""The Dockerfile, the systemd unit, the example of a config file and the monitoring stack, held against the code and the README: what
+they name exists."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from headrace import flags
 from headrace.commands import serve
 from headrace.config import ServerConfig
 from headrace.server.api import ROUTES
+from tests.support import board
+from tests.support.board import MONITORING
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "Dockerfile").exists(), reason="not a checkout of the repository")
@@ -99,6 +103,14 @@ def test_the_example_of_a_config_file_can_be_read() -> None:
     assert config.supervise and config.log_format == "json" and config.host == "127.0.0.1"
 
 
+def test_what_the_example_leaves_out_can_be_taken_in(tmp_path: Path) -> None:
+    """Every line that is commented out is one that could stand there."""
+    text = re.sub(r"(?m)^# (?=[\w-]+: )", "", (ROOT / "deploy" / "serve.yaml").read_text())
+    (tmp_path / "serve.yaml").write_text(text)
+    config = server_config(["--config", str(tmp_path / "serve.yaml")])
+    assert config.ssl_certfile and config.ssl_keyfile and config.allowed_origins == ("https://chat.example",)
+
+
 def test_the_unit_starts_a_command_of_ours_and_is_patient_enough() -> None:
     lines = (ROOT / "deploy" / "headrace.service").read_text().splitlines()
     unit: dict[str, Any] = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
@@ -107,3 +119,61 @@ def test_the_unit_starts_a_command_of_ours_and_is_patient_enough() -> None:
     config = server_config(words)
     assert program.endswith("/bin/headrace") and command == "serve" and not config.supervise
     assert float(unit["TimeoutStopSec"]) > config.shutdown_timeout + 5 and unit["RestartPreventExitStatus"] == "2"
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((MONITORING / name).read_text())
+
+
+def test_the_stack_names_what_is_there() -> None:
+    stack = read("compose.yaml")
+    services = stack["services"]
+    known = {
+        "build", "image", "command", "environment", "ports", "volumes", "secrets", "depends_on", "restart", "stop_grace_period"
+    }  # fmt: skip
+    for service in services.values():
+        assert set(service) <= known and (":" in service["image"] or (MONITORING / service["build"] / "Dockerfile").exists())
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "on this machine alone"
+        for source, *_ in (volume.split(":") for volume in service.get("volumes", ())):
+            assert (MONITORING / source).is_file() if source.startswith(".") else source in stack["volumes"]
+        assert set(service.get("secrets", ())) <= set(stack["secrets"]) and set(service.get("depends_on", ())) <= set(services)
+    server = services["headrace"]
+    server_config([*json.loads(argument("ENTRYPOINT"))[2:], *server["command"], "--api-key", "k"])
+    assert int(server["stop_grace_period"].removesuffix("s")) > ServerConfig().shutdown_timeout + 5
+    assert {volume.split(":")[1] for volume in server["volumes"]} == {"/cache", "/models"}
+    asked = set(re.findall(r"\$\{(\w+):\?", (MONITORING / "compose.yaml").read_text()))
+    assert asked == {"HEADRACE_API_KEY", "GRAFANA_PASSWORD"}, "nothing secret has a default"
+
+
+def test_prometheus_finds_the_server_and_grafana_finds_prometheus_and_the_board() -> None:
+    stack = read("compose.yaml")
+    (job,) = read("prometheus.yaml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"headrace:{argument('EXPOSE')}"]}] and "metrics_path" not in job
+    (secret,) = stack["services"]["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    assert stack["secrets"][secret] == {"environment": "HEADRACE_API_KEY"}
+    (source,), (provider,) = read("grafana/datasource.yaml")["datasources"], read("grafana/boards.yaml")["providers"]
+    assert source["type"] == "prometheus" and source["url"] == "http://prometheus:9090"
+    mounted = dict(volume.removesuffix(":ro").split(":") for volume in stack["services"]["grafana"]["volumes"] if volume.startswith("."))
+    assert Path(mounted["./grafana/headrace.json"]).parent == Path(provider["options"]["path"])
+    assert Path(mounted["./grafana/datasource.yaml"]).parent == Path("/etc/grafana/provisioning/datasources")
+    assert Path(mounted["./grafana/boards.yaml"]).parent == Path("/etc/grafana/provisioning/dashboards")
+
+
+def test_the_board_is_well_formed() -> None:
+    whole = json.loads((MONITORING / "grafana" / "headrace.json").read_text())
+    variables = {each["name"] for each in whole["templating"]["list"]}
+    taken: set[tuple[int, int]] = set()
+    for panel in board.panels():
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not cells & taken and max(x for x, _ in cells) < 24 and panel["title"]
+        taken |= cells
+        assert (panel["type"] == "row") == (not panel.get("targets"))
+        refs = [target["refId"] for target in panel.get("targets", ())]
+        assert len({*refs}) == len(refs)
+    assert len({panel["id"] for panel in board.panels()}) == len(board.panels())
+    for query in board.queries():
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}") and query.count('"') % 2 == 0, query
+        assert set(re.findall(r"\$(\w+)", query)) <= variables | {"__rate_interval"}, query
+    assert '"uid": "${datasource}"' in (MONITORING / "grafana" / "headrace.json").read_text() and "datasource" in variables

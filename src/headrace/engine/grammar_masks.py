@@ -89,7 +89,7 @@ class GrammarMasks:
 
     @property
     def stats(self) -> GrammarStats:
-        return replace(self._stats, cached=len(self._cache))
+        return replace(self._stats, cached=len(self._cache), compiling=len(self._compiling))
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -24,6 +24,7 @@ class GrammarStats:
     mask_seconds: float = 0.0
     cached: int = 0
     cached_bytes: int = 0
+    compiling: int = 0  # requests whose grammar is under way
 
 
 class Masks(Protocol):

@@ -14,13 +14,12 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.request import RequestTimes
 from headrace.server.exchange import Exchange
+from headrace.server.exposition import PROBES
 from headrace.server.fields import NAMES
 
 LINES_A_SECOND = 20  # of one kind, that clients can cause at will
 
 log = logging.getLogger("headrace.access")
-
-_PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/v1/dashboard"))
 
 
 class Rate:
@@ -51,7 +50,7 @@ class AccessLog:
 
     def record(self, exchange: Exchange, status: int) -> None:
         """Probes, whatever their answer, are for debugging only: they come by the second and their reason is told elsewhere."""
-        if exchange.route in _PROBES:
+        if exchange.route in PROBES:
             self._write(logging.DEBUG, exchange, status)
         elif exchange.prompt_tokens or self._others.allows():
             self._write(logging.INFO, exchange, status)

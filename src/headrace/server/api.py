@@ -16,6 +16,7 @@ from headrace.server import anthropic, dashboard, fields, generate, operation, p
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.openapi import document
+from headrace.server.process_metrics import render_process
 from headrace.server.protocol import parse_detokenize, parse_tokenize
 from headrace.server.route import Route
 from headrace.server.service import Service
@@ -36,7 +37,10 @@ async def version(service: Service, exchange: Exchange) -> None:
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:
-    await exchange.reply(200, service.total_metrics().render(service.model_name, await service.commons.engine_stats()), CONTENT_TYPE)
+    page = service.total_metrics().render(service.model_name, await service.commons.engine_stats())
+    if len(service.ledger.pages) == 1:  # of several front ends each would tell another's story
+        page += render_process().encode()
+    await exchange.reply(200, page, CONTENT_TYPE)
 
 
 async def models(service: Service, exchange: Exchange) -> None:

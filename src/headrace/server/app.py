@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,4 +105,5 @@ class App:
     def _record(self, exchange: Exchange) -> None:
         status = exchange.status or 500
         self._service.metrics.count_answer(exchange.route, status)
+        self._service.metrics.count_seconds(exchange.route, time.perf_counter() - exchange.arrival)
         self._access_log.record(exchange, status)

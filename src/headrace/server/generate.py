@@ -223,7 +223,7 @@ async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepare
         if len(sources) % _STREAMS_A_TURN == 0:
             await asyncio.sleep(0)
     with service.inflight.follow(exchange, answer, sources, prepared, explain=options.explain) as job:
-        run = _Run(service.metrics, exchange, answer, job)
+        run = _Run(service.metrics, exchange, answer, job, [each.params.max_tokens or 0 for each in prepared])
         run.begin(job.prompt_tokens)
         try:
             judged = [service.judged(source, each) for source, each in zip(sources, prepared, strict=True)]
@@ -274,10 +274,12 @@ async def _collect(answer: Answer, merged: Merged, run: _Run) -> None:
 class _Run:
     """One answer's way through the engine: its counts and times."""
 
-    __slots__ = ("_answer", "_choices", "_exchange", "_last", "_metrics", "_n", "_started", "job")
+    __slots__ = ("_answer", "_choices", "_exchange", "_last", "_max_tokens", "_metrics", "_n", "_started", "job")
 
-    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, job: Job) -> None:
+    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, job: Job, max_tokens: Sequence[int]) -> None:
+        """``max_tokens``: of each prompt's answers, at most."""
         self.job = job
+        self._max_tokens = max_tokens
         self._metrics = metrics
         self._exchange = exchange
         self._answer = answer
@@ -306,17 +308,15 @@ class _Run:
                 self._metrics.first_tokens.observe(now - self._exchange.arrival)
         if delta.finish_reason is not None:
             self.job.take(choice, delta)
-            self._finished(delta)
+            self._finished(choice, delta)
         return choice
 
-    def _finished(self, delta: RequestDelta) -> None:
+    def _finished(self, choice: int, delta: RequestDelta) -> None:
         reason = delta.finish_reason or ""
         self._metrics.count_end(reason if delta.refusal is None else "refused")
-        times = delta.times
         if delta.index == 0:
-            self._exchange.times = times
-        if times is not None and times.first_scheduled is not None:
-            self._metrics.queue_time.observe(times.first_scheduled - times.arrival)
+            self._exchange.times = delta.times
+        self._metrics.count_phases(delta.times, self._choices[choice].num_tokens)
         if reason == "error":
             raise delta.refusal or StepFailed(delta.error or "The step that computed this request failed; send it again.")
         if reason == "abort":
@@ -327,6 +327,9 @@ class _Run:
         exchange.completion_tokens = sum(choice.num_tokens for choice in self._choices)
         exchange.cached_tokens = sum(prompt.cached_tokens for prompt in self._answer.prompts)
         exchange.finish_reason = self._choices[0].finish_reason
+        for place, (prompt, limit) in enumerate(zip(self._answer.prompts, self._max_tokens, strict=True)):
+            lengths = [choice.num_tokens for choice in self._choices[place * self._n : (place + 1) * self._n]]
+            self._metrics.count_lengths(len(prompt.token_ids), prompt.cached_tokens, lengths, limit)
         if all(choice.finish_reason is not None for choice in self._choices):
             self._metrics.end_to_end.observe(time.perf_counter() - self._exchange.arrival)
         else:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from headrace.portability import shared_file
 
-_INTS, _FLOATS = 1016, 8
+_INTS, _FLOATS = 960, 64
 _PAGE_BYTES = 8 * (_INTS + _FLOATS)
 _LIVE, _CONNECTIONS, _TURNS, _UP, _FIRST = range(5)  # cells with names; others are handed out from _FIRST on
 STAMP_SECONDS = 0.5
