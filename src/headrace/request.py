@@ -172,6 +172,8 @@ class StepResult:
     errors: Mapping[int, str] = field(default_factory=dict)  # j → why this row's logits were unusable
     device_seconds: float = 0.0
     idle_seconds: float | None = None  # the device had nothing to do between the step before and this one; None: it has no clock to tell
+    graph_tokens: int = 0  # that a step with prompts was filled up to by the graph that computed it; 0: none did
+    recorded_graph: bool = False  # a graph was recorded behind the step: host time that comes once
     lent_seconds: float = 0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
 
 

@@ -127,7 +127,7 @@ class StepTrace:
         self._origin = times.scheduled if self._origin is None else self._origin
         for seconds, event in self._of_sequences(plan, times.scheduled):
             self._add(seconds, event)
-        for seconds, event in (*_of_host(plan.step_id, times), *_of_device(record, self._load(plan, times)), *_of_gauges(gauges, times)):
+        for seconds, event in (*_of_host(plan.step_id, times), *_of_device(record, self._load(plan, result, times)), *_of_gauges(gauges, times)):
             self._add(seconds, event)
         # What the next step does begins after this one was submitted, and after now if it is not submitted yet.
         self._write(until=times.queued if times.in_flight else times.settled)
@@ -136,7 +136,7 @@ class StepTrace:
             self._file.flush()
         return record
 
-    def _load(self, plan: StepPlan, times: StepTimes) -> dict[str, Any]:
+    def _load(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> dict[str, Any]:
         """What the step had to do, as a cost model counts it: numbers by KV group."""
         floors = self._recorder.floors
         if floors is None:
@@ -145,7 +145,8 @@ class StepTrace:
         longest = max(map(add, plan.starts, plan.counts), default=0)
         numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.lone, "saved": load.saved}
         new = {"added": len(plan.rows_added), "added tokens": sum(len(each.token_ids) for each in plan.rows_added)}
-        return {"load": {**numbers, **new, "longest": longest, "continuous": times.continuous}}
+        graph = {"graph tokens": result.graph_tokens, "recorded": result.recorded_graph} if result is not None else {}
+        return {"load": {**numbers, **new, **graph, "longest": longest, "continuous": times.continuous}}
 
     def close(self) -> None:
         """Ends the slices that are still open, and the file."""

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.cost import prompt_shapes
+from headrace.cost.prompt_shapes import MOST_TOKENS, PromptShapes, Shape, ShapeBounds
 from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
 from headrace.models import families
 from headrace.sampling_params import SamplingParams
-from headrace.worker import prompt_graphs
 from headrace.worker.model_runner import ModelRunner
-from headrace.worker.prompt_graphs import MOST_TOKENS, Bounds, PromptGraphs, Shape, _fill, _places
+from headrace.worker.prompt_graphs import PromptGraphs, _fill, _places
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, run, take
 from tests.support.recorded_graphs import VOCAB, RecordedGraph, SlotDecoder, recorded_executor, without_a_gpu
 
@@ -75,7 +76,7 @@ def batches(turns: int) -> Iterator[tuple[list[Planned], int]]:
 
 @pytest.mark.parametrize(("served", "least"), [(2, 9), (16, 5)])
 def test_graphs_give_what_eager_steps_give(served: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "_AGAIN_SERVED", served)
+    monkeypatch.setattr(prompt_shapes, "AGAIN_SERVED", served)
     with executor(graphed=False) as (made, _, _, planner):
         expected = [answer(made, planner, *batch) for batch in batches(60)]
     with executor() as (made, runner, _, planner):
@@ -210,13 +211,31 @@ def test_a_step_that_fails_leaves_nothing_to_record() -> None:
         assert Shape(16, 4) in graphs_of(runner).captured
 
 
-def test_an_idle_engine_records_what_prompts_by_themselves_may_need() -> None:
+def test_an_idle_engine_records_what_prompts_may_need() -> None:
     with executor() as (made, runner, decoder, planner):
         graphs = graphs_of(runner)
-        assert [made.prepare() for _ in range(4)] == [True, True, False, False]
-        assert graphs.captured == tuple(sorted((Shape(16, 1), Shape(48, 1), *FIRST)))
+        assert [made.prepare() for _ in range(5)] == [True, True, True, False, False]
+        assert graphs.captured == tuple(sorted((Shape(16, 1), Shape(48, 1), Shape(64, 4), *FIRST)))
         decoder.fault = RuntimeError("a prompt must not call the decoder")
         answer(made, planner, [prompt(0, 20)])
+        answer(made, planner, [prompt(0, 20), prompt(1, 14), prompt(2, 3)])
+
+
+def test_a_result_says_which_graph_computed_it_and_behind_which_step_one_was_recorded() -> None:
+    with executor() as (made, _, _, planner):
+        found = []
+        for turn in range(3):
+            pieces = [prompt(0, 8, turn), prompt(1, 6, turn)]
+            for each in pieces:
+                planner.add(each)
+            plan = planner.plan([(each, 0, len(each.prompt)) for each in pieces], samples=list(enumerate(pieces)))
+            result = made.collect(made.submit(plan))
+            found.append((result.graph_tokens, result.recorded_graph))
+            take(result, pieces)
+            for each in pieces:
+                planner.drop(each)
+                planner._free[0][:0] = each.tables[0]
+        assert found == [(0, False), (0, True), (16, False)]  # (16, 4): launched, launched and recorded, replayed
 
 
 def test_what_fails_ahead_is_left_alone_and_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +268,7 @@ def _reading(_: Shape) -> None:
 
 @pytest.mark.parametrize(("seqs", "budget"), [(1, 8192), (512, 8192), (3, 100), (8, 5)])
 def test_every_step_has_a_shape_and_little_is_padded(seqs: int, budget: int) -> None:
-    bounds = Bounds(seqs, 4096, budget, 1.0, prune=True)
+    bounds = ShapeBounds(seqs, budget, 1.0)
     assert list(bounds.tokens) == sorted(set(bounds.tokens)) and list(bounds.sequences) == sorted(set(bounds.sequences))
     assert bounds.tokens[-1] == min(budget, MOST_TOKENS) and bounds.sequences[-1] == seqs
     for lower, upper in zip(bounds.tokens, bounds.tokens[1:], strict=False):
@@ -257,11 +276,23 @@ def test_every_step_has_a_shape_and_little_is_padded(seqs: int, budget: int) -> 
 
 
 def test_steps_that_the_device_bounds_are_padded_by_a_hair() -> None:
-    with executor() as (_, runner, _, _):
-        graphs = graphs_of(runner)
-        graphs._bounds = Bounds(8, 64, 64, 1.4e11 / 40, prune=True)
-        worth = {tokens: graphs._is_worth(tokens, Shape(size, 1)) for tokens, size in ((20, 32), (39, 48), (47, 48), (62, 64), (63, 64), (64, 64))}
-        assert worth == {20: True, 39: False, 47: True, 62: False, 63: True, 64: True}
+    shapes = PromptShapes(ShapeBounds(8, 64, 1.4e11 / 40))
+    assert {tokens: shapes.rounded(tokens, 1) for tokens in (20, 39, 47, 62, 63, 64, 65)} == {20: 32, 39: 0, 47: 48, 62: 0, 63: 64, 64: 64, 65: 0}
+
+
+def test_what_an_idle_engine_records_is_bounded_and_of_shapes_there_are() -> None:
+    bounds = ShapeBounds(512, 16384, 6e7)
+    shapes = PromptShapes(bounds)
+    shapes.add(shapes.first)
+    recorded = []
+    while (coming := shapes.next_ahead()) is not None:
+        shapes.add((coming,))
+        recorded.append(coming)
+    assert len(shapes.captured) <= shapes.most and len(set(recorded)) == len(recorded)
+    assert all(each.tokens in bounds.tokens and each.sequences in bounds.sequences and each.tokens > each.sequences for each in recorded)
+    for tokens in range(65, 2049, 31):  # few times each
+        served = shapes.shape_of(tokens, 60)
+        assert served in shapes.captured and served is not None and served.tokens <= 2 * tokens
 
 
 def test_products_of_known_models() -> None:

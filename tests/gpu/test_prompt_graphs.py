@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace import LLM
-from headrace.worker import prompt_graphs
+from headrace.cost import prompt_shapes
 from headrace.worker.device_memory import device_use
 from headrace.worker.prompt_graphs import PromptGraphs
 from tests.support import tiny
@@ -37,7 +37,7 @@ LENGTHS = (1, 5, 64, 70, 33, 17, 90, 100, 64, 41, 3)
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shape is recorded when it comes for the second time."""
-    monkeypatch.setattr(prompt_graphs, "_AGAIN_SERVED", 2)
+    monkeypatch.setattr(prompt_shapes, "AGAIN_SERVED", 2)
 
 
 def graphs_of(llm: LLM) -> PromptGraphs:
@@ -108,7 +108,7 @@ def test_what_graphs_take_is_planned_for() -> None:
 
 
 def test_an_idle_engine_records_ahead_and_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "_AGAIN_SERVED", 16)
+    monkeypatch.setattr(prompt_shapes, "AGAIN_SERVED", 16)
     with LLM(**STRICT) as llm:
         expected, executor, before = answers(llm), llm.engine.core.executor, device_use(CARD).used
         while executor.prepare():

@@ -22,17 +22,18 @@ from headrace.spec import DecoderSpec, LayerSpec, MoESpec, RopeSpec, kv_groups
 BANDWIDTH, RATE = 1e9, 1e11
 CLASSES = Classes((8,), apart=True)
 ONE = Slowness(1.0, 1.0)
-ASSUMED = StepPrices((ONE,) * 3, ONE, (ONE,) * 3, ONE, 1.0, 1.0, CLASSES, (0.0,) * 3)
+ASSUMED = StepPrices((ONE,) * 4, ONE, (ONE,) * 4, ONE, 1.0, 1.0, CLASSES, (0.0,) * 4)
 TRUE = StepPrices(
-    products=(Slowness(1.3, 1.0), Slowness(1.6, 1.2), Slowness(1.0, 1.4)),
+    products=(Slowness(1.3, 1.0), Slowness(1.6, 1.2), Slowness(1.2, 1.3), Slowness(1.0, 1.4)),
     experts=ONE,
-    decode=(Slowness(2.0, 1.0), Slowness(1.5, 1.0), Slowness(3.0, 1.0)),
+    decode=(Slowness(2.0, 1.0), Slowness(1.5, 1.0), Slowness(2.5, 1.0), Slowness(3.0, 1.0)),
     prompts=Slowness(0.0, 2.5),
     others=1.0,
     activations=1.0,
     classes=CLASSES,
-    fixed=(0.0, 0.0, 2e-3),
+    fixed=(0.0, 0.0, 1e-3, 2e-3),
     sampled=4e-5,
+    shared=5e-4,
 )
 
 
@@ -43,26 +44,28 @@ def cost_model(moe: MoESpec | None = None) -> CostModel:
     return CostModel(spec, kv_groups(spec, 16, 2), profile, weight_bytes=2, dtype="bfloat16")
 
 
-def load(rows: int, context: int, prompt: int = 0) -> StepLoad:
+def load(rows: int, context: int, prompt: int = 0, filled: int = 0, saved: float = 0.0) -> StepLoad:
     """``rows`` single tokens that see ``context`` keys each, beside a whole prompt."""
     lone, pairs = float(rows * context), prompt * (prompt + 1) / 2
-    return StepLoad(rows + prompt, rows + bool(prompt), (lone + pairs,), (lone + prompt,), (lone,))
+    return StepLoad(rows + prompt, rows + bool(prompt), (lone + pairs,), (lone + prompt,), (lone,), (saved,), filled)
 
 
 LOADS = [load(rows, context) for rows, context in product((1, 2, 4, 8, 12, 20, 40, 80), (20, 200, 900))]
 LOADS += [load(rows, 300, prompt) for rows, prompt in product((0, 3, 30), (20, 100, 300, 700))]
+LOADS += [load(rows, 300, prompt, size) for rows, (prompt, size) in product((0, 3, 30), ((20, 64), (100, 192), (300, 384), (700, 768), (700, 1024)))]
+LOADS += [load(rows, 900, saved=rows * 500.0) for rows in (2, 8, 20, 40, 80)]
 
 
 def price(prices: StepPrices, model: CostModel, each: StepLoad) -> float:
     alone = each.lone == each.keys
-    return float(prices.seconds(model.work(each), BANDWIDTH, RATE, tokens=each.tokens, sampled=each.sampled, alone=alone))
+    return float(prices.seconds(model.work(each), BANDWIDTH, RATE, each, alone=alone))
 
 
 def observed(model: CostModel, prices: StepPrices, loads: list[StepLoad], noise: float = 0.0, seed: int = 0) -> list[Observed]:
     rng, found = np.random.default_rng(seed), []
     for each in loads:
         seconds = price(prices, model, each) * float(np.exp(noise * rng.standard_normal()))
-        found.append(Observed(model.work(each), each.tokens, each.sampled, each.lone == each.keys, seconds))
+        found.append(Observed(each, model.work(each), each.lone == each.keys, seconds))
     return found
 
 
@@ -125,7 +128,7 @@ def test_a_sparse_model_tells_its_experts() -> None:
 
 
 def test_nothing_is_quicker_than_the_least() -> None:
-    quick = replace(TRUE, products=(Slowness(0.5, 1.0),) * 3)
+    quick = replace(TRUE, products=(Slowness(0.5, 1.0),) * 4)
     found = fitted(observed(cost_model(), quick, LOADS), least=1.0)
     decided = [each for each in found.parameters if each.steps and not each.name.endswith("seconds") and "norms" not in each.name]
     assert min(each.value for each in decided) >= 1.0

@@ -20,7 +20,7 @@ from headrace.bench.truth_loads import Loads, Part, loads_for, repeated, sized, 
 from headrace.bench.truth_run import Runner
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from headrace.cost.calibrated import CalibratedSteps, load_calibrated, save_calibrated
+from headrace.cost.calibrated import VERSION, CalibratedSteps, load_calibrated, save_calibrated
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
@@ -215,7 +215,7 @@ def test_a_calibration_keeps_its_steadiness_and_refuses_one_that_is_none(disturb
     save_calibrated(found, path)
     assert load_calibrated(path) == found and found.steadiness is not None
     for wrong in ({"alone": [1.0]}, {"prompts": [0.0] * len(SHARES)}, {"seconds": 0.0}, {"lasting": 1.5}):
-        stored = {"version_of_file": 1, **asdict(found), "steadiness": {**asdict(found.steadiness), **wrong}}
+        stored = {"version_of_file": VERSION, **asdict(found), "steadiness": {**asdict(found.steadiness), **wrong}}
         path.write_text(json.dumps(stored))
         with pytest.raises(ConfigError, match="cannot be read"):
             load_calibrated(path)

@@ -23,7 +23,7 @@ from headrace.cost.step_fit import Parameter
 from headrace.errors import ConfigError
 from headrace.spec import DecoderSpec
 
-VERSION = 1
+VERSION = 2  # since graphs of steps with prompts have prices of their own
 SUFFIX = ".calibrated.json"
 SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
 
@@ -183,8 +183,8 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
 
     def price(load: StepLoad, alone: bool) -> float:
         work = cost_model.work(load)
-        seconds = prices.seconds(work, bandwidth, rate, tokens=load.tokens, sampled=load.sampled, alone=alone)
-        return float(max(seconds, 0.0 if alone and prices.classes.apart else prices.host.launch))
+        seconds = prices.seconds(work, bandwidth, rate, load, alone=alone)
+        return float(max(seconds, 0.0 if (alone or load.filled) and prices.classes.apart else prices.host.launch))
 
     return price
 

@@ -51,7 +51,7 @@ class OperatorCost:
 class StepLoad:
     """What a step computes, without saying for whom: enough for its cost.
 
-    ``lone`` and ``saved`` tell apart what kernels do at different speeds; empty where nobody looked. They are no part of the floor.
+    ``lone``, ``saved`` and ``filled`` tell apart what kernels do at different speeds; empty where nobody looked. They are no part of the floor.
     """
 
     tokens: int
@@ -60,6 +60,11 @@ class StepLoad:
     keys: tuple[float, ...]  # per KV group: keys (with values) read by one layer
     lone: tuple[float, ...] = ()  # per KV group: of the keys, those of sequences that compute a single token
     saved: tuple[float, ...] = ()  # per KV group: of those, what need not be read because another sequence's reading serves
+    filled: int = 0  # tokens that a graph of a step with prompts was filled up to: its products compute so many; 0: it is launched as it is
+
+    @property
+    def shares(self) -> bool:
+        return any(self.saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,7 @@ class CostModel:
 
     def work(self, load: StepLoad) -> Work:
         """The same bytes and FLOPs by what does them; ``pairs``, ``keys``, ``lone`` and ``saved`` of the load may be arrays, one entry a step."""
-        tokens = load.tokens
+        tokens = load.filled or load.tokens
         dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
         head = (self._head.weight_bytes, self._head.flops_per_token * load.sampled) if load.sampled else (0.0, 0.0)

@@ -5,8 +5,8 @@
     seconds of a step  = Σ kinds + others + activations + fixed + sampled rows · a row's
 
 Products of few rows are other kernels than those of many, attention of few sequences does not fill a device, and a step that a graph replays is
-another thing than one that is launched kernel by kernel: some slownesses are by the class of the step (its tokens, and whether it computes
-parts of prompts). The head is a product of the rows that sample, in the class of as many tokens.
+another thing than one that is launched kernel by kernel: some slownesses are by the class of the step (its tokens, whether it computes parts of
+prompts, and whether a graph computes those). The head is a product of the rows that sample, in the class of as many tokens.
 
 What lives here: the numbers and that sum. What may not: counting bytes (cost_model.py), fitting (step_fit.py), files (calibrated.py).
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.cost.cost_model import Amount, Work
+from headrace.cost.cost_model import Amount, StepLoad, Work
 
 RESTED = 0.03  # s without work: a client's next request comes sooner than that, somebody else's hardly
 SETTLING = 0.1  # s
@@ -47,7 +47,7 @@ class HostPrices:
     """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of that.
 
     ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it already; such a step ends
-    no sooner.
+    no sooner. ``record``: of making a graph of one, behind it.
     """
 
     step: float = 0.0
@@ -55,6 +55,7 @@ class HostPrices:
     added: float = 0.0
     token: float = 0.0
     launch: float = 0.0
+    record: float = 0.0
 
     def seconds(self, rows: int, added: int = 0, tokens: int = 0) -> float:
         """``added`` new sequences that begin with so many ``tokens``."""
@@ -74,15 +75,15 @@ class FrontPrices:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts are a class of their own,
-    the last, and the bounds are of steps of single tokens alone."""
+    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts are two classes of their own,
+    the last, those that graphs compute and those that are launched, and the bounds are of steps of single tokens alone."""
 
     bounds: tuple[int, ...] = ()
     apart: bool = False
 
-    def place(self, tokens: int, *, alone: bool) -> int:
-        """``alone``: every sequence computes a single token."""
-        return len(self.bounds) + 1 if self.apart and not alone else bisect_left(self.bounds, tokens)
+    def place(self, tokens: int, *, alone: bool, graphed: bool = False) -> int:
+        """``alone``: every sequence computes a single token. ``graphed``: one graph computes the prompts."""
+        return len(self.bounds) + (1 if graphed else 2) if self.apart and not alone else bisect_left(self.bounds, tokens)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,14 +92,15 @@ class Classes:
         kinds = [f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}" for low, high in pairwise(edges)]
         kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
         kinds = [f"{each}, no prompts" for each in kinds] if self.apart else kinds
-        return (*(kinds or [" without prompts" if self.apart else ""]), *([" with prompts"] if self.apart else []))
+        return (*(kinds or [" without prompts" if self.apart else ""]), *([" with prompts, as a graph", " with prompts"] if self.apart else []))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
     """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples;
     ``woken``: seconds that a step takes longer when there was no work before it (threads slept); ``rested``: that and more, where there was none
-    for RESTED (caches have gone cold); ``settling``: steps that follow such a one within SETTLING (not all is as it was yet)."""
+    for RESTED (caches have gone cold); ``settling``: steps that follow such a one within SETTLING (not all is as it was yet).
+    ``shared``: seconds more of a step whose sequences share keys, for finding and merging them."""
 
     products: tuple[Slowness, ...]
     experts: Slowness
@@ -112,6 +114,7 @@ class StepPrices:
     woken: float = 0.0
     rested: float = 0.0
     settling: float = 0.0
+    shared: float = 0.0
     host: HostPrices = field(default_factory=HostPrices)
 
     def after(self, pause: float, since: float) -> float:
@@ -120,9 +123,10 @@ class StepPrices:
             return self.rested if pause > RESTED else self.woken
         return self.settling if since <= SETTLING else 0.0
 
-    def seconds(self, work: Work, bandwidth: float, rate: float, *, tokens: int, sampled: int, alone: bool) -> Any:
-        """Of a step; an array where ``work`` has arrays."""
-        place = self.classes.place(tokens, alone=alone)
+    def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, alone: bool) -> Any:
+        """Of a step, whose ``load`` comes to that work; an array where ``work`` has arrays."""
+        tokens, sampled = load.tokens, load.sampled
+        place = self.classes.place(tokens, alone=alone, graphed=load.filled > 0)
         if not tokens:
             return self.fixed[place]
         parts = (
@@ -134,7 +138,7 @@ class StepPrices:
         )
         total: Any = sum(each.seconds(moved / bandwidth, flops / rate) for each, (moved, flops) in parts)
         rest = (self.others * work.others + self.activations * work.activations) / bandwidth
-        return total + rest + self.fixed[place] + self.sampled * sampled
+        return total + rest + self.fixed[place] + self.sampled * sampled + (self.shared if load.shares else 0.0)
 
 
 def prices_from(stored: Mapping[str, Any]) -> StepPrices:
@@ -152,5 +156,6 @@ def prices_from(stored: Mapping[str, Any]) -> StepPrices:
         woken=stored["woken"],
         rested=stored.get("rested", stored["woken"]),
         settling=stored.get("settling", 0.0),
+        shared=stored["shared"],
         host=HostPrices(**stored["host"]),
     )

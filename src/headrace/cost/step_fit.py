@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.cost.cost_model import Work
+from headrace.cost.cost_model import StepLoad, Work
 from headrace.cost.nnls import nnls
 from headrace.cost.prices import RESTED, SETTLING, Slowness, StepPrices
 
@@ -35,12 +35,11 @@ _ROUNDS, _FLOPS_BEGINNINGS = 40, (1.0, 0.4, 2.5)
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step: its work in bytes and FLOPs, its tokens and sampled rows, and the seconds it took. ``alone``: single tokens alone. ``pause``:
-    so many seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
+    """One step: its load, the bytes and FLOPs that this comes to, and the seconds it took. ``alone``: single tokens alone. ``pause``: so many
+    seconds there was no work before it; ``since``: so many seconds ago a rest ended."""
 
+    load: StepLoad
     work: Work
-    tokens: int
-    sampled: int
     alone: bool
     seconds: float
     pause: float = 0.0
@@ -113,8 +112,8 @@ class _Columns:
         self._observed, self._assumed, self._least = observed, assumed, least
         self._bandwidth, self._rate = bandwidth, rate
         classes = assumed.classes
-        self._place = np.array([classes.place(each.tokens, alone=each.alone) for each in observed])
-        self._head_place = np.array([classes.place(each.sampled, alone=True) for each in observed])
+        self._place = np.array([classes.place(each.load.tokens, alone=each.alone, graphed=each.load.filled > 0) for each in observed])
+        self._head_place = np.array([classes.place(each.load.sampled, alone=True) for each in observed])
         self._columns: list[_Column] = []
 
     @property
@@ -139,12 +138,14 @@ class _Columns:
             self._add(f"a step{name}, seconds", self._place == index, assumed.fixed[index])
         traffic = [each.work.others + each.work.activations for each in self._observed]
         self._add("norms, embedding and activations, bytes", np.array(traffic) / self._bandwidth, assumed.others)
-        self._add("a sampled row, seconds", np.array([each.sampled for each in self._observed]), assumed.sampled)
+        self._add("a sampled row, seconds", np.array([each.load.sampled for each in self._observed]), assumed.sampled)
         pauses = np.array([each.pause for each in self._observed])
         self._add("a step after a short pause, seconds", (pauses > 0.0) & (pauses <= RESTED), assumed.woken)
         self._add(f"a step after a pause of more than {RESTED * 1e3:g} ms, seconds", pauses > RESTED, assumed.rested)
         since = np.array([each.since for each in self._observed])
         self._add(f"one within {SETTLING * 1e3:g} ms after that, seconds", (pauses == 0.0) & (since <= SETTLING), assumed.settling)
+        shared = np.array([each.load.shares for each in self._observed])
+        self._add("a step whose sequences share keys, seconds", shared, assumed.shared)
         return self._columns
 
     def _amounts(self, name: str) -> np.ndarray:
@@ -171,7 +172,7 @@ def _prices(values: np.ndarray, assumed: StepPrices) -> StepPrices:
     return replace(
         assumed, products=tuple(pairs[:classes]), decode=tuple(pairs[classes : 2 * classes]), experts=pairs[-1], prompts=Slowness(0.0, prompts),
         fixed=tuple(rest[:classes]), others=rest[classes], activations=rest[classes], sampled=rest[classes + 1],
-        woken=rest[classes + 2], rested=rest[classes + 3], settling=rest[classes + 4],
+        woken=rest[classes + 2], rested=rest[classes + 3], settling=rest[classes + 4], shared=rest[classes + 5],
     )  # fmt: skip
 
 

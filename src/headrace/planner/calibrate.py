@@ -94,7 +94,7 @@ def _steadiness(runs: Sequence[RecordedRun], own: Sequence[RecordedStep], ratios
 
 def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
     load = step.load
-    return Observed(cost_model.work(load), load.tokens, load.sampled, step.alone, step.seconds, pause=step.pause, since=step.since)
+    return Observed(load, cost_model.work(load), step.alone, step.seconds, pause=step.pause, since=step.since)
 
 
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
@@ -131,7 +131,7 @@ def _covered(steps: Sequence[RecordedStep]) -> Covered:
 
 def _launched(step: RecordedStep, facts: RunFacts) -> bool:
     """Kernel by kernel, beside the device: neither replayed as a graph nor computed by the submitting thread."""
-    return facts.device.kind != "cpu" and (bool(facts.switches.get("enforce_eager")) or not step.alone)
+    return facts.device.kind != "cpu" and (bool(facts.switches.get("enforce_eager")) or not (step.alone or step.load.filled))
 
 
 def _waits_for_launches(step: RecordedStep, facts: RunFacts) -> bool:
@@ -142,15 +142,17 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     """Seconds a step, a sequence, a new sequence and its tokens, by least absolute errors; and of launching a step kernel by kernel."""
     rows = [[1.0, step.rows, step.added, step.added_tokens, seconds] for run in runs for step, seconds in _between(run)]
     values, errors, count = _least_absolute(np.array(rows)) if len(rows) >= LEAST_STEPS else (np.zeros(4), np.zeros(4), 0)
-    launch, spread, launched = _launch_seconds([step for step in steps if _launched(step, runs[0].facts)])
+    launch, spread, launched = _launch_seconds([step for step in steps if _launched(step, runs[0].facts) and not step.recorded])
     note = "" if count else f"fewer than {LEAST_STEPS} steps came right after another; taken to be nothing"
     names = ("a step", "a sequence", "a new sequence", "a token of one")
     named = tuple(f"the host, {name}, seconds" for name in names)
     parameters = [Parameter(name, float(value), float(error), count, note) for name, value, error in zip(named, values, errors, strict=True)]
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
+    record, times = _record_seconds(steps)
+    parameters.append(Parameter("recording a graph, seconds", record, 0.0, times, "" if times else "no step was recorded; taken to be nothing"))
     step, row, added, token = (float(each) for each in values)
-    return HostPrices(step, row, added, token, launch), tuple(parameters)
+    return HostPrices(step, row, added, token, launch, record), tuple(parameters)
 
 
 def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
@@ -180,12 +182,18 @@ def _least_absolute(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     return values, np.sqrt(np.maximum(np.diag(inverse), 0.0)) * spread, len(target)
 
 
+def _record_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
+    """What handing over took longer where a graph was recorded behind a step that was launched; and how many such steps there were."""
+    recorded = [step.queued - step.submitted for step in steps if step.recorded]
+    plain = [step.queued - step.submitted for step in steps if not (step.recorded or step.alone or step.load.filled)]
+    return max(0.0, median(recorded) - (median(plain) if plain else 0.0)) if recorded else 0.0, len(recorded)
+
+
 def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
-    """From handing over to the end, of steps that wait for nothing else (where there are none: the quickest launches seen); how far half of
-    them lie from that; and how many they are."""
+    """What handing over takes in the middle; how far half of them lie from that; and how many they are. (Not the mean: what is launched for the
+    first time takes twice as long.)"""
     if not steps:
         return 0.0, 0.0, 0
-    late = [step.ended - step.submitted for step in steps if step.ended < step.queued + LAUNCHED_LATE]
-    taken = late or [step.queued - step.submitted for step in steps]
-    found = median(late) if late else float(np.percentile(taken, 5))
+    taken = [step.queued - step.submitted for step in steps]
+    found = median(taken)
     return found, median(abs(each - found) for each in taken), len(taken)

@@ -106,12 +106,14 @@ class ModelledExecutor:
         if pause > RESTED:
             self._rested_at = now
         price, self._busy_until = _placed(self._felt(price, self.counts.steps, now, pause), began, self._busy_until)
-        self._clock.sleep_until(began + price.launch_seconds)
+        self._clock.sleep_until(began + price.launch_seconds + price.record_seconds)
         self.counts.add(len(plan.rows), plan.num_tokens, price)
         self._last_rows, self._last_seconds = plan.sample_rows, price.seconds
         for new in plan.rows_added:
             self._sequences[new.row] = new.sequence_id * _SEQUENCE
-        result = StepResult(plan.step_id, self._tokens(plan), device_seconds=price.seconds)
+        tokens, graph = self._tokens(plan), price.graph_tokens
+        recorded = price.record_seconds > 0.0
+        result = StepResult(plan.step_id, tokens, device_seconds=price.seconds, graph_tokens=graph, recorded_graph=recorded)
         ticket = _Timed(plan.step_id, result, self._busy_until)
         self._in_flight.append(ticket)
         return ticket

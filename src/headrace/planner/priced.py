@@ -57,7 +57,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device) -> Priced:
     assert config.cache.block_size is not None, "resolved"
     groups = kv_groups(spec, config.cache.block_size, ELEMENT_BYTES[dtype])
     cost_model = CostModel(spec, groups, device.profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)
-    return Priced(spec, config, device, dtype, groups, cost_model, choose_prices(device, config.device, cost_model, groups))
+    return Priced(spec, config, device, dtype, groups, cost_model, choose_prices(device, config, cost_model, groups))
 
 
 def decode_load(groups: tuple[KVSpec, ...], rows: int, context: int) -> StepLoad:

@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.config import DeviceConfig
+from headrace.config import EngineConfig
 from headrace.cost.calibrated import CalibratedSteps, Covered, best_calibrated
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import FrontPrices, StepPrices
+from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import cascades, switches_of
+from headrace.cost.shapes import multiplications
 from headrace.cost.sharing import SharedBlocks
 from headrace.cost.steadiness import Disturbances
 from headrace.errors import ConfigError
 from headrace.planner.devices import Device
 from headrace.planner.step_time import Most, StepTime
-from headrace.spec import KVSpec
+from headrace.spec import DecoderSpec, KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +61,32 @@ class Pricing:
         }
 
 
-def choose_prices(device: Device, config: DeviceConfig, cost_model: CostModel, groups: tuple[KVSpec, ...]) -> Pricing:
-    """Raises ConfigError for switches whose worth on this device nobody has measured."""
-    switches, spec, profile = switches_of(config), cost_model.spec, cost_model.profile
+def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, groups: tuple[KVSpec, ...]) -> Pricing:
+    """``config`` is resolved. Raises ConfigError for switches whose worth on this device nobody has measured."""
+    switches, spec, profile = switches_of(config.device), cost_model.spec, cost_model.profile
     found, other = best_calibrated(device.calibrated, spec, cost_model.dtype, switches)
     if found is None and switches:
         raise ConfigError(_unknown(device, switches))
-    sharing = SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if cascades(config, device.kind, cost_model.dtype) else None
+    sharing = SharedBlocks(groups, spec.num_heads // spec.num_kv_heads) if cascades(config.device, device.kind, cost_model.dtype) else None
     if found is None:
         prices = device.efficiency.prices(spec.num_layers, step_seconds=profile.step_overhead, host_seconds=device.host_seconds)
         return Pricing(StepTime(cost_model, prices, sharing=sharing), None, None, (), device.efficiency.origin)
     prices = _for_layers(found.prices, spec.num_layers / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
-    step_time = StepTime(cost_model, prices, bandwidth=found.bandwidth, rate=rate, sharing=sharing)
+    shapes = _prompt_shapes(config, spec) if device.kind != "cpu" and config.device.prompt_graphs else None
+    step_time = StepTime(cost_model, prices, bandwidth=found.bandwidth, rate=rate, sharing=sharing, shapes=shapes)
     return Pricing(step_time, found.front, found, other, device.efficiency.origin)
+
+
+def _prompt_shapes(config: EngineConfig, spec: DecoderSpec) -> PromptShapes:
+    """Of an engine that was idle before its first request: it has recorded ahead what it records then."""
+    tokens = config.scheduler.max_num_batched_tokens
+    assert tokens is not None, "resolved"
+    shapes = PromptShapes(ShapeBounds(config.scheduler.rows, tokens, multiplications(spec)))
+    shapes.add(shapes.first)
+    while (coming := shapes.next_ahead()) is not None:
+        shapes.add((coming,))
+    return shapes
 
 
 def _unknown(device: Device, switches: Mapping[str, Any]) -> str:

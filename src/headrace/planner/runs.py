@@ -27,7 +27,7 @@ _HOST, _DEVICE = 1, 2  # tracks
 class RecordedStep:
     """One step that did not fail. Seconds; points in time count from the trace's beginning. ``alone``: every sequence computed one token.
     ``continuous``: there was work all the time since the step before; ``pause``: how long there was none; ``since``: how long ago a rest ended.
-    ``waited``: of collecting, what the host did not work."""
+    ``waited``: of collecting, what the host did not work. ``recorded``: a graph was recorded behind it."""
 
     step_id: int
     load: StepLoad
@@ -46,6 +46,7 @@ class RecordedStep:
     collected: float
     pause: float = 0.0
     since: float = math.inf
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,11 @@ def _step(path: Path, event: Mapping[str, Any], host: Mapping[str, tuple[float, 
     groups = {name: tuple(_number(path, args, name, each) for each in load.get(name) or ()) for name in ("pairs", "keys", "lone", "saved")}
     sampled = int(_number(path, args, "sampled", args.get("sampled")))
     (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
+    filled = int(_number(path, args, "graph tokens", load.get("graph tokens", 0)))
     return RecordedStep(
-        args["step"], StepLoad(tokens, sampled, **groups), rows, *_added(path, args, load), args.get("single tokens") == rows,
+        args["step"], StepLoad(tokens, sampled, **groups, filled=filled), rows, *_added(path, args, load), args.get("single tokens") == rows,
         int(load.get("longest", 0)), bool(load.get("continuous")), seconds, event["begin"] + event["length"],
-        scheduled, submitted, queued, collected - awaited, collected,
+        scheduled, submitted, queued, collected - awaited, collected, recorded=bool(load.get("recorded")),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     placement = place(spec, config, device)
     weight_bytes = ELEMENT_BYTES[placement.dtype]
     cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=weight_bytes, dtype=placement.dtype, popularity=load.popularity)
-    pricing = choose_prices(device, config.device, cost_model, placement.kv_specs)
+    pricing = choose_prices(device, config, cost_model, placement.kv_specs)
     step_time = pricing.step_time
     check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
     recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)

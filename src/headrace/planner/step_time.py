@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.cost.cost_model import CostModel, StepLoad, Work
 from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.prompt_shapes import PromptShapes
 from headrace.cost.sharing import SharedBlocks
 from headrace.request import StepPlan
 
@@ -26,8 +27,8 @@ _FLOOR = Slowness(1.0, 1.0)
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, ``launch_seconds`` while it
-    does: the device is at it meanwhile, and ends no sooner. ``after`` says what comes on top, so many seconds after the last work and since
-    a rest ended."""
+    does: the device is at it meanwhile, and ends no sooner. ``record_seconds`` pass on the host behind it. ``after`` says what comes on top, so
+    many seconds after the last work and since a rest ended."""
 
     seconds: float
     floor_seconds: float
@@ -35,8 +36,10 @@ class StepPrice:
     flops: float
     host_seconds: float = 0.0
     launch_seconds: float = 0.0
+    record_seconds: float = 0.0
     after: Callable[[float, float], float] | None = None
     alone: bool = True  # every sequence computes a single token
+    graph_tokens: int = 0  # see StepResult
 
 
 @dataclass(slots=True)
@@ -49,7 +52,8 @@ class Most:
 
 class StepTime:
     """Prices steps of one model on one device. ``bandwidth`` and ``rate``: what the prices are multiples of; None: the profile's limits.
-    ``sharing``: who knows which keys a step reads once for several sequences; None: none."""
+    ``sharing``: who knows which keys a step reads once for several sequences; None: none. ``shapes``: which graph computes a step with prompts;
+    None: none does."""
 
     def __init__(
         self,
@@ -59,12 +63,14 @@ class StepTime:
         bandwidth: float | None = None,
         rate: float | None = None,
         sharing: SharedBlocks | None = None,
+        shapes: PromptShapes | None = None,
     ) -> None:
         profile = cost_model.profile
         self.most = Most()
         self._cost_model = cost_model
         self._prices = prices
         self._sharing = sharing
+        self._shapes = shapes
         self._limits = profile.read_bandwidth, profile.gemm_rate(cost_model.dtype)
         self._units = bandwidth or self._limits[0], rate or self._limits[1]
 
@@ -73,14 +79,32 @@ class StepTime:
         load = self._cost_model.load_of(plan, saved)
         rows = len(plan.rows)
         host = self._prices.host.seconds(rows, len(plan.rows_added), sum(len(new.token_ids) for new in plan.rows_added))
-        return self.of_load(load, rows=rows, host_seconds=host, alone=plan.counts.count(1) == rows)
+        alone, recorded = plan.counts.count(1) == rows, False
+        if not alone and not plan.prompt_logprobs:
+            load, recorded = self._graphed(load, rows)
+        return self._price(load, rows, alone, host, self._prices.host.record if recorded else 0.0)
 
-    def of_load(self, load: StepLoad, *, rows: int = 1, host_seconds: float = 0.0, alone: bool = True) -> StepPrice:
-        """``rows`` sequences; ``alone``: each computes a single token."""
+    def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
+        """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has recorded the graphs it needs."""
+        if not alone and self._shapes is not None:
+            load = replace(load, filled=self._shapes.rounded(load.tokens, rows))
+        return self._price(load, rows, alone)
+
+    def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
+        """The load as a graph computes it, and whether one is recorded behind the step; steps that share keys have none."""
+        shape = None if self._shapes is None or load.shares else self._shapes.shape_of(load.tokens, rows)
+        if self._shapes is None or shape is None:
+            return load, False
+        if shape in self._shapes.captured:
+            return replace(load, filled=shape.tokens), False
+        self._shapes.add((shape,))
+        return load, True
+
+    def _price(self, load: StepLoad, rows: int, alone: bool, host: float = 0.0, record: float = 0.0) -> StepPrice:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, alone)
-        launch = 0.0 if alone and self._prices.classes.apart else self._prices.host.launch
-        return StepPrice(seconds, floor, moved, flops, host_seconds, launch, self._prices.after, alone)
+        launch = 0.0 if (alone or load.filled) and self._prices.classes.apart else self._prices.host.launch
+        return StepPrice(seconds, floor, moved, flops, host, launch, record, self._prices.after, alone, load.filled)
 
     def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
         """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
@@ -92,7 +116,7 @@ class StepTime:
         host = self._prices.host
         before, launch = host.seconds(rows), 0.0 if self._prices.classes.apart else host.launch
         seconds, floor, moved, flops = (np.broadcast_to(column, steps).tolist() for column in sums)
-        return [StepPrice(*each, before, launch, self._prices.after) for each in zip(seconds, floor, moved, flops, strict=True)]
+        return [StepPrice(*each, before, launch, after=self._prices.after) for each in zip(seconds, floor, moved, flops, strict=True)]
 
     def _note(self, tokens: int, rows: int) -> None:
         if tokens > self.most.tokens:
@@ -103,8 +127,9 @@ class StepTime:
     def _sums(self, load: StepLoad, alone: bool) -> tuple[Any, Any, Any, Any]:
         work = self._cost_model.work(load)
         bandwidth, rate = self._units
-        seconds = self._prices.seconds(work, bandwidth, rate, tokens=load.tokens, sampled=load.sampled, alone=alone)
-        return (seconds, *_floor(work, *self._limits))
+        seconds = self._prices.seconds(work, bandwidth, rate, load, alone=alone)
+        floor = work if not load.filled else self._cost_model.work(replace(load, filled=0))
+        return (seconds, *_floor(floor, *self._limits))
 
     def shortest(self, groups: int) -> float:
         """Seconds of the least step there is: one token that sees itself."""

@@ -63,6 +63,7 @@ class Forwarded:
     hidden: Tensor | None = None  # [tokens, hidden]
     drawn: Drawn | None = None
     bucket: int = 0
+    graph_tokens: int = 0  # see StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Sampled:
     begun: torch.cuda.Event | None = None
     arrived: torch.cuda.Event | None = None
     pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    graph_tokens: int = 0  # see StepResult
+    recorded_graph: bool = False
 
 
 class ModelRunner:
@@ -174,9 +177,9 @@ class ModelRunner:
         if launched.step.drawn is None:
             step = _to_host(step)
         launched.ended.record(self._stream)
-        if self.prompt_graphs is not None:
-            self.prompt_graphs.record()
-        return Sampled(step.plan, step.started, step.samples, step.prompt, launched.begun, launched.ended, pause)
+        recorded = self.prompt_graphs is not None and self.prompt_graphs.record()
+        events = launched.begun, launched.ended, pause
+        return Sampled(step.plan, step.started, step.samples, step.prompt, *events, launched.step.graph_tokens, recorded)
 
     def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
         """Edits rows, copies blocks, computes every planned token.
@@ -204,21 +207,24 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, started: float, begun: torch.cuda.Event | None) -> Forwarded:
         """A step that goes on eagerly from its hidden states."""
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
-        compute = None if packing is None else self._prepared(plan, packing)
+        compute, graph_tokens = (None, 0) if packing is None else self._prepared(plan, packing)
         if begun is not None:
             begun.record(self._stream)
-        return Forwarded(plan, started) if compute is None else Forwarded(plan, started, packing, compute())
+        if compute is None:
+            return Forwarded(plan, started)
+        return Forwarded(plan, started, packing, compute(), graph_tokens=graph_tokens)
 
-    def _prepared(self, plan: StepPlan, packing: Packing) -> Callable[[], Tensor]:
-        """The step's inputs on their way to the device; what computes its hidden states from them."""
+    def _prepared(self, plan: StepPlan, packing: Packing) -> tuple[Callable[[], Tensor], int]:
+        """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a prompt graph that does."""
         graphs, prompts = self.graphs, self.prompt_graphs
         if graphs is not None and self._graphed(plan, packing):
             bucket = graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
-            return partial(self._replayed, graphs, bucket, len(plan.rows))
+            return partial(self._replayed, graphs, bucket, len(plan.rows)), 0
         if prompts is not None and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
-            return partial(prompts.compute, shape, len(packing.chunk if packing.wanted is None else packing.wanted))
-        return partial(self._computed, self._gather.inputs(plan, packing))
+            wanted = packing.chunk if packing.wanted is None else packing.wanted
+            return partial(prompts.compute, shape, len(wanted)), shape.tokens if prompts.replays(shape) else 0
+        return partial(self._computed, self._gather.inputs(plan, packing)), 0
 
     def _replayed(self, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
         graphs.compute(bucket)
@@ -262,7 +268,8 @@ class ModelRunner:
         found = step.plan.step_id, tokens, logprobs, _read_prompt(step) if step.plan.prompt_logprobs else {}, errors
         if taken is None:  # a device without a clock of its own
             return StepResult(*found, device_seconds=self._clock.now() - step.started)
-        return StepResult(*found, device_seconds=taken.device, idle_seconds=taken.idle, lent_seconds=taken.lent)
+        clock = taken.device, taken.idle
+        return StepResult(*found, *clock, step.graph_tokens, step.recorded_graph, lent_seconds=taken.lent)
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""

@@ -8,20 +8,17 @@ a shape: so many tokens, so many sequences, both rounded up. What fills a step u
     sequences     0                  1            2                  3 4 5      no query, no key
     wanted        the last token of each, and that of the last one again for those that are none
 
-Shapes are many and a graph costs some milliseconds and a megabyte. Captured at a start are the largest, in whose memory all others lie, and for
-prompts by themselves one of every doubling, which serves what is up to half as long. Any other shape is recorded where it comes again: that
-step runs eagerly over the graph's own inputs, so that every first use is paid for, and is recorded behind it. An idle engine records those of
-prompts by themselves ahead. Shapes that the device bounds are padded by a hair at most: the host has time there.
+Which shapes there are, and when one is worth a graph, is a rule of its own (cost/prompt_shapes.py). The memory of the largest, captured first,
+is that of all. A step whose shape is recorded runs eagerly over the graph's own inputs, so that every first use is paid for, and is captured
+behind it.
 
-What lives here: shapes, their static inputs, when one is worth a graph, capture and replay. What may not: what a step computes (models/),
-decode steps (graphs.py), sampling.
+What lives here: the static inputs of shapes, capture and replay. What may not: which shape serves a step (cost/prompt_shapes.py), what a step
+computes (models/), decode steps (graphs.py), sampling.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -30,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
 from headrace.kernels import Kernels
 from headrace.request import StepPlan
 from headrace.worker.device_memory import scratch_of_graphs
@@ -40,52 +38,20 @@ from headrace.worker.rows import Ints, Rows
 
 _log = logging.getLogger(__name__)
 
-MOST_TOKENS = 2048  # of more, the device is what a step waits for, from a billion parameters on
-MOST_GRAPHS = 96
-_TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
-_DOUBLINGS = (32, 64, 128, 256, 512, 1024)
-_SEQUENCES = (1, 4, 16, 64, 256)
-_AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile
-_AGAIN_SERVED = 16
-# Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what
-# a step waits for, and padding costs nothing. With more it may be so much of a step at most.
-_HOST_BOUND = 1.4e11
-_HAIR = 1 / 32
 _ALIGNED = 4  # int32 values in 16 bytes
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """Of a step, filled up."""
-
-    tokens: int
-    sequences: int
-
-
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What steps are. ``products``: multiplications by a layer's weights, for each token. ``prune``: the last layer computes wanted tokens alone."""
+class Bounds(ShapeBounds):
+    """What steps are. ``prune``: the last layer computes wanted tokens alone."""
 
-    max_num_seqs: int
     max_model_len: int
-    tokens_a_step: int
-    products: float
     prune: bool
 
     @property
     def most_wanted(self) -> int:
         """Hidden states that a step brings."""
         return self.sequences[-1] if self.prune else self.tokens[-1]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """That steps are filled up to, ascending."""
-        most = min(self.tokens_a_step, MOST_TOKENS)
-        return (*(size for size in _TOKENS if size < most), most)
-
-    @property
-    def sequences(self) -> tuple[int, ...]:
-        return (*(size for size in _SEQUENCES if size < self.max_num_seqs), self.max_num_seqs)
 
 
 class PromptGraphs:
@@ -110,15 +76,11 @@ class PromptGraphs:
         self._kv_caches = tuple(kv_caches)
         self._recorder = recorder
         self._bounds = bounds
-        self._tokens, self._sequences = bounds.tokens, bounds.sequences
-        self._lone = tuple(Shape(tokens, self._sequences[0]) for tokens in self._tokens if self._is_host_bound(tokens))
+        self._shapes = PromptShapes(bounds)
         self._gather = Gather(rows, kernels)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._seen: Counter[Shape] = Counter()  # how often, without a graph
-        self._refused: set[Shape] = set()  # that cannot be captured
         self._due: Shape | None = None  # computed eagerly just now
-        most = Shape(self._tokens[-1], self._sequences[-1])
-        self._shipped = torch.zeros(_places(most)[-1].stop, dtype=torch.int32, device=rows.device)
+        self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=rows.device)
         self._hidden = hidden
 
     # --- what is captured at a start
@@ -126,15 +88,12 @@ class PromptGraphs:
     @property
     def most(self) -> int:
         """Graphs there may come to be."""
-        return min(MOST_GRAPHS, len(self._tokens) * len(self._sequences))
+        return self._shapes.most
 
     @property
     def samples(self) -> tuple[Shape, ...]:
-        """Those that show what graphs take, the largest first: it has the memory that all share."""
-        few, middle, many = (self._tokens[at] for at in (0, len(self._tokens) // 2, -1))
-        sequences = self._sequences
-        shapes = Shape(many, sequences[-1]), Shape(many, sequences[0]), Shape(middle, sequences[-1]), Shape(few, sequences[0])
-        return tuple(dict.fromkeys(shapes))
+        """Those that show what graphs take, the largest first."""
+        return self._shapes.samples
 
     @property
     def captured(self) -> tuple[Shape, ...]:
@@ -142,7 +101,7 @@ class PromptGraphs:
 
     def capture_all(self) -> None:
         """What an engine begins with."""
-        self.capture((*self.samples[:2], *(shape for shape in self._lone[::-1] if shape.tokens in _DOUBLINGS)))
+        self.capture(self._shapes.first)
 
     def capture(self, shapes: Sequence[Shape]) -> None:
         """In this order. Where a kernel gives way, and to a twin that looks at the device, there are none in the end."""
@@ -153,24 +112,18 @@ class PromptGraphs:
             if self._kernels.graphable:
                 raise
             self._graphs.clear()
+            self._shapes.captured.clear()
 
     # --- steps
 
     def shape_of(self, plan: StepPlan, packing: Packing) -> Shape | None:
         """Which graph computes the step, or is recorded behind it; None: the step is computed as it is."""
         tokens, sequences = len(packing.chunk), len(packing.context)
-        if not self._graphs or tokens > self._tokens[-1] or plan.prompt_logprobs or self._shares(plan, sequences):
+        if plan.prompt_logprobs or self._shares(plan, sequences):
             return None
         if (packing.wanted is not None) != self._bounds.prune:  # single tokens, more than decode steps have graphs for
             return None
-        shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
-        if not self._is_worth(tokens, shape):
-            return None
-        if shape in self._graphs:
-            return shape
-        larger = self._larger(shape)
-        due = self._count(shape) >= (_AGAIN if larger is None else _AGAIN_SERVED)
-        return shape if due and shape not in self._refused and len(self._graphs) < self.most else larger
+        return self._shapes.shape_of(tokens, sequences)
 
     def write(self, shape: Shape, plan: StepPlan, packing: Packing) -> None:
         """What the host has to say of the step; ``compute`` must follow."""
@@ -189,16 +142,19 @@ class PromptGraphs:
             graph.replay()
         return self._hidden[:count]
 
-    def record(self) -> None:
-        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on."""
+    def record(self) -> bool:
+        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Whether there was one to record."""
         shape, self._due = self._due, None
         if shape is not None:
             self._try(shape)
+        return shape is not None
+
+    def replays(self, shape: Shape) -> bool:
+        return shape in self._graphs
 
     def prepare(self) -> bool:
-        """Records a shape that a prompt by itself may come to need, while nothing is computed. Whether it did. Raises what computing raises."""
-        coming = (shape for shape in self._lone if shape not in self._graphs and shape not in self._refused)
-        shape = next(coming, None) if 0 < len(self._graphs) < self.most else None
+        """Records a shape that may come to be needed, while nothing is computed. Whether it did. Raises what computing raises."""
+        shape = self._shapes.next_ahead()
         if shape is not None:
             self._rehearse_and_capture(shape)
         return shape is not None
@@ -210,25 +166,8 @@ class PromptGraphs:
         try:
             self._capture(shape)
         except Exception as error:  # the step that brought it has been queued as it should
-            self._refused.add(shape)
+            self._shapes.refuse(shape)
             _log.warning("no graph for steps of %d tokens in %d sequences (%s); they are launched one by one", shape.tokens, shape.sequences, error)
-
-    def _larger(self, shape: Shape) -> Shape | None:
-        """The smallest there is a graph for that serves such steps, in less time than launching them takes."""
-        sizes = range(shape.tokens, 2 * shape.tokens + 1)
-        serving = (each for each in self._graphs if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
-        return min(serving, default=None)
-
-    def _count(self, shape: Shape) -> int:
-        """How often it has come, this time included."""
-        self._seen[shape] += 1
-        return self._seen[shape]
-
-    def _is_worth(self, tokens: int, shape: Shape) -> bool:
-        return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
-
-    def _is_host_bound(self, tokens: int) -> bool:
-        return tokens * self._bounds.products <= _HOST_BOUND
 
     def _shares(self, plan: StepPlan, sequences: int) -> bool:
         """Whether the step looks for keys that its sequences share: graphs here do not."""
@@ -266,10 +205,7 @@ class PromptGraphs:
             with self._recorder.recording() as graph:
                 self._run(shape)
         self._graphs[shape] = graph
-
-
-def _above(sizes: Sequence[int], size: int) -> int:
-    return sizes[bisect_left(sizes, size)]
+        self._shapes.add((shape,))
 
 
 def _places(shape: Shape) -> tuple[slice, ...]:

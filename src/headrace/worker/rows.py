@@ -131,7 +131,7 @@ def _host_row(new: NewRow, vocab_size: int) -> HostRow:
     stops = [token for token in new.stop_token_ids if token < vocab_size] if params.min_tokens else ()  # a checkpoint's EOS may have no logit
     return HostRow(
         params=params,
-        traits=_traits(params, bad_words=bool(new.bad_word_ids)),
+        traits=_traits(params, bad_words=bool(new.bad_word_ids), open_end=bool(stops)),
         stop_ids=np.array(stops, dtype=np.int32) if stops else _NO_IDS,
         allowed_ids=None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, dtype=np.int32)),
         bias_ids=np.array(list(bias), dtype=np.int32) if bias else _NO_IDS,
@@ -143,12 +143,13 @@ def _host_row(new: NewRow, vocab_size: int) -> HostRow:
 _TRAITS = tuple(map(int, Trait))
 
 
-def _traits(p: SamplingParams, *, bad_words: bool) -> Trait:
+def _traits(p: SamplingParams, *, bad_words: bool, open_end: bool) -> Trait:
+    """``open_end``: ids that would end the answer are masked until it has min_tokens."""
     counted = p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     held = (  # in Trait's order
         not p.greedy,
         p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0,
-        bad_words or bool(p.logit_bias) or _limits_tokens(p),
+        bad_words or open_end or bool(p.logit_bias) or _limits_tokens(p),
         counted or p.repetition_penalty != 1.0,
         counted,
         p.logprobs is not None,
@@ -157,7 +158,7 @@ def _traits(p: SamplingParams, *, bad_words: bool) -> Trait:
 
 
 def _limits_tokens(p: SamplingParams) -> bool:
-    return p.allowed_token_ids is not None or p.min_tokens > 0 or p.structured_outputs is not None
+    return p.allowed_token_ids is not None or p.structured_outputs is not None
 
 
 def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:

@@ -1,0 +1,144 @@
+"""Which steps with prompts one CUDA graph computes, filled up to which shape, and which are recorded: a rule on numbers alone.
+
+A graph fixes sizes, so it is recorded for a shape: so many tokens, so many sequences, both rounded up. Shapes are many, and a graph costs some
+milliseconds and a megabyte. Captured at a start are the largest, and for prompts by themselves one of every doubling, which serves what is up to
+half as long. Any other shape is recorded where it comes again; an idle engine records ahead those of prompts by themselves, then a ladder of
+those beside decoding rows. Shapes that the device bounds are padded by a hair at most: the host has time there.
+
+The worker follows it on a device (worker/prompt_graphs.py), a simulation on virtual time (planner/step_time.py).
+
+What lives here: shapes, and when one is worth a graph. What may not: torch, capture and replay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MOST_TOKENS = 2048  # of more, the device is what a step waits for, from a billion parameters on
+MOST_GRAPHS = 96
+_TOKENS = (16, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
+_DOUBLINGS = (32, 64, 128, 256, 512, 1024)
+_LADDER = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # beside decoding rows: a rung serves what is up to half as long
+_BESIDE = 64  # sequences: of more, few shapes come again
+_SEQUENCES = (1, 4, 16, 64, 256)
+AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile
+AGAIN_SERVED = 16
+# Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what
+# a step waits for, and padding costs nothing. With more it may be so much of a step at most.
+_HOST_BOUND = 1.4e11
+_HAIR = 1 / 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """Of a step, filled up."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeBounds:
+    """What steps are. ``products``: multiplications by a layer's weights, for each token."""
+
+    max_num_seqs: int
+    tokens_a_step: int
+    products: float
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """That steps are filled up to, ascending."""
+        most = min(self.tokens_a_step, MOST_TOKENS)
+        return (*(size for size in _TOKENS if size < most), most)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (*(size for size in _SEQUENCES if size < self.max_num_seqs), self.max_num_seqs)
+
+
+class PromptShapes:
+    """``captured``: the shapes that have a graph. Steps are told in turn: ``shape_of``, and once its graph was recorded, ``add``."""
+
+    def __init__(self, bounds: ShapeBounds) -> None:
+        self.captured: set[Shape] = set()
+        self._bounds = bounds
+        self._tokens, self._sequences = bounds.tokens, bounds.sequences
+        self._lone = tuple(Shape(tokens, self._sequences[0]) for tokens in self._tokens if self._is_host_bound(tokens))
+        beside = [sequences for sequences in self._sequences[1:] if sequences <= _BESIDE]
+        self._ahead = (*self._lone, *(Shape(size, each) for each in beside for size in _LADDER if size > each and self._is_host_bound(size)))
+        self._seen: Counter[Shape] = Counter()  # how often, without a graph
+        self._refused: set[Shape] = set()
+
+    @property
+    def most(self) -> int:
+        """Graphs there may come to be."""
+        return min(MOST_GRAPHS, len(self._tokens) * len(self._sequences))
+
+    @property
+    def largest(self) -> Shape:
+        return Shape(self._tokens[-1], self._sequences[-1])
+
+    @property
+    def samples(self) -> tuple[Shape, ...]:
+        """Those that show what graphs take, the largest first: it has the memory that all share."""
+        few, middle, many = (self._tokens[at] for at in (0, len(self._tokens) // 2, -1))
+        sequences = self._sequences
+        shapes = Shape(many, sequences[-1]), Shape(many, sequences[0]), Shape(middle, sequences[-1]), Shape(few, sequences[0])
+        return tuple(dict.fromkeys(shapes))
+
+    @property
+    def first(self) -> tuple[Shape, ...]:
+        """What an engine begins with."""
+        return (*self.samples[:2], *(shape for shape in self._lone[::-1] if shape.tokens in _DOUBLINGS))
+
+    def shape_of(self, tokens: int, sequences: int) -> Shape | None:
+        """Which graph computes such a step, or (one that is not captured) is recorded behind it; None: it is computed as it is."""
+        if not self.captured or tokens > self._tokens[-1]:
+            return None
+        shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
+        if not self._is_worth(tokens, shape):
+            return None
+        if shape in self.captured:
+            return shape
+        larger = self._larger(shape)
+        self._seen[shape] += 1
+        due = self._seen[shape] >= (AGAIN if larger is None else AGAIN_SERVED)
+        return shape if due and shape not in self._refused and len(self.captured) < self.most else larger
+
+    def rounded(self, tokens: int, sequences: int) -> int:
+        """Tokens that such a step is filled up to once its shape has been recorded; 0: it never is."""
+        if tokens > self._tokens[-1]:
+            return 0
+        shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
+        return shape.tokens if self._is_worth(tokens, shape) else 0
+
+    def next_ahead(self) -> Shape | None:
+        """A shape that may come to be needed, for an idle engine to record."""
+        coming = (shape for shape in self._ahead if shape.tokens <= self._tokens[-1] and shape not in self.captured and shape not in self._refused)
+        return next(coming, None) if 0 < len(self.captured) < self.most else None
+
+    def add(self, shapes: Iterable[Shape]) -> None:
+        self.captured.update(shapes)
+
+    def refuse(self, shape: Shape) -> None:
+        """It cannot be captured: such steps go on as they are."""
+        self._refused.add(shape)
+
+    def _larger(self, shape: Shape) -> Shape | None:
+        """The smallest there is a graph for that serves such steps, in less time than launching them takes."""
+        sizes = range(shape.tokens, 2 * shape.tokens + 1)
+        serving = (each for each in self.captured if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
+        return min(serving, default=None)
+
+    def _is_worth(self, tokens: int, shape: Shape) -> bool:
+        return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
+
+    def _is_host_bound(self, tokens: int) -> bool:
+        return tokens * self._bounds.products <= _HOST_BOUND
+
+
+def _above(sizes: tuple[int, ...], size: int) -> int:
+    return sizes[bisect_left(sizes, size)]
