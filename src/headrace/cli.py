@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "simulate": "a workload's figures on a device that is not here",
     "doctor": "what was found on this machine, what was chosen and why",
     "techniques": "the mechanisms inside: source, switch, default",
+    "completion": "a script by which the shell completes commands and flags",
 }
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -78,18 +79,23 @@ def _run(words: list[str]) -> int:
     prepare_for_torch()
     chosen = next((word for word in words if not word.startswith("-")), None)
     module = _load(chosen) if chosen in COMMANDS else None
-    args = _parser(chosen, module).parse_args(words)
+    args = create_parser(chosen, module).parse_args(words)
     if module is None:  # no command, and neither --help nor --version
-        _parser(None, None).print_help()
+        create_parser(None, None).print_help()
         return EXIT_USAGE
     return module.run(args)
+
+
+def command_parser(name: str) -> CommandParser:
+    """One command's own parser, with all its flags."""
+    return create_parser(name, _load(name)).subcommands()[name]
 
 
 def _load(name: str) -> Command:
     return cast(Command, importlib.import_module(f"headrace.commands.{name}"))
 
 
-def _parser(chosen: str | None, module: Command | None) -> argparse.ArgumentParser:
+def create_parser(chosen: str | None, module: Command | None) -> CommandParser:
     """The whole command line. Only the chosen command gets its arguments: the others stay names with a line of help."""
     parser = CommandParser(prog="headrace", description="LLM inference and serving, measured against the physical limit.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ from headrace.foreign_flags import ELSEWHERE, OTHER_COMMANDS
 ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
 
 MANY_FLAGS = 16  # beyond these the usage line does not list them
+# What most people need of the configs' fields: --help shows these and a command's own flags, --help=all every one.
+COMMON_FIELDS = frozenset(
+    {
+        "model", "tokenizer", "served_model_name", "dtype", "max_model_len", "chat_template", "gpu_memory_utilization", "kv_cache_memory",
+        "max_num_seqs", "scheduling_policy", "device", "threads", "host", "port", "api_key", "allowed_origins", "api_server_count", "supervise",
+    }
+)  # fmt: skip
 
 WORDS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
@@ -75,8 +83,11 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
         self._reads_config_file = False
+        self.rare: set[str] = set()  # fields that --help leaves out
+        help_text = "show this help and exit; --help=all shows every flag, --help=WORD those about it"
+        self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", default=argparse.SUPPRESS, help=help_text)
         self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error, and log more")
 
     def add_config_file_flag(self) -> None:
@@ -96,8 +107,42 @@ class CommandParser(argparse.ArgumentParser):
             values.__dict__.pop("model", None)  # a model from the file gives way to MODEL on the command line
         return values, unknown
 
+    def declare(self) -> None:
+        """Adds what a parser takes only once it is asked for."""
+
+    def subcommands(self) -> dict[str, CommandParser]:
+        """Its sub-commands' parsers by name."""
+        return {name: each for action in self._actions if isinstance(action, argparse._SubParsersAction) for name, each in action.choices.items()}
+
+    def help_about(self, word: str) -> str:
+        """Of the flags whose spelling or help has ``word`` in it; of every one (all), of a sub-command, of the common ones where nothing has."""
+        if word in self.subcommands():
+            return self.subcommands()[word].format_help()
+        if word == "all":
+            return self._format_help(set())
+        spelled = word.lstrip("-").replace("_", "-").lower()
+        others = {each.dest for each in self._actions if not any(spelled in text.lower() for text in (*each.option_strings, each.help or ""))}
+        if len(others) == len({each.dest for each in self._actions}):
+            return f"{self.format_help()}\nNo flag is about {word!r}.\n"
+        return self._format_help(others)
+
     def format_help(self) -> str:
+        """The common ones."""
+        more = f"\n{len(self.rare)} more flags: {self.prog} --help=all, or --help=WORD for those about a word.\n" if self.rare else ""
+        return self._format_help(self.rare) + more
+
+    def _format_help(self, hidden: set[str]) -> str:
         """A usage line that lists dozens of flags helps nobody: they follow, one by one."""
+        said = {each: each.help for each in self._actions if each.dest in hidden}
+        for each in said:
+            each.help = argparse.SUPPRESS
+        try:
+            return self._format_all()
+        finally:
+            for each, text in said.items():
+                each.help = text
+
+    def _format_all(self) -> str:
         if self.usage is None and len(self.options()) > MANY_FLAGS:
             positionals = [_positional_usage(action) for action in self._actions if not action.option_strings]
             self.usage = " ".join([self.prog, *positionals, "[flags]"])
@@ -176,6 +221,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def _keys(self) -> list[str]:
         return [flag.lstrip("-") for flag in self.options() if flag.startswith("--")]
+
+
+class _Help(argparse.Action):
+    """``--help``, ``--help=all``, ``--help=WORD``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        assert isinstance(parser, CommandParser)
+        parser._print_message(parser.format_help() if values is None else parser.help_about(values), sys.stdout)
+        parser.exit()
 
 
 class _Extend(argparse.Action):
@@ -263,11 +317,12 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
         for each in config_fields(part):
             if each.metadata.get("flag", True):
                 _add_flag(group, each, field_types(part)[each.name])
+    if isinstance(parser, CommandParser):
+        parser.rare |= {each.name for part in parts for each in config_fields(part) if each.metadata.get("flag", True)} - COMMON_FIELDS
     if technique_fields(parts):
-        names = ", ".join(technique_name(of) for _, of in technique_fields(parts).values())
         parser.add_argument(
             "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
-            help=f"switch a technique on or off, or give it a value; may be repeated. Names: {names} (see headrace techniques)",
+            help="switch a technique on or off, or give it a value; may be repeated (headrace techniques lists them)",
         )
     if isinstance(parser, CommandParser):
         parser.add_config_file_flag()

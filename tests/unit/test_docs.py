@@ -73,7 +73,7 @@ def test_files_that_pages_name_exist() -> None:
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit):
-        cli.main([*command, "--help"])
+        cli.main([*command, "--help=all"])
     return capsys.readouterr().out
 
 

@@ -243,3 +243,32 @@ def test_every_field_has_a_flag_or_is_a_switch() -> None:
 def test_flags_known_from_elsewhere_are_not_flags_of_ours() -> None:
     """When one of them is built, its sentence must go."""
     assert not set(ELSEWHERE) & set(make_parser().options())
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_what_most_people_need_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help")
+    assert 15 <= text.count("\n  -") <= 26 and "--port" in text and "--of-the-command" in text and "--block-size" not in text
+    hidden = len(make_parser().rare)
+    assert text.endswith(f"\n{hidden} more flags: headrace serve --help=all, or --help=WORD for those about a word.\n") and hidden > 40
+    whole = shown(capsys, "--help=all")
+    assert all(flag in whole for flag in make_parser().options())
+    assert "more flags" not in whole
+
+
+def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "--help=kv_cache")
+    assert "--kv-cache-dtype" in text and "--kv-cache-memory" in text and "--port" not in text
+    assert shown(capsys, "-h", "--block-size").count("--block-size") == 0  # a flag of its own, not a word
+    assert "No flag is about 'xyzzy'." in shown(capsys, "--help=xyzzy") and "--port" in shown(capsys, "--help", "xyzzy")
+
+
+def test_common_fields_exist() -> None:
+    parts = (*flags.ENGINE_PARTS.values(), ServerConfig)
+    assert {each.name for part in parts for each in flags.config_fields(part)} >= flags.COMMON_FIELDS

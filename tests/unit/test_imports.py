@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": {"foreign_flags"},
     "head_start": {"worker.driver"},
     "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels"},
+    "commands.completion": {"cli", "flags"},  # all commands' parsers
     "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "bench.simulated": {"planner", "models"},

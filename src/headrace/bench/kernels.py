@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.bench.arguments import count, output, positive
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
 from headrace.bench.report import machine_facts, print_facts, table, write_json
 from headrace.bench.sweep import Sweep
@@ -164,20 +163,6 @@ def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -
     return means
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder with the config.json whose shapes to use (default: Llama-3.2-1B's)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 512], help="tokens in a call (default: 1 16 512)")
-    parser.add_argument("--context", type=count, default=1024, help="tokens of context in attention (default: 1024)")
-    parser.add_argument("--ops", nargs="+", choices=tuple(TWINS), default=list(TWINS), help="default: all")
-    parser.add_argument("--seconds", type=positive, default=0.3, help="time for each row of the table (default: 0.3)")
-    parser.add_argument("--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own")
-    parser.add_argument("--threads", type=count, help="default: torch's own choice")
-    parser.add_argument("--tune", action="store_true", help="find what computes products of few and of many rows best on this card, and keep it")
-    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if any candidate was wrong."""
     if args.tune:
@@ -187,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         rows=tuple(args.rows),
         context=args.context,
-        ops=tuple(args.ops),
+        ops=tuple(args.ops) or tuple(TWINS),
         seconds=args.seconds,
         device=args.device,
         batch_invariant=args.batch_invariant,

@@ -19,7 +19,8 @@ from headrace.flags import CommandParser, add_config_flags, add_model_argument, 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``model``: takes MODEL; ``engine``: the engine's flags.
+    """One sub-command: functions ``arguments`` and ``run`` of ``module``. ``flags``: the module that has ``arguments``, where that is
+    another, because ``module`` itself imports torch. ``model``: takes MODEL; ``engine``: the engine's flags.
 
     ``behind``: it takes the engine's flags behind ``--``, as ``args.flags``, because they are given on to other processes.
     """
@@ -31,9 +32,17 @@ class Benchmark:
     model: bool = False
     engine: bool = False
     behind: bool = False
+    flags: str | None = None
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        getattr(importlib.import_module(self.flags or self.module), self.arguments)(parser)
+        if self.model:
+            add_model_argument(parser)
+        if self.engine:
+            add_config_flags(parser, EngineConfig)
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -49,7 +58,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "table": Benchmark("headrace.bench.table", "every row of the performance table, beside its floor and a peer's figure", behind=True),
     "truth": Benchmark("headrace.bench.truth", "how true a simulation is here: prices fitted to one load, held against another", behind=True),
     "profile": Benchmark("headrace.bench.profile_page", "where a start's time goes and where a step's, on one page", behind=True),
-    "kernels": Benchmark("headrace.bench.kernels", "every candidate of every operation beside its floor and its twin"),
+    "kernels": Benchmark(
+        "headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", flags="headrace.bench.kernels_flags"
+    ),
     "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
     "arena": Benchmark("headrace.bench.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True),
     "capacity": Benchmark("headrace.bench.capacity", "requests a second within a bound on the time between tokens, simulated"),
@@ -68,14 +79,13 @@ class _LateParser(CommandParser):
     benchmark: Benchmark | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.declare()
+        return super().parse_known_args(args, namespace)
+
+    def declare(self) -> None:
         benchmark, self.benchmark = self.benchmark, None
         if benchmark is not None:
-            getattr(benchmark.load(), benchmark.arguments)(self)
-            if benchmark.model:
-                add_model_argument(self)
-            if benchmark.engine:
-                add_config_flags(self, EngineConfig)
-        return super().parse_known_args(args, namespace)
+            benchmark.add_arguments(self)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
