@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
@@ -36,12 +37,31 @@ HANGS = 1008  # two tokens, then the engine makes no progress but is not dead
 STALLS = 1009  # so for a while, then it goes on
 SCRIPTED = 1010  # says what stands between ⟦ and ⟧ in the prompt, three characters a token, and stops
 
+SPOKEN = 1013  # the same in the model's own tokens; what stands in the last brackets, where the prompt's end has closed some reasoning
 TURNED_AWAY = 1011  # refused before the first token: it would come too late
 NEVER = 1012  # likewise: it asks for what cannot be
 
 Deltas = AsyncIterator[Sequence[RequestDelta]]
 
 SILENT_SECONDS = 1.2
+
+
+class FakeStream:
+    """An engine's stream: one of its answers can be left, and none of its deltas comes any more."""
+
+    def __init__(self, deltas: AsyncGenerator[Sequence[RequestDelta], None]) -> None:
+        self._deltas = deltas
+        self._left: set[int] = set()
+
+    async def __aiter__(self) -> Deltas:
+        async for batch in self._deltas:
+            yield [delta for delta in batch if delta.index not in self._left]
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()
+
+    def end_answer(self, index: int) -> None:
+        self._left.add(index)
 
 
 class FakeEngine:
@@ -63,16 +83,20 @@ class FakeEngine:
     def ailment(self) -> str | None:
         return None if self.alive else "it was told to"
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, **options: Any) -> Deltas:
-        return self._stream(prompt, params)
+    def stream(self, prompt: ParsedPrompt, params: SamplingParams, **options: Any) -> FakeStream:
+        return FakeStream(self._stream(prompt, params))
 
-    async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> Deltas:
+    async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> AsyncGenerator[Sequence[RequestDelta], None]:
         self.live += 1
         try:
             if params.seed == SILENT:
                 await asyncio.sleep(SILENT_SECONDS)
             if params.seed == DEFECT:
                 raise KeyError("planted")
+            if params.seed == SPOKEN or params.seed not in range(-1, 1 << 32):  # made from it
+                for deltas in self._spoken(prompt, params):
+                    yield deltas
+                return
             if params.seed == SCRIPTED:
                 for deltas in self._scripted(prompt, params):
                     yield deltas
@@ -94,6 +118,19 @@ class FakeEngine:
             yield [RequestDelta(index, piece, (position,)) for index in range(params.n)]
         reason = "stop" if len(pieces) <= (params.max_tokens or 0) else "length"
         yield [RequestDelta(index, "", (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)]
+
+    def _spoken(self, prompt: ParsedPrompt, params: SamplingParams) -> Iterator[list[RequestDelta]]:
+        assert self.tokenizer is not None and prompt.token_ids is not None
+        before = self.tokenizer.decode(prompt.token_ids, False)
+        scripts = re.findall("⟦(.*?)⟧", before, re.S)
+        ids = self.tokenizer.encode(scripts[-1] if before.rstrip().endswith("</think>") else scripts[0], False)
+        decoder = self.tokenizer.stream_decoder(params.skip_special_tokens)
+        for token in ids[: params.max_tokens]:
+            text = decoder.push([token])
+            scores = (TokenLogprobs((token,), (-0.5,), 1),) if params.logprobs is not None else ()
+            yield [RequestDelta(index, text, (token,), logprobs=scores, num_cached_tokens=7) for index in range(params.n)]
+        reason = "stop" if len(ids) <= (params.max_tokens or 0) else "length"
+        yield [RequestDelta(index, decoder.flush(), (), finish_reason=reason, last=index == params.n - 1) for index in range(params.n)]
 
     def _misbehave(self, seed: int | None, position: int) -> None:
         if position == 2 and seed == DIES:

@@ -112,6 +112,8 @@ _COMMON = (
     _refused("guided_grammar", "use structured_outputs"),
 )
 
+_THINKING = _option("thinking_token_budget", "integer", "most tokens of reasoning; then it is closed and the answer goes on")
+
 # How a conversation's prompt ends.
 _ENDING = (
     _option("add_generation_prompt", "boolean", "open the assistant's turn at the prompt's end; the default, unless a message is continued"),
@@ -128,6 +130,7 @@ CHAT = (
     _option("tool_choice", ("string", "object"), "auto, none, required, one function by name, or allowed_tools"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     *_ENDING,
+    _THINKING,
     _option("echo", "boolean", "with continue_final_message: begin the answer with that message"),
     _option("parallel_tool_calls", "boolean", "false: one call at most"),
     _option("reasoning_effort", "string", "given to the chat template (none: as enable_thinking false)"),
@@ -178,7 +181,7 @@ _MESSAGES_PROMPT = (
     _option("tools", "array", "functions the model may call, each with an input_schema"),
     _option("tool_choice", "object", "type auto, none, any or tool"),
     _option("output_config", "object", "format: what the answer must be, of type json_schema; effort: the template's reasoning_effort"),
-    _option("thinking", "object", "type disabled, enabled or adaptive; given to the chat template as enable_thinking"),
+    _option("thinking", "object", "type disabled, enabled or adaptive: the template's enable_thinking; budget_tokens: as thinking_token_budget"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),
     _label("cache_control", "object"),
     _refused("speed", "there is one speed, the best; leave it out", "standard"),
@@ -197,6 +200,7 @@ MESSAGES = (
     *_MESSAGES_PROMPT,
     _option("max_tokens", "integer", "most tokens to generate; required"),
     _option("stop_sequences", "array", "strings that end the answer"),
+    _THINKING,
     _label("inference_geo"),
     _refused("container", "no code is run here; leave it out"),
     _refused("diagnostics", "leave it out; /metrics tells of the cache"),
@@ -216,6 +220,7 @@ RESPONSES = (
     _option("max_output_tokens", "integer", "most tokens to generate"),
     _option("tools", "array", "functions the model may call"),
     _option("tool_choice", ("string", "object"), "auto, none, required, one function by name, or allowed_tools"),
+    _THINKING,
     _option("text", "object", "format: what the answer must be, of type text, json_object or json_schema"),
     _option("reasoning", "object", "effort: given to the chat template as reasoning_effort (none: as enable_thinking false)"),
     _option("chat_template_kwargs", "object", "further variables for the chat template"),

@@ -30,9 +30,10 @@ from headrace.server.parsing import Form
 from headrace.server.protocol import AnswerOptions, ChatRequest, TemplateOptions, parse_chat, parse_completion
 from headrace.server.protocol.sampling import EXPECTED
 from headrace.server.requests import explained
-from headrace.server.service import CreateParser, DeltaStream, Service, Tokenizer
+from headrace.server.service import CreateParser, DeltaStream, EngineStream, Service, Tokenizer
 from headrace.server.stream import EventStream
 from headrace.server.tenants import tenant_of
+from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.tools import offered_schemas
 from headrace.server.wire import encode
@@ -81,8 +82,25 @@ async def converse(
         prepared = await _prepare(service, parsed, params, options, param)
         shape, state = _shape(service, model, params, options), PromptState(prepared.prompt_token_ids)
         answer = create_answer(request, shape, state, engine.tokenizer, create_parser)
+        bound = await _bound(service, form, options)
         del request, parsed  # their texts may be large, and the answer may take long
-        await _deliver(service, exchange, answer, [prepared], options)
+        await _deliver(service, exchange, answer, [prepared], options, bound if bound is not None and bound.leaves_room(prepared.params) else None)
+
+
+async def _bound(service: Service, form: Form, options: AnswerOptions) -> Bound | None:
+    """Of the answer's reasoning, if there is any."""
+    reasoning, tokens = form.reasoning, options.thinking_budget
+    if tokens is not None and options.needs_reasoning and not service.reasons:
+        raise InvalidRequest(
+            "thinking_token_budget bounds reasoning, but how this model reasons is not known here; leave it out, or start with --reasoning-parser.",
+            param="thinking_token_budget",
+        )
+    if reasoning is None or tokens is None:
+        return None
+    text = await service.closing(reasoning)
+    closing = service.any_engine().inputs.encode(text, add_special_tokens=False)
+    opened = form.opened or reasoning.implied
+    return Bound(tokens=tokens, begin=reasoning.begin, end=reasoning.end, opened=opened, closing_text=text, closing=closing)
 
 
 def _formed(service: Service, request: ChatRequest, prompt: str) -> tuple[Form, SamplingParams, AnswerOptions]:
@@ -210,23 +228,38 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
     )
 
 
-async def _deliver(service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions) -> None:
+async def _deliver(
+    service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions, bound: Bound | None = None
+) -> None:
     engine = service.engine
     service.bodies.release(exchange)
     sources, salt, tenant = [], service.cache_salt(exchange, options.cache_salt), tenant_of(service.config, exchange.key_name, options.user)
-    for each in prepared:
-        prompt = ParsedPrompt(None, each.prompt_token_ids)
-        source = engine.stream(
-            prompt, each.params, priority=options.priority, cache_salt=salt, explain=options.explain, tenant=tenant, expects=options.expects
+
+    def submit(ids: array[int], params: SamplingParams) -> EngineStream:
+        prompt = ParsedPrompt(None, ids)
+        return engine.stream(
+            prompt, params, priority=options.priority, cache_salt=salt, explain=options.explain, tenant=tenant, expects=options.expects
         )
-        sources.append(source)
+
+    async def go_on(ids: array[int], params: SamplingParams) -> EngineStream:
+        await engine.inputs.check_grammar_soon(params)
+        return submit(ids, params)
+
+    def bounded(source: EngineStream, request: Request) -> EngineStream:
+        if bound is None or engine.tokenizer is None:
+            return source
+        decode = partial(engine.tokenizer.decode, skip_special_tokens=request.params.skip_special_tokens)
+        return BoundedStream(source, request, bound, decode, go_on)
+
+    for each in prepared:
+        sources.append(submit(each.prompt_token_ids, each.params))
         if len(sources) % _STREAMS_A_TURN == 0:
             await asyncio.sleep(0)
     with service.inflight.follow(exchange, answer, sources, prepared, explain=options.explain) as job:
         run = _Run(service.metrics, exchange, answer, job, [each.params.max_tokens or 0 for each in prepared])
         run.begin(job.prompt_tokens)
         try:
-            judged = [service.judged(source, each) for source, each in zip(sources, prepared, strict=True)]
+            judged = [service.judged(bounded(source, each), each) for source, each in zip(sources, prepared, strict=True)]
             async with contextlib.aclosing(merge(judged)) as merged:
                 if options.stream:
                     await _stream(service, exchange, answer, merged, run, options)

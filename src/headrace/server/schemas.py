@@ -22,7 +22,8 @@ Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
-_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_TOKEN_ID = _COUNT
 _FUNCTION_NAME: Schema = {"type": "string", "minLength": 1}
 
 
@@ -147,10 +148,15 @@ _BY_NAME: Mapping[str, Schema] = {
     "thinking": {
         "type": "object",
         "required": ["type"],
-        "properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}},
+        "properties": {
+            "type": {"enum": ["enabled", "adaptive", "disabled"]},
+            "budget_tokens": nullable(_COUNT),
+            "display": {"enum": ["summarized", None]},
+        },
         "additionalProperties": {"type": "null"},
     },
     "reasoning_effort": {"enum": list(EFFORTS)},
+    "thinking_token_budget": _COUNT,
     "reasoning": {
         "type": "object",
         "properties": {"effort": {"enum": [*EFFORTS, None]}, "summary": {"enum": ["auto", None]},

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from headrace.config import Decision, EngineConfig, ServerConfig
@@ -32,10 +33,10 @@ from headrace.server.inflight import Inflight
 from headrace.server.ledger import Ledger
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of
-from headrace.server.parsing.formats import Dialect, choose_dialect
+from headrace.server.parsing.formats import Dialect, ReasoningFormat, choose_dialect
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.stream import Pulse
-from headrace.server.threads import Threads
+from headrace.server.threads import INLINE_BYTES, Threads
 from headrace.server.tools import Tool, ToolChoice, functions_of
 
 
@@ -63,6 +64,8 @@ class Tokenizer(Protocol):
     def template_fault(self) -> str | None:
         """Why conversations will be refused; may take a second."""
 
+
+_BEFORE, _AFTER = "Thinking of it.", "Having thought."  # in a conversation that shows what stands between
 
 CreateParser = Callable[[], OutputParser | None]
 
@@ -179,6 +182,7 @@ class Service:
         self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
         self._dialect = Dialect()
         self._special_markers: frozenset[str] = frozenset()
+        self._closing: str | None = None  # of reasoning, once somebody has asked
         self._engine: Engine | None = None
         self._mean_seconds = 1.0  # of recent requests, for Retry-After
 
@@ -207,6 +211,23 @@ class Service:
             prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
         form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel)
         return hold(form, tools, choice, wanted, self._special_markers)
+
+    @property
+    def reasons(self) -> bool:
+        """How its model reasons is known, if it does."""
+        return self._dialect.reasoning is not None
+
+    async def closing(self, reasoning: ReasoningFormat) -> str:
+        """What the family writes from the end of its reasoning to the answer: as its template shows it, or lines."""
+        if self._closing is None:
+            said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _AFTER, "reasoning_content": _BEFORE}]
+            render = partial(self.any_engine().inputs.chat_prompt, said, add_generation_prompt=False)
+            shown = ""
+            with contextlib.suppress(InvalidRequest):
+                shown = (await self.threads.run(INLINE_BYTES + 1, render)).text or ""
+            between = shown.partition(_BEFORE)[2].partition(_AFTER)[0]
+            self._closing = between if reasoning.end in between else f"\n{reasoning.end}\n\n"
+        return self._closing
 
     def parsed_params(self, params: SamplingParams, create_parser: CreateParser) -> SamplingParams:
         """A parser must see the markers, also those that decoding would leave out."""

@@ -27,7 +27,7 @@ from headrace.server.protocol.blocks import (
 )
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.chat import ChatRequest
-from headrace.server.protocol.sampling import TemplateOptions, answer_options, effort_variables, model_defaults, sampling_params
+from headrace.server.protocol.sampling import TemplateOptions, answer_options, effort_variables, model_defaults, read_budget, sampling_params
 from headrace.server.tools import offer
 
 
@@ -103,16 +103,19 @@ def _read_choice(choice: dict[str, Any]) -> Any:
 
 
 def _thinking(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Whether to think is the template's to say to the model; how long is bounded by max_tokens alone."""
+    """Whether to think is the template's to say to the model. The budget is read where all routes' are."""
     if given is None:
         return {}
     kind = read_type("thinking", given)
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type must be enabled, adaptive or disabled.", param="thinking.type")
-    further = next((name for name, value in given.items() if name != "type" and value is not None), None)
-    if further is not None:
-        name = f"thinking.{further[:100]}"
-        raise InvalidRequest(f"{name} is not supported; max_tokens bounds thinking and answer together.", param=name, code="unsupported_parameter")
+    for name, value in given.items():
+        if name not in ("type", "budget_tokens") and value not in ((None, "summarized") if name == "display" else (None,)):
+            name = f"thinking.{name[:100]}"
+            raise InvalidRequest(f"{name} is not supported; leave it out.", param=name, code="unsupported_parameter")
+    if read_budget("thinking.budget_tokens", given.get("budget_tokens")) is not None and kind != "enabled":
+        where = "thinking.budget_tokens"
+        raise InvalidRequest(f"{where} goes with the type enabled, not {kind}; leave it out.", param=where)
     return {"enable_thinking": kind != "disabled"}
 
 

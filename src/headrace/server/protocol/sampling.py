@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import Expectations, SamplingParams
+from headrace.sampling_params import Expectations, SamplingParams, shown
 from headrace.server.messages import check_template_kwargs, read_tools
 from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
@@ -44,6 +44,8 @@ class AnswerOptions:
     truncate_prompt_tokens: int | None  # -1: as many as fit
     limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
     explain: bool = False
+    thinking_budget: int | None = None  # tokens
+    needs_reasoning: bool = False  # the budget is refused where nobody knows what reasoning is
     grammar_name: str = "structured_outputs"  # of the field that says what the answer must be
     tools: tuple[tuple[str, str], ...] = ()  # of which a grammar is made: where each schema stands, and the schema
 
@@ -133,10 +135,29 @@ def answer_options(body: Body) -> AnswerOptions:
         truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
         limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
         explain=body.get("explain", False),
+        thinking_budget=_thinking_budget(body),
+        needs_reasoning="thinking_token_budget" in body,
         grammar_name=format_name(body),
     )
     _check_options(options)
     return options
+
+
+def _thinking_budget(body: Body) -> int | None:
+    """By the field that all routes have, or in Anthropic's own."""
+    if "thinking_token_budget" in body:
+        return read_budget("thinking_token_budget", body.get("thinking_token_budget"))
+    return read_budget("thinking.budget_tokens", body.get("thinking", {}).get("budget_tokens"))
+
+
+def read_budget(name: str, tokens: Any) -> int | None:
+    if tokens is None:
+        return None
+    if type(tokens) is not int:
+        raise InvalidRequest(f"{name} must be an integer.", param=name, code="invalid_type")
+    if not 0 <= tokens < 2**31:
+        raise InvalidRequest(f"{name} is {shown(tokens)}; give a number of tokens, from 0.", param=name)
+    return int(tokens)
 
 
 def _user(body: Body) -> str:
