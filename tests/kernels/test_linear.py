@@ -8,6 +8,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels, reference
+from headrace.kernels.cpu import onednn
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.quant.unquantized import Unquantized
@@ -75,3 +76,19 @@ def test_a_tied_head_reads_the_embedding_and_makes_no_copy() -> None:
 def test_a_split_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="part 1 of 2"):
         Linear(4, 4, LayerContext(torch.float32, CPU, Kernels(CPU), Unquantized()), bias=False, rank=1, world=2)
+
+
+def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 on a CPU without AVX-512, and on every AArch64 one: torch's operation is there, and refuses each weight."""
+
+    def refuse(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a long tail")
+
+    monkeypatch.setattr(onednn, "pack", refuse)
+    onednn._refusal.cache_clear()
+    kernels = Kernels(CPU)
+    weight, x = torch.randn(7, 5).bfloat16(), torch.randn(3, 5).bfloat16()
+    pack = kernels.choose("linear", dtype=torch.bfloat16, in_features=5, out_features=7)
+    assert_close(pack(weight, None)(x), reference.linear(weight, None)(x), torch.bfloat16)
+    assert "on this CPU: bf16 path needs the cpu support avx512bw" in str(kernels.choices)
+    onednn._refusal.cache_clear()

@@ -9,6 +9,7 @@ none, 16 and 512 rows gave the same speed at 1, 16 and 512 rows; a hint of 1 cos
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,9 +28,21 @@ def create_linear(site: Site) -> Callable[..., Any] | Declined:
         return Declined("this torch has no mkldnn._reorder_linear_weight and mkldnn._linear_pointwise")
     if not torch.backends.mkldnn.is_available():
         return Declined("this torch was built without oneDNN")
+    if (refusal := _refusal(dtype)) is not None:
+        return Declined(f"oneDNN does not pack {dtype} on this CPU: {refusal}")
     if site.facts.get("shared_weight"):
         return Declined("the weight is another layer's too, and packing would keep a second copy of it")
     return pack
+
+
+@cache
+def _refusal(dtype: torch.dtype) -> str | None:
+    """What it says to a small weight: which CPUs it takes depends on the element type."""
+    try:
+        pack(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
+    except RuntimeError as error:
+        return (str(error).splitlines() or [repr(error)])[0]
+    return None
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
