@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
+import headrace
 from headrace import cli
 from headrace.foreign_flags import ELSEWHERE
 from tests.reliability import simulate
@@ -69,6 +71,26 @@ def test_links_lead_somewhere() -> None:
 
 def test_files_that_pages_name_exist() -> None:
     assert not [each for page in PAGES for each in missing_files(page)]
+
+
+def listed(entries: object) -> Iterator[str]:
+    """The pages that a part of mkdocs.yml's nav leads to."""
+    if isinstance(entries, str):
+        yield entries
+    for each in entries.values() if isinstance(entries, dict) else entries if isinstance(entries, list) else ():
+        yield from listed(each)
+
+
+def test_every_page_is_in_the_sites_list_and_in_the_index() -> None:
+    nav = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert len(nav) == len(set(nav)) and set(nav) == pages | {"CONTRIBUTING.md", "CHANGELOG.md", "http-api.md"}
+    assert not pages - {"index.md"} - set(LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")))
+
+
+def test_every_public_name_is_described() -> None:
+    described = re.findall(r"^::: headrace\.(\w+)$", (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted([*described, "__version__"]) == sorted(headrace.__all__)
 
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
