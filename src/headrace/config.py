@@ -259,13 +259,25 @@ class ServerConfig:
     tool_call_parser: str = option(
         "auto", "how the model writes tool calls; automatic by its chat template",
         choices=(
-            "auto", "none", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "kimi_k2",
-            "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2",
+            "auto", "none", "hermes", "granite4", "ernie45", "qwen25", "mistral_args", "mistral", "deepseek_v3",
+            "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "qwen3_coder", "qwen3_xml", "step3p5", "mimo",
+            "seed_oss", "glm45", "glm47", "poolside_v1", "ling3", "minimax_m2", "muse_glimmer", "step3", "openai",
+            "gpt_oss", "functionary", "functionary_v31", "cohere_command3", "cohere_command4", "cohere", "command_r",
+            "nemotron_json", "nemotron", "jamba", "hunyuan_a13b", "apriel", "minimax", "phi4_mini", "granite",
+            "phi4_mini_json", "firefunction", "granite-20b-fc", "internlm", "longcat", "gigachat31", "gigachat3",
+            "apertus", "gemma4", "functiongemma", "lfm2", "olmo3", "pythonic", "llama4_pythonic", "llama3_json",
+            "llama4_json", "xlam",
         ),
     )  # fmt: skip
     reasoning_parser: str = option(
-        "auto", "how the model writes reasoning; automatic by its chat template", choices=("auto", "none", "qwen3", "deepseek_r1", "mistral")
-    )
+        "auto", "how the model writes reasoning; automatic by its chat template",
+        choices=(
+            "auto", "none", "openai_gptoss", "gpt_oss", "muse_glimmer", "deepseek_r1", "step3", "ernie45", "qwen3",
+            "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "hunyuan_a13b", "kimi_k2", "mimo", "minimax_m2",
+            "nemotron_v3", "olmo3", "poolside_v1", "step3p5", "mistral", "seed_oss", "cohere_command3", "cohere",
+            "cohere_command4", "gemma4", "granite", "apertus", "apriel",
+        ),
+    )  # fmt: skip
     repetition_detection: bool = option(False, "end answers that loop, also where a request does not ask for it (it may say false)")
     moderation: str | None = option(None, "a Python function of yours that judges answers as they grow", metavar="MODULE:FUNCTION")
     moderation_words: str | None = option(None, "a file of words that end an answer, one a line", metavar="FILE")

@@ -192,7 +192,21 @@ def test_a_schema_that_cannot_force_a_call_is_refused_by_name(demo: Server) -> N
     assert answer.status == 400 and answer.error["param"] == "tools[0].function.parameters"
     given = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"json_object": True}}
     answer = demo.ask("POST", "/v1/chat/completions", given)
-    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+    assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather", "a call is no answer in a form"
+
+
+def test_tools_beside_a_format_of_the_answer(client: openai.OpenAI) -> None:
+    """A call where the model wants one, and an answer in the format where it does not."""
+    schema = {"type": "object", "properties": {"answer": {"type": "string", "maxLength": 12}}, "required": ["answer"], "additionalProperties": False}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked: Any = {"model": "demo", "max_tokens": 80, "temperature": 0, "tools": [WEATHER], "response_format": format}
+    asking: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    choice = client.chat.completions.create(**asked, messages=asking).choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function" and "city" in json.loads(call.function.arguments) and choice.message.content is None
+    telling: Any = [{"role": "user", "content": "Tell me a story."}]
+    choice = client.chat.completions.create(**asked, messages=telling).choices[0]
+    assert choice.message.tool_calls or set(json.loads(choice.message.content or "")) == {"answer"}
 
 
 def test_every_response_is_json_for_strict_readers(demo: Server) -> None:

@@ -84,6 +84,8 @@ WEATHER_CALL = ["get_weather", '{"city": "Bézier 😀"}']
         ("<think>\nhm\n</think>\n\nYes", {}, ({"content": "Yes", "reasoning": "hm", "calls": []}, "stop")),
         ("<tool_call>junk</tool_call>", {}, ({"content": "<tool_call>junk</tool_call>", "reasoning": "", "calls": []}, "stop")),
         (CALLS[:67], {}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"city']]}, "length")),
+        (CALLS, {"max_tokens": 11}, ({"content": "Let me see.", "reasoning": "", "calls": []}, "length")),
+        (CALLS, {"max_tokens": 6}, ({"content": "Let me see.", "reasoning": "", "calls": []}, "length")),
         (CALLS, {"max_tokens": 22}, ({"content": "Let me see.", "reasoning": "", "calls": [["get_weather", '{"cit']]}, "length")),
     ],
 )

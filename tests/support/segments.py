@@ -18,7 +18,7 @@ class Scripted:
     def push(self, text: str) -> list[Segment]:
         return self._pushed.pop(0)
 
-    def finish(self) -> list[Segment]:
+    def finish(self, reason: str = "stop") -> list[Segment]:
         return []
 
     def end_reason(self, reason: str) -> str:

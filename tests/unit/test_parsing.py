@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import ServerConfig
+from headrace.engine.template import ChatTemplate
+from headrace.errors import InvalidRequest
 from headrace.server.parsing import Form, create_call_id, form_of
+from headrace.server.parsing.choice import choose_dialect
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
-from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style, choose_dialect
+from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from tests.support.outside import shared
 
@@ -31,6 +34,25 @@ KEYED = f"\n<arg_key>city</arg_key>\n<arg_value>{_CITY}</arg_value><arg_key>days
 KEYED += "<arg_key>b</arg_key>\n<arg_value>{}</arg_value>"
 NAMED = "".join(f'<parameter name="{name}">{value}</parameter>\n' for name, value in (("city", _CITY), ("days", _DAYS), ("b", "{}")))
 KEYWORDS = "city='Besançon \"x\" \\u00e9😀', days=[1, -2.5e3, {'a': None,}], b = {}"
+QUOTED = "{city:%" + _CITY + "%,days:[1,-2.5e3,{a:None}],b:{}}"
+LINED = TAGGED.replace(">\n", ">").replace("\n<", "<").replace("<parameter=", "\n<parameter=")
+LIST = '[{"name": "f", "arguments": {a}}, {"name": "get_weather", "arguments": {}}]'
+
+
+def prefixed(prefix: str) -> str:
+    return NAMED.replace("<parameter", f"<{prefix}parameter").replace("</parameter", f"</{prefix}parameter")
+
+
+def _dsml() -> str:
+    values = (("city", "true", _CITY), ("days", "false", _DAYS), ("b", "false", "{}"))
+    lines = [f'<p name="{name}" string="{text}">{value}</p>\n' for name, text, value in values]
+    written = '<i name="f">\n' + "".join(lines) + '</i>\n<i name="get_weather">\n\n</i>\n'
+    for short, name in (("p", "parameter"), ("i", "invoke")):
+        written = written.replace(f"<{short} ", f"<｜DSML｜{name} ").replace(f"</{short}>", f"</｜DSML｜{name}>")
+    return written
+
+
+DSML = _dsml()
 
 # One answer of two calls for each format, as the family writes it; {a} is ARGUMENTS.
 WRITTEN = {
@@ -47,11 +69,54 @@ WRITTEN = {
     "qwen3_coder": f"<tool_call>\n<function=f>\n{TAGGED}</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>",
     "glm45": f"<tool_call>f{KEYED}\n</tool_call>\n<tool_call>get_weather\n</tool_call>",
     "minimax_m2": f'<minimax:tool_call>\n<invoke name="f">\n{NAMED}</invoke>\n<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v32": f"<｜DSML｜function_calls>\n{DSML}</｜DSML｜function_calls>",
+    "deepseek_v4": f"<｜DSML｜tool_calls>\n{DSML}</｜DSML｜tool_calls>",
+    "seed_oss": f"<seed:tool_call>\n<function=f>\n{LINED}</function>\n</seed:tool_call><seed:tool_call>\n"
+    "<function=get_weather>\n</function></seed:tool_call>",
+    "muse_glimmer": f'to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n{prefixed("atem:")}</atem:invoke>\n</atem:function_calls><|eom|>'
+    '<|start|>assistant to=get_weather<|message|><atem:function_calls><atem:invoke name="get_weather">\n</atem:invoke></atem:function_calls>',
+    "step3": f'<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n{prefixed("steptml:")}</steptml:invoke>'
+    '<｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+    "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+    "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{a}<|call|>"
+    "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{}<|call|>",
+    "functionary": "f\n{a}>>>get_weather\n{}",
+    "functionary_v31": "<function=f>{a}</function><function=get_weather>{}</function>",
+    "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {a}},\n'
+    '    {"tool_call_id": "1", "tool_name": "get_weather", "parameters": {}}\n]<|END_ACTION|>',
+    "command_r": 'Action: ```json\n[{"tool_name": "f", "parameters": {a}}, {"tool_name": "get_weather", "parameters": {}}]\n```',
+    "nemotron_json": f"<TOOLCALL>{LIST}</TOOLCALL>",
+    "jamba": f"<tool_calls>{LIST}</tool_calls>",
+    "minimax": '<tool_calls>\n{"name": "f", "arguments": {a}}\n{"name": "get_weather", "arguments": {}}\n</tool_calls>',
+    "phi4_mini": f"<|tool_call|>{LIST}<|/tool_call|>",
+    "granite": f"<|tool_call|>{LIST}",
+    "phi4_mini_json": f"functools{LIST}",
+    "granite-20b-fc": '<function_call> {"name": "f", "arguments": {a}} <function_call> {"name": "get_weather", "arguments": {}}',
+    "internlm": '<|action_start|><|plugin|>\n{"name": "f", "parameters": {a}}<|action_end|>\n'
+    '<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {}}<|action_end|>',
+    "longcat": '<longcat_tool_call>{"name": "f", "arguments": {a}}</longcat_tool_call>\n'
+    '<longcat_tool_call>{"name": "get_weather", "arguments": {}}</longcat_tool_call>',
+    "gigachat31": '<|function_call|>{"name": "f", "arguments": {a}}<|function_call|>{"name": "get_weather", "arguments": {}}',
+    "gigachat3": 'function call<|role_sep|>\n{"name": "f", "arguments": {a}}function call<|role_sep|>\n{"name": "get_weather", "arguments": {}}',
+    "apertus": '<|tools_prefix|>[{"f": {a}}, {"get_weather": {}}]<|tools_suffix|>',
+    "gemma4": "<|tool_call>call:f" + QUOTED.replace("%", '<|"|>') + "<tool_call|><|tool_call>call:get_weather{}<tool_call|>",
+    "functiongemma": "<start_function_call>call:f" + QUOTED.replace("%", "<escape>") + "<end_function_call>"
+    "<start_function_call>call:get_weather{}<end_function_call>",
+    "olmo3": f"<function_calls>\nf({KEYWORDS})\nget_weather()\n</function_calls>",
+    "xlam": LIST,
     "pythonic": f"[f({KEYWORDS}), get_weather()]",
     "lfm2": f"<|tool_call_start|>[f({KEYWORDS}), get_weather()]<|tool_call_end|>",
 }
 # ... and what its arguments read as, where they are not written as JSON.
-READ = {name: ARGUMENTS.replace("\\u00e9", "é") for name in ("qwen3_coder", "glm45", "minimax_m2")}
+WORDED = [name for name, each in TOOL_FORMATS.items() if each.tags is not None or each.literals.quote]
+READ = {name: ARGUMENTS.replace("\\u00e9", "é") for name in WORDED}
+# ... and a text before calls, where it cannot simply stand there.
+SECOND = {"openai": "<|call|>", "muse_glimmer": "<|eom|>", "functionary": ">>>"}  # from here on a call is whole
+SAID = {
+    "openai": "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant",
+    "muse_glimmer": " to=user<|message|>Let me see.<|eom|><|start|>assistant ",
+    "functionary": "all\nLet me see.\n>>>",
+}
 PLAIN = tuple(name for name, each in TOOL_FORMATS.items() if each.style in (Style.OBJECT, Style.JSON))
 
 
@@ -106,7 +171,8 @@ def test_two_calls(name: str) -> None:
     assert whole(written(name), name) == (calls, "tool_calls")
     assert set(WRITTEN) == set(TOOL_FORMATS)
     if not TOOL_FORMATS[name].bare:
-        assert whole("Let me see.\n\n" + written(name) + "\n", name) == ([Content("Let me see."), *calls], "tool_calls")
+        said = SAID.get(name, "Let me see.\n\n")
+        assert whole(said + written(name) + "\n", name) == ([Content("Let me see."), *calls], "tool_calls")
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -169,7 +235,7 @@ LONG = "x" * (MAX_HEAD + 50)
     ("key", "value", "read"),
     [
         ("text", "5", '"5"'),
-        ("text", "\na\n\n\"b\"\\\n", json.dumps('a\n\n"b"\\')),
+        ("text", '\na\n\n"b"\\\n', json.dumps('a\n\n"b"\\')),
         ("text", "  a \n\n", '"  a \\n"'),
         ("text", "", '""'),
         ("text", "\n", '""'),
@@ -186,7 +252,7 @@ LONG = "x" * (MAX_HEAD + 50)
         ("list", "none", '"none"'),
         ("unheard", "True", "true"),
         ("unheard", "a</parameter", '"a</parameter"'),
-        ("unheard", "{'a': 1}", '"{\'a\': 1}"'),
+        ("unheard", "{'a': 1}", "\"{'a': 1}\""),
     ],
 )
 def test_values_between_tags_are_of_the_types_that_the_tool_names(key: str, value: str, read: str) -> None:
@@ -309,10 +375,11 @@ def test_the_limit_of_what_is_held_back_is_a_place_in_the_text() -> None:
 def test_a_call_that_is_cut_anywhere_never_looks_whole(name: str) -> None:
     """Up to the character that completes it, its arguments are no JSON and the reason is length; and the engine's own reasons stay."""
     text, format = written(name), TOOL_FORMATS[name]
-    ends = {"qwen3_coder": "</function>", "glm45": "</tool_call>", "minimax_m2": "</invoke>", "pythonic": ")", "lfm2": ")"}
-    last = ends.get(name, ARGUMENTS if format.name_end else ARGUMENTS + "}")
-    end = text.find(last if name != "mistral" else ARGUMENTS) + len(last)
-    for cut in range(len(format.marker) if text.startswith(format.marker) else 1, text.index("get_weather")):
+    last = {Style.KEYWORDS: format.literals.close, Style.JSON: ARGUMENTS}.get(format.style, ARGUMENTS + "}")
+    last = ARGUMENTS if name == "mistral" else format.tags.end if format.tags is not None else last
+    second = text.index(SECOND.get(name, "get_weather"))
+    end = text.rindex(last, 0, second) + len(last)
+    for cut in range((len(format.marker) if text.startswith(format.marker) else 0) or 1, second):
         parser = make(name)
         found, reason = parse(parser, [text[:cut]])
         calls = arguments(found)
@@ -347,6 +414,10 @@ SOUP = st.sampled_from(
         *("{", "}", "[", "]", ",", ";", ":", "\\", "\\u12", "\\ud83d", "\\n", "1", "-0.5e7", "tru", "true", "null", "\x00", "\n", "  ", "\n\n\n\n"),
         *("<function=f>", "<parameter=city>", "\n</parameter>", "</function>", "<arg_key>days</arg_key>", "<arg_value>", "</arg_value>"),
         *('<invoke name="f">', '<parameter name="b">', "</invoke>", "[f(", "city=", "'", "True", "None", "(", ")", "='\\x4", "<|tool_call_start|>"),
+        *("<|channel|>", "analysis", "commentary", "final", " to=functions.f", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>"),
+        *(" to=self", " to=f", "<|eom|>", "<atem:function_calls>", '<atem:invoke name="f">', ">>>", "all\n", "f\n", ">>>f\n{"),
+        *('<｜DSML｜parameter name="city" string="true">', "</｜DSML｜parameter>", "<|tool_call>call:f{", '<|"|>', "city:", "<tool_call|>"),
+        *("<|START_ACTION|>[", "<|START_RESPONSE|>", "<|END_RESPONSE|>", '{"tool_name": "f", "parameters": {', "<function_calls>", "f(city="),
         *("f", "get_weather", "é", "😀", "｜", "<", "<t", " " * (MAX_SPACE + 1), "x" * 50, '{"a": 1}'),
     ]
 )
@@ -375,7 +446,7 @@ def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
     text=st.one_of(TEXTS, damaged()),
     cuts=st.lists(st.integers(0, 10_000), max_size=12),
     tools=st.sampled_from((None, *sorted(WRITTEN))),
-    reasoning=st.sampled_from((None, "qwen3", "deepseek_r1")),
+    reasoning=st.sampled_from((None, "qwen3", "deepseek_r1", "openai_gptoss", "muse_glimmer", "cohere_command3")),
     prompt=st.sampled_from(("", "<think>\n")),
     single=st.booleans(),
 )
@@ -390,8 +461,10 @@ def test_cuts_change_nothing(text: str, cuts: list[int], tools: str | None, reas
     complete = [index for index, each in calls.items() if is_json(each)]
     assert list(calls) == list(range(len(calls)))
     assert (reason == "tool_calls") == (bool(calls) and len(complete) == len(calls) and reason != "length")
-    if not calls and reasoning is None:
+    plain = tools is None or not (TOOL_FORMATS[tools].channels or TOOL_FORMATS[tools].wrappers)
+    if not calls and reasoning is None and plain:
         assert content(found) == text
+    assert not (tools is None and calls)
 
 
 @settings(max_examples=100, deadline=None)
@@ -416,15 +489,28 @@ HOSTILE = {
     "escapes": "\\",
     "calls": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
 }
+OF_OTHERS = {  # text that each of these formats reads in ways of its own
+    "openai": "<|start|>assistant<|channel|>commentary to=f<|message|>{<|end|>",
+    "functionary": ">>>f\n",
+    "gemma4": '<|tool_call>call:f{city:<|"|>',
+    "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="city" string="true"></｜DSML｜',
+    "cohere_command3": "<|START_RESPONSE|> <|START_ACT",
+    "qwen3_coder": "<function=f><parameter=days>[",
+}
 
 
-@pytest.mark.parametrize("unit", HOSTILE.values(), ids=list(HOSTILE))
-def test_time_is_linear(unit: str) -> None:
+@pytest.mark.parametrize(
+    ("unit", "name"),
+    [*((each, "hermes") for each in HOSTILE.values()), *((each, name) for name, each in OF_OTHERS.items())],
+    ids=[*HOSTILE, *OF_OTHERS],
+)
+def test_time_is_linear(unit: str, name: str) -> None:
     """Twice the text takes about twice as long; the least of several times, for a busy core adds to some of them."""
 
     def seconds(size: int, step: int) -> float:
-        text = '<tool_call>{"name": "f", "arguments": {"a": "' + unit * (size // len(unit))
-        parser = make("hermes", "qwen3")
+        head = '<tool_call>{"name": "f", "arguments": {"a": "' if name == "hermes" else ""
+        text = head + unit * (size // len(unit))
+        parser = make(name, "qwen3" if name == "hermes" else None)
         begin = time.process_time()
         for start in range(0, len(text), step):
             parser.push(text[start : start + step])
@@ -438,7 +524,7 @@ def test_time_is_linear(unit: str) -> None:
         once = twice = float("inf")
         for tries in range(30):
             once, twice = min(once, seconds(size, step)), min(twice, seconds(2 * size, step))
-            if tries >= 2 and twice <= 2.3 * max(once, 1e-4):
+            if tries >= 2 and twice <= 2.3 * max(once, 2e-3):
                 break
         else:
             pytest.fail(f"{size} characters in pieces of {step} take {1e3 * once:.1f} ms, twice as many {1e3 * twice:.1f}")
@@ -469,27 +555,135 @@ def test_a_description_is_chosen_from_the_template() -> None:
 def test_flags_know_every_description() -> None:
     for flag, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
         (choices,) = (each.metadata["choices"] for each in fields(ServerConfig) if each.name == flag)
-        assert choices == ("auto", "none", *formats)
+        known = dict.fromkeys(name for each in formats.values() for name in (each.name, *each.aliases))
+        assert choices == ("auto", "none", *known)
 
 
+# What a template renders of an answer is what its model was trained to write: it must come back as it went in.
 OF_TEMPLATES = {
+    "Apertus-8B-Instruct": ("apertus", "apertus"),
+    "Cohere2MoE": ("cohere_command3", "cohere_command3"),
+    "GLM-4.7-Flash": ("glm45", "qwen3"),
     "Kimi-K2-Instruct": ("kimi_k2", None),
+    "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
+    "MiniMax-M2": ("minimax_m2", "qwen3"),
+    "NVIDIA-Nemotron-Nano-v2": ("nemotron_json", "qwen3"),
     "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
     "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
     "Reka-Edge": ("hermes", "qwen3"),
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "deepseek_r1"),
+    "deepseek-ai-DeepSeek-V4": ("deepseek_v4", "qwen3"),
+    "google-gemma-4-31B-it": ("gemma4", "gemma4"),
+    "inclusionai-ling-3.0-flash": ("glm45", "qwen3"),
+    "meetkai-functionary-medium-v3.2": ("functionary", None),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),
-    "unsloth-mistral-Devstral-Small-2507": ("mistral_args", None),
-    "GLM-4.7-Flash": ("glm45", "qwen3"),
+    "muse-glimmer": ("muse_glimmer", "muse_glimmer"),
     "poolside-Laguna-XS-2.1": ("glm45", "qwen3"),
-    "MiniMax-M2": ("minimax_m2", "qwen3"),
-    "LFM2.5-8B-A1B": ("lfm2", "qwen3"),
-    "google-gemma-4-31B-it": (None, None),
+    "unsloth-mistral-Devstral-Small-2507": ("mistral_args", None),
 }
+GIVEN = {"city": 'Ulm "x" é\n  ', "days": [1, -2.5, {"a": None}], "b": {"c": "d'e"}, "exact": True, "n": 3}
+TYPES = {"city": "string", "days": "array", "b": "object", "exact": "boolean", "n": "integer"}
+OFFERED = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": properties}}}
+    for properties in ({name: {"type": kind, "description": "d"} for name, kind in TYPES.items()},)
+]
+OFFERED.append({"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object", "properties": {}}}})
+
+
+def templated(name: str) -> Callable[..., str]:
+    """Renders what follows the user's message."""
+    source = shared("data", "chat_templates", f"{name}.jinja").read_text()
+    template = ChatTemplate({"default": source}, {"bos_token": "<BOS>", "eos_token": "<EOS>"})
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, begins: bool) -> str:
+        return template.render(messages, tools, begins, {})
+
+    render.source = source  # type: ignore[attr-defined]
+    render.close = template.close  # type: ignore[attr-defined]
+    return render
 
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)
-def test_descriptions_of_real_templates(name: str) -> None:
-    dialect, _ = choose_dialect(shared("data", "chat_templates", f"{name}.jinja").read_text())
-    assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[name]
+def test_what_real_templates_render_is_read_back(name: str) -> None:
+    """One call, two calls, after reasoning; streamed in any pieces as whole. What a template itself refuses or leaves out is passed over."""
+    render: Any = templated(name)
+    try:
+        dialect, decisions = choose_dialect(render.source, render=render)
+        assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == OF_TEMPLATES[name]
+        if dialect.tools is None:
+            return
+        assert "Kimi" in name or "reads back" in decisions[0].reason  # that template calls list.append, which no sandbox lets it
+        user = {"role": "user", "content": "Hi, you"}
+        begun = render([user], OFFERED, True).rpartition("Hi, you")[2]
+        for calls in ((("f", GIVEN),), (("f", GIVEN), ("get_weather", {}))):
+            made = [{"id": f"abcdefgh{i}", "type": "function", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)]
+            said = {"role": "assistant", "content": "", "reasoning_content": "I muse.", "tool_calls": made}
+            try:
+                text = render([user, said], OFFERED, False).rpartition("Hi, you")[2]
+            except InvalidRequest:
+                continue
+            check_read_back(dialect, begun, text, list(calls))
+    finally:
+        render.close()
+
+
+def check_read_back(dialect: Dialect, begun: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    answer = text[next((at for at, (one, other) in enumerate(zip(begun, text, strict=False)) if one != other), len(begun)) :]
+    reasoned = "I muse." in answer and dialect.reasoning is not None
+    if reasoned:
+        assert dialect.reasoning is not None
+        answer = answer if dialect.reasoning.channels is not None else answer[answer.index("I muse.") :]
+        begun = begun if dialect.reasoning.channels is not None else dialect.reasoning.begin
+    elif dialect.tools is not None and not (dialect.tools.bare or dialect.tools.channels):
+        answer, begun = text, ""
+    functions = {"f": {name: (kind,) for name, kind in TYPES.items()}, "get_weather": {}}
+
+    def parsed(step: int) -> tuple[list[Segment], str]:
+        parser = form_of(dialect if reasoned else Dialect(dialect.tools, None), begun, functions).create_parser()
+        assert parser is not None
+        return parse(parser, [answer[at : at + step] for at in range(0, len(answer), step)])
+
+    found, _ = parsed(len(answer))
+    assert all(parsed(step)[0] == found for step in (1, 3, 7))
+    names = [each.name for each in found if isinstance(each, ToolCallStart)]
+    assert list(zip(names, map(json.loads, arguments(found).values()), strict=True)) == calls
+    assert not reasoned or "".join(each.text for each in found if isinstance(each, Reasoning)) == "I muse."
+
+
+# --- the rehearsal
+
+TEMPLATE = """{%% for m in messages %%}[{{ m.role }}] {{ m.content }}
+{%%- for c in m.tool_calls or [] %%}%s{%% endfor %%}
+{%% endfor %%}{%% if add_generation_prompt %%}[assistant] {%% endif %%}"""
+RENDERED = {
+    "longcat": '<longcat_tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</longcat_tool_call>',
+    "olmo3": "<function_calls>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }},{% endfor %})"
+    "</function_calls>",
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{{ c.function.name }}">'
+    '{% for k, v in c.function.arguments.items() %}<steptml:parameter name="{{ k }}">{{ v if v is string else v | tojson }}'
+    "</steptml:parameter>{% endfor %}</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+    "internlm": '<|action_start|><|plugin|>{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}<|action_end|>',
+    "none": "CALL {{ c.function.name }} WITH {{ c.function.arguments | tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> None:
+    """However the signs may mislead: this template speaks of another's, too."""
+    source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED[name]) + "{# <tool_call> arguments #}"
+    template = ChatTemplate({"default": source}, {})
+    try:
+        dialect, decisions = choose_dialect(source, render=lambda messages, tools, begins: template.render(messages, tools, begins, {}))
+        named, told = choose_dialect(source, "hermes", render=lambda messages, tools, begins: template.render(messages, tools, begins, {}))
+    finally:
+        template.close()
+    assert (dialect.tools.name if dialect.tools is not None else "none") == name == decisions[0].value
+    assert ("no known format reads" in decisions[0].reason) == (name == "none")
+    assert named.tools is TOOL_FORMATS["hermes"] and "does not read back" in told[0].reason, "who names one gets it, and is told"
+
+
+def test_a_name_that_two_formats_go_by_is_the_one_of_the_template() -> None:
+    assert choose_dialect("[TOOL_CALLS] [ARGS]", "mistral")[0].tools is TOOL_FORMATS["mistral_args"]
+    assert choose_dialect("[TOOL_CALLS]", "mistral")[0].tools is TOOL_FORMATS["mistral"]
+    assert choose_dialect("", "glm47", "step3p5")[0] == Dialect(TOOL_FORMATS["glm45"], REASONING_FORMATS["qwen3"])

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     report["profile"] = _profile_facts(profile)
     if not args.no_load:
         report |= examine_engine(config, profile)
+        report["decisions"] += examine_dialect(config)
         report["shape"] = examine_shape(config, device, thorough=args.profile)
     print(json.dumps(report, indent=1, default=str) if args.json else render(report))
     return 0
@@ -180,6 +181,21 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
         return report
     finally:
         engine.close()
+
+
+def examine_dialect(config: EngineConfig) -> list[dict[str, Any]]:
+    """How the model writes tool calls and reasoning, as a server would find out."""
+    from headrace.engine.resolve import find_source
+    from headrace.engine.tokenizer import load_tokenizer
+    from headrace.server.parsing.choice import dialect_of
+
+    tokenizer = load_tokenizer(find_source(config))
+    if tokenizer is None:
+        return []
+    try:
+        return [asdict(decision) for decision in dialect_of(tokenizer)[1]]
+    finally:
+        tokenizer.close()
 
 
 def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[str, Any]:

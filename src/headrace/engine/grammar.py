@@ -9,6 +9,7 @@ threads, caches, tokens of a running answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
 _NOTHING = "nothing satisfies it, or nothing that this model's tokens can write"
+_NAMEABLE = re.compile(r"<[^<>\s]+>")  # a special token's name in Lark
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -84,6 +86,11 @@ def vocabulary_of(tokenizer: Writes | None, width: int, eos: Sequence[int]) -> V
     return Vocabulary(tokens, sorted(special.union(ends)), ends)
 
 
+def special_name(text: str) -> str:
+    """What a grammar calls the special token that is written ``text``: only what stands in angle brackets has a name in Lark."""
+    return text if _NAMEABLE.fullmatch(text) else f"<{text.encode().hex()}>"
+
+
 @dataclass(slots=True)
 class _Wrapped:
     """A vocabulary as llguidance asks for it. It encodes what a grammar forces, as far as it can be written, a token for each byte."""
@@ -103,7 +110,10 @@ def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
 
     special = set(vocabulary.special)
     first = {token[0]: id for id, token in enumerate(vocabulary.tokens) if len(token) == 1 and id not in special}
-    wrapped = _Wrapped(list(vocabulary.tokens), sorted(special), vocabulary.eos[0], first=first)
+    tokens = list(vocabulary.tokens)
+    for id in special:
+        tokens[id] = special_name(tokens[id].decode("utf-8", "replace")).encode() if tokens[id] else b""
+    wrapped = _Wrapped(tokens, sorted(special), vocabulary.eos[0], first=first)
     return LLTokenizer(TokenizerWrapper(wrapped), eos_token=list(vocabulary.eos))
 
 

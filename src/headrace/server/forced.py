@@ -3,8 +3,8 @@
 What lives here: tool calls in a family's own way, as Lark for llguidance, and what may stand before a structure. What may not: what
 counts as a call (parsing/), compiling (the engine).
 
-A call that cannot be written so (a marker that no grammar can name, parameters that are more than a list of values) is plain JSON
-from its first character: a list of calls, or one function's arguments.
+A call that cannot be written so (parameters that are more than a list of values) is plain JSON from its first character: a list of
+calls, or one function's arguments. Beside an answer, where no call need come, its values are then any text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from headrace.engine.grammar import special_name
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
 from headrace.server.parsing import Form
-from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, ReasoningFormat, Style, Tags, ToolFormat
+from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat
 from headrace.server.tools import (
     SPACING,
-    Mode,
     Tool,
     ToolChoice,
     call_schema,
@@ -32,7 +32,6 @@ from headrace.server.tools import (
     types_of,
 )
 
-_NAMEABLE = re.compile(r"<[^<>\s]+>")  # what a grammar can call a special token
 _NAME = re.compile(r"[\w.:/-]{1,200}")
 _KEY = {Style.TAGS: re.compile(r"[^<>\"\n\s](?:[^<>\"\n]{0,198}[^<>\"\n\s])?"), Style.KEYWORDS: re.compile(r"\w{1,200}")}
 _ROOT = frozenset(("type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"))
@@ -50,75 +49,131 @@ def hold(
 ) -> tuple[Form, StructuredOutputs | None]:
     """The form in which what is asked for will come, and the grammar for it. ``special``: markers that are tokens of their own.
 
-    Raises InvalidRequest for tools that no list of calls can hold.
+    Where a call is asked for, no answer is, whatever form ``wanted`` gives it; else there may be calls instead of one.
+    Raises InvalidRequest for tools that cannot be called so.
     """
     if choice.forced and tools:
-        form, wanted = _hold_to_calls(form, tools, choice, special)
-    if wanted is None or form.reasoning is None:
+        form, calls = _hold_to_calls(form, tools, choice, special)
+        return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls
+    if wanted is None:
         return form, wanted
-    try:
-        return form, replace(wanted, preface=_preface(form.reasoning, special, must=form.opened or form.reasoning.implied))
-    except _Unwritable:
-        return replace(form, reasoning=None, opened=False), wanted
+    calls_too = _Calls(form.tools, tools, choice, special, beside=True) if form.tools is not None and tools else None
+    answer = form.reasoning.answer if form.reasoning is not None else ("", "")
+    first = " ".join([*_marked(answer[0], special), "@answer", *(f"({each})?" for each in _marked(answer[1], special))])
+    if calls_too is None and form.reasoning is None:
+        return form, wanted
+    return form, replace(wanted, preface=_preface(form, special, first, calls_too))
 
 
 def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> tuple[Form, StructuredOutputs]:
     check_arguments(tools, choice)
-    offered = [tool for tool in tools if choice.mode is Mode.REQUIRED or tool["function"]["name"] == choice.name]
     if form.tools is not None:
         try:
-            return form, StructuredOutputs(grammar=_calls(form.tools, offered, choice, special))
+            calls = _Calls(form.tools, tools, choice, special)
         except (_Unwritable, InvalidRequest):
             pass  # plain JSON then, or an error in its words
+        else:
+            return form, StructuredOutputs(grammar="\n".join([f"start: {calls.start}", *calls.rules, _SPACE]))
     format = FORCED_ARGUMENTS if choice.name else FORCED_CALLS
-    return replace(form, tools=format, fixed_name=choice.name), StructuredOutputs(json=forced_schema(tools, choice))
+    plain = replace(form, tools=format, fixed_name=choice.name)
+    if form.reasoning is not None and form.reasoning.channels is not None:
+        plain = replace(plain, reasoning=None, opened=False)
+    return plain, StructuredOutputs(json=forced_schema(tools, choice))
 
 
 # --- reasoning
 
 
-def _preface(reasoning: ReasoningFormat, special: Collection[str], *, must: bool) -> str:
-    """``must``: it has begun, or always comes."""
-    end = _literal(reasoning.end, special)
-    thought = f"thought: /(.|\\n)*/ {end}\n" if reasoning.end in special else f"thought[suffix={end}]: /(.|\\n)*/\n"
-    first = "thought ws" if must else f"({_literal(reasoning.begin, special)} thought ws)?"
-    return f"start: {first} @answer\n{thought}{_SPACE}"
+def _preface(form: Form, special: Collection[str], answer: str, calls: _Calls | None = None) -> str:
+    """What stands before an ``answer``, or instead of it."""
+    rules = [] if calls is None else calls.rules
+    last = answer if calls is None else f"({answer} | {calls.start})"
+    if form.reasoning is None:
+        return "\n".join([f"start: {last}", *rules, _SPACE])
+    reasoning = form.reasoning
+    ended = _text_until(reasoning.end, special)
+    after = " ".join(_marked(reasoning.next, special)) or "ws"
+    must = form.opened or reasoning.implied  # it has begun, or always comes
+    first = f"thought {after}" if must else f"({_literal(reasoning.begin, special)} thought {after})?"
+    return "\n".join([f"start: {first} {last}", f"thought{ended}", *rules, _SPACE])
+
+
+def _text_until(end: str, special: Collection[str]) -> str:
+    """What follows a rule's name in Lark: any text, then ``end``. A special token is in no text, so that only it ends one."""
+    pieces = _pieces(end, special)
+    if not any(piece in special for piece in pieces):
+        return f"[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    plain = "" if pieces[0] in special else "".join(f"\\x{{{ord(letter):x}}}" for letter in pieces.pop(0))
+    return f": /(.|\\n)*{plain}/ {' '.join(_named(pieces, special))}"
 
 
 # --- calls
 
 
+def _pieces(text: str, special: Collection[str]) -> list[str]:
+    """``text`` with special tokens apart."""
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+    return [piece for piece in re.split(f"({names})", text) if piece]
+
+
+def _named(pieces: Sequence[str], special: Collection[str]) -> list[str]:
+    return [special_name(piece) if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces]
+
+
 def _literal(text: str, special: Collection[str]) -> str:
     """``text`` in Lark; special tokens in it by their names."""
-    if not special:
-        return json.dumps(text)
-    pieces = [piece for piece in re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text) if piece]
-    if any(piece in special and not _NAMEABLE.fullmatch(piece) for piece in pieces):
-        raise _Unwritable
-    return " ".join(piece if piece in special else json.dumps(piece) for piece in pieces)
+    return " ".join(_named(_pieces(text, special), special))
 
 
-def _calls(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> str:
-    """Raises _Unwritable, and InvalidRequest for definitions that do not go together."""
+def _marked(text: str, special: Collection[str]) -> list[str]:
+    """A marker that a family may not have."""
+    return [_literal(text, special)] if text else []
 
-    def literals(texts: Sequence[str]) -> list[str]:
+
+class _Calls:
+    """Calls in a family's own way: rules in Lark, and what ``start`` is. ``beside``: where they may come, but need not.
+
+    Raises _Unwritable, and InvalidRequest for definitions that do not go together.
+    """
+
+    def __init__(self, format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str], *, beside: bool = False) -> None:
+        offered = [tool for tool in tools if not choice.name or tool["function"]["name"] == choice.name]
+        self._format, self._special = format, special
+        self.rules: list[str] = []
+        calls = self._calls(offered, choice, beside)
+        around = (self._literals(format.section_begin), self._literals(format.section_end))
+        if format.section_each:
+            around = ([], [])
+        gap = " " if format.channels is not None else " ws "  # nothing may stand before a header
+        separator = gap.join(["", *_marked(format.separator, special), ""]).strip()
+        more = f" ({separator} call)*" if choice.parallel and not format.single else ""
+        self.start = " ws ".join([*around[0], f"call{more}", *around[1]])
+        self.rules.append(f"call: {calls}")
+
+    def _literals(self, texts: Sequence[str]) -> list[str]:
         """Bare calls do without their markers."""
-        return [_literal(text, special) for text in texts if not (format.bare and text.startswith("<"))]
+        return [_literal(text, self._special) for text in texts if not (self._format.bare and text.startswith("<"))]
 
-    begin, end = ([_literal(format.begin, special)] if format.begin else []), literals(format.end)
-    if format.style is Style.OBJECT:
-        rules, body = [f"body: {_json(call_schema(tools, choice, format.arguments_key))}"], "body"
-    else:
-        written = [_Function(format, tool, f"f{index}", special) for index, tool in enumerate(tools)]
-        rules, body = [rule for each in written for rule in each.rules], f"({' | '.join(each.name for each in written)})"
-    call = " ws ".join([*begin, body, *end]) if format.style is not Style.TAGS else " ".join([*begin, body, *end])
-    separator = f"ws {_literal(format.separator, special)} ws" if format.separator else "ws"
-    around = (literals(format.section_begin), literals(format.section_end))
-    if format.section_each:
-        call, around = " ws ".join([*around[0], call, *around[1]]), ([], [])
-    more = f" ({separator} call)*" if choice.parallel else ""
-    section = " ws ".join([*around[0], f"call{more}", *around[1]])
-    return "\n".join([f"start: {section}", f"call: {call}", *rules, _SPACE])
+    def _calls(self, tools: Sequence[Tool], choice: ToolChoice, beside: bool) -> str:
+        format = self._format
+        if format.style in (Style.OBJECT, Style.KEYED):
+            self.rules.append(f"body: {_json(call_schema(tools, choice, format))}")
+            return self._call("ws body ws")
+        written = [_Function(format, tool, f"f{index}", self._special, beside) for index, tool in enumerate(tools)]
+        self.rules += [rule for each in written for rule in each.rules]
+        if format.lead:
+            return " | ".join(
+                f"{_literal(format.lead.format(name=tool['function']['name']), self._special)} {self._call(each.name)}"
+                for each, tool in zip(written, tools, strict=True)
+            )
+        return self._call(f"({' | '.join(each.name for each in written)})")
+
+    def _call(self, body: str) -> str:
+        format = self._format
+        call = " ".join([*_marked(format.begin, self._special), body, *(f"ws {each}" for each in self._literals(format.end))])
+        if not format.section_each:
+            return call
+        return " ws ".join([*self._literals(format.section_begin), call, *self._literals(format.section_end)])
 
 
 def _json(schema: Any) -> str:
@@ -128,9 +183,10 @@ def _json(schema: Any) -> str:
 class _Function:
     """One function's call behind what begins every call: rules in Lark, the first of which is ``name``."""
 
-    def __init__(self, format: ToolFormat, tool: Tool, name: str, special: Collection[str]) -> None:
+    def __init__(self, format: ToolFormat, tool: Tool, name: str, special: Collection[str], beside: bool) -> None:
         self.name = name
         self._special = special
+        self._beside = beside
         self._parameters = parameters_of(tool)
         self._inner: list[str] = []
         written: str = tool["function"]["name"]
@@ -139,8 +195,7 @@ class _Function:
         if format.style is not Style.JSON:
             check_references("", tool)
         before, after = format.name_form
-        head = [json.dumps(before + written), *([f"/{after}/"] if after else [])]
-        head += [self._write(format.name_end)] if format.name_end else []
+        head = [json.dumps(before + written), *([f"/{after}/"] if after else []), *_marked(format.name_end, special)]
         arguments = self._arguments(format)
         self.rules = [f"{name}: {' '.join([*head, arguments])}", *self._inner]
 
@@ -156,10 +211,19 @@ class _Function:
     def _arguments(self, format: ToolFormat) -> str:
         if format.style is Style.JSON:
             return f"ws {self._rule(_json({**self._parameters, **SPACING}))}"
-        properties, required = self._values(_KEY[format.style])
-        if format.tags is not None:
+        try:
+            properties, required = self._values(_KEY[format.style])
+            if format.tags is None:
+                return self._keywords(format.literals, properties, required)
             return self._tagged(format.tags, properties, required)
-        return self._keywords(properties, required)
+        except _Unwritable:
+            if not self._beside or format.tags is None:
+                raise
+        tags = format.tags
+        kind = '("true" | "false") ' + self._write(tags.kind_end) if tags.kind_end else ""
+        value = " ".join([*_marked(tags.value_begin, self._special), self._text(tags.value_end)])
+        part = f'ws {self._write(tags.key_begin)} /[^<>"\\n]{{1,200}}/ {self._write(tags.key_end)} {kind} {value}'
+        return f"({part})* ws {self._write(tags.end)}"
 
     def _values(self, pattern: re.Pattern[str]) -> tuple[dict[str, Any], frozenset[str]]:
         """Parameters that are values by name and no more. Raises _Unwritable."""
@@ -179,45 +243,57 @@ class _Function:
     def _tagged(self, tags: Tags, properties: Mapping[str, Any], required: Collection[str]) -> str:
         parts = []
         for key, schema in properties.items():
-            lead = " ".join(["ws", self._write(tags.key_begin), json.dumps(key), self._write(tags.key_end)])
-            lead += f" ws {self._write(tags.value_begin)}" if tags.value_begin else ""
-            part = f"{lead} {self._tagged_value(tags, schema)}"
+            lead = ["ws", self._write(tags.key_begin), json.dumps(key), self._write(tags.key_end)]
+            if tags.kind_end:
+                lead += [json.dumps("true" if types_of(schema) == {"string"} else "false"), self._write(tags.kind_end)]
+            lead += ["ws", self._write(tags.value_begin)] if tags.value_begin else []
+            part = f"{' '.join(lead)} {self._tagged_value(tags, schema)}"
             parts.append(part if key in required else f"({part})?")
         return " ".join([*parts, "ws", self._write(tags.end)])
 
     def _tagged_value(self, tags: Tags, schema: Mapping[str, Any]) -> str:
+        line = '"\\n"? ' if tags.lines else ""
         end = self._write(tags.value_end)
         if types_of(schema) != {"string"}:
-            return f"ws {self._value(schema)} ws {end}"
+            around = "ws " if tags.lines else ""
+            return f"{around}{self._value(schema)} {around}{end}"
         texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if texts is not None:
             if not _are_writable(texts, tags.value_end):
                 raise _Unwritable
-            return f'"\\n"? ({" | ".join(map(json.dumps, texts))}) "\\n"? {end}'
-        if not set(schema) <= _TEXT or tags.value_end in self._special:
+            return f"{line}({' | '.join(map(json.dumps, texts))}) {line}{end}"
+        if not set(schema) <= _TEXT:
             raise _Unwritable
-        return f'"\\n"? {self._rule_of_text(end)}'
+        return f"{line}{self._text(tags.value_end)}"
 
-    def _rule_of_text(self, end: str) -> str:
+    def _text(self, end: str) -> str:
+        """The name of a rule for any text and its end."""
         name = f"{self.name}v{len(self._inner)}"
-        self._inner.append(f"{name}[suffix={end}]: /(.|\\n)*/")
+        self._inner.append(f"{name}{_text_until(end, self._special)}")
         return name
 
-    def _keywords(self, properties: Mapping[str, Any], required: Collection[str]) -> str:
+    def _keywords(self, literals: Literals, properties: Mapping[str, Any], required: Collection[str]) -> str:
         """Those that are required first: then all others may follow a comma."""
-        first = [self._keyword(key, schema) for key, schema in properties.items() if key in required]
-        others = [self._keyword(key, schema) for key, schema in properties.items() if key not in required]
+        comma = '","' if literals.quote else '", "'
+        first = [self._keyword(literals, key, schema) for key, schema in properties.items() if key in required]
+        others = [self._keyword(literals, key, schema) for key, schema in properties.items() if key not in required]
         if len(others) > _MOST_OPTIONAL:
             raise _Unwritable
+        close = json.dumps(literals.close)
         if first:
-            return " ".join([' ", " '.join(first), *_after_comma(others), '")"'])
-        chains = [" ".join([each, *_after_comma(others[index + 1 :])]) for index, each in enumerate(others)]
-        return f'({" | ".join(chains)})? ")"' if chains else '")"'
+            return " ".join([f" {comma} ".join(first), *_after(comma, others), close])
+        chains = [" ".join([each, *_after(comma, others[index + 1 :])]) for index, each in enumerate(others)]
+        return f"({' | '.join(chains)})? {close}" if chains else close
 
-    def _keyword(self, key: str, schema: Mapping[str, Any]) -> str:
-        truth = types_of(schema) == {"boolean"} and not {"enum", "const"} & set(schema)
-        value = '("True" | "False")' if truth else self._value(schema)
-        return self._rule(f"{json.dumps(key + '=')} {value}")
+    def _keyword(self, literals: Literals, key: str, schema: Mapping[str, Any]) -> str:
+        kinds, plain = types_of(schema), not {"enum", "const"} & set(schema)
+        if kinds == {"boolean"} and plain and not literals.quote:
+            value = '("True" | "False")'
+        elif kinds == {"string"} and set(schema) <= _TEXT and literals.quote:
+            value = f"{self._write(literals.quote)} {self._text(literals.quote)}"
+        else:
+            value = self._value(schema)
+        return self._rule(f"{json.dumps(key + literals.assign)} {value}")
 
 
 def _are_writable(texts: Any, end: str) -> bool:
@@ -225,5 +301,5 @@ def _are_writable(texts: Any, end: str) -> bool:
     return isinstance(texts, list) and bool(texts) and all(isinstance(each, str) and each == each.strip() != "" and end not in each for each in texts)
 
 
-def _after_comma(parts: Sequence[str]) -> list[str]:
-    return [f'(", " {part})?' for part in parts]
+def _after(comma: str, parts: Sequence[str]) -> list[str]:
+    return [f"({comma} {part})?" for part in parts]

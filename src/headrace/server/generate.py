@@ -107,10 +107,9 @@ def _formed(service: Service, request: ChatRequest, prompt: str) -> tuple[Form, 
     """What the answers are made of; where they are held to something, the grammar for it."""
     params, options, conversation = request.params, request.options, request.conversation
     wanted, choice = params.structured_outputs, conversation.choice
-    if choice.forced and conversation.tools is not None:
-        if wanted is not None:
-            raise InvalidRequest("tool_choice asks for a call and the request for another form of answer; give one of them.", param="tool_choice")
-        options = replace(options, grammar_name="tools", tools=offered_schemas(conversation.tools, choice))
+    if conversation.tools is not None and (choice.forced or wanted is not None):
+        name = "tools" if choice.forced else options.grammar_name
+        options = replace(options, grammar_name=name, tools=offered_schemas(conversation.tools, choice))
     continued = text_of(request.messages[-1]["content"]) if conversation.continue_final_message else None
     if continued is not None and choice.forced:
         raise InvalidRequest("tool_choice asks for a call, but the last message is to be continued; give one of them.", param="tool_choice")

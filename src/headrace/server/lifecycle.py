@@ -171,6 +171,8 @@ class Lifecycle:
         finally:
             stop.cancel()
         try:
+            if engine.tokenizer is not None:
+                await asyncio.to_thread(self._service.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
             return await self._serve(engine)

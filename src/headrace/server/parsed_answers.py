@@ -26,7 +26,7 @@ class ParsedChatAnswer(ChatAnswer):
         parser = self._parsers[choice]
         segments = parser.push(delta.text)
         if delta.finish_reason is not None:
-            segments += parser.finish()
+            segments += parser.finish(delta.finish_reason)
         shown = [_members(segment) for segment in segments]
         if not shown and not self.shape.plain and delta.token_ids:
             shown = [""]  # text is held back, but what is told of each token is not
@@ -45,7 +45,7 @@ class ParsedChatAnswer(ChatAnswer):
 
     def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         parser = self._parsers[index]
-        segments = [*parser.push("".join(choice.texts)), *parser.finish()]
+        segments = [*parser.push("".join(choice.texts)), *parser.finish(choice.finish_reason or "")]
         shown = super().choice(index, choice)
         shown["message"] = message_of(segments)
         if self._echo:

@@ -44,7 +44,7 @@ class _PlainParser:
     def push(self, text: str) -> list[Segment]:
         return [Content(text)]
 
-    def finish(self) -> list[Segment]:
+    def finish(self, reason: str = "stop") -> list[Segment]:
         return []
 
     def end_reason(self, reason: str) -> str:
@@ -117,7 +117,7 @@ class PartsAnswer(ABC):
         return events if delta.finish_reason is None else events + self._last_changes()
 
     def _last_changes(self) -> str:
-        events = self._changes(self._parser.finish())
+        events = self._changes(self._parser.finish(self.choice.finish_reason or ""))
         self.end_reason = self._parser.end_reason(self.choice.finish_reason or "")
         return events + (self._close_last() if self.parts else self._enter(Part(Kind.TEXT)) + self._close_last())
 

@@ -33,7 +33,8 @@ from headrace.server.inflight import Inflight
 from headrace.server.ledger import Ledger
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of
-from headrace.server.parsing.formats import Dialect, ReasoningFormat, choose_dialect
+from headrace.server.parsing.choice import dialect_of
+from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.stream import Pulse
 from headrace.server.threads import INLINE_BYTES, Threads
@@ -58,6 +59,8 @@ class Tokenizer(Protocol):
 
     def is_special(self, text: str) -> bool:
         """It is one token that decoding leaves out."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Any] | None, add_generation_prompt: bool) -> str: ...
 
     def warm_up(self) -> None: ...
 
@@ -193,13 +196,12 @@ class Service:
         self.fingerprint = f"headrace-{self.version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
         if engine.tokenizer is not None:
             engine.tokenizer.warm_up()
-            self._choose_dialect(engine.tokenizer)
         self.state = State.READY
         freeze_start()
 
-    def _choose_dialect(self, tokenizer: Tokenizer) -> None:
-        template = "\n".join(tokenizer.chat_templates.values())
-        self._dialect, self.decisions = choose_dialect(template, self.config.tool_call_parser, self.config.reasoning_parser)
+    def learn_dialect(self, tokenizer: Tokenizer) -> None:
+        """How the model writes calls and reasoning. Renders its template: not for an event loop."""
+        self._dialect, self.decisions = dialect_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
     def form(
@@ -209,7 +211,7 @@ class Service:
         reasoning = self._dialect.reasoning
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
             prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
-        form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel)
+        form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel, only=choice.only)
         return hold(form, tools, choice, wanted, self._special_markers)
 
     @property

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
 
 Tool = Mapping[str, Any]
 
@@ -163,9 +164,9 @@ def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
     return json.dumps({**calls, **_definitions(tools, choice), **SPACING})
 
 
-def call_schema(tools: Sequence[Tool], choice: ToolChoice, arguments_key: str) -> dict[str, Any]:
+def call_schema(tools: Sequence[Tool], choice: ToolChoice, format: ToolFormat) -> dict[str, Any]:
     """One call of one of them, as an object."""
-    return {"anyOf": [_call(tool, arguments_key) for tool in tools], **_definitions(tools, choice), **SPACING}
+    return {"anyOf": [_call(tool, format) for tool in tools], **_definitions(tools, choice), **SPACING}
 
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
@@ -186,14 +187,15 @@ def check_arguments(tools: Sequence[Tool], choice: ToolChoice) -> None:
             raise InvalidRequest(f"{where} must have the type object: a call's arguments are one.", param=where)
 
 
-def _call(tool: Tool, arguments_key: str = "arguments") -> dict[str, Any]:
-    parameters = {name: value for name, value in parameters_of(tool).items() if name not in _PLACES}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool["function"]["name"]}, arguments_key: parameters},
-        "required": ["name", arguments_key],
-        "additionalProperties": False,
-    }
+def _call(tool: Tool, format: ToolFormat = FORCED_CALLS) -> dict[str, Any]:
+    name = tool["function"]["name"]
+    parameters = {key: value for key, value in parameters_of(tool).items() if key not in _PLACES}
+    properties = {format.name_key: {"const": name}, format.arguments_key: parameters}
+    if format.style is Style.KEYED:
+        properties = {name: parameters}
+    if format.number_key:
+        properties = {format.number_key: {"type": "string", "pattern": "^[0-9]{1,2}$"}, **properties}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _definitions(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:

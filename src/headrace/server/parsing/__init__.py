@@ -24,7 +24,8 @@ _LETTERS = string.ascii_letters + string.digits
 class Form:
     """What the answers of one request are made of. ``opened``: the prompt has begun the reasoning.
 
-    ``functions``: what may be called. ``fixed_name``: only arguments of this one are written. ``single``: nothing follows the first call.
+    ``functions``: what may be called; ``only``: nothing else may. ``fixed_name``: only arguments of this one are written. ``single``:
+    nothing follows the first call.
     """
 
     tools: ToolFormat | None = None
@@ -33,7 +34,9 @@ class Form:
     functions: Mapping[str, Types] = field(default_factory=dict)
     fixed_name: str = ""
     single: bool = False
+    only: bool = False
     id_length: int = 0
+    id_form: str = ""
 
     def create_parser(self) -> OutputParser | None:
         """For one answer; None where its text is content throughout."""
@@ -42,15 +45,16 @@ class Form:
         return FormatParser(
             self.tools,
             self.reasoning,
-            create_id=partial(create_call_id, self.id_length),
+            create_id=partial(create_call_id, self.id_length, self.id_form),
             opened=self.opened,
             functions=self.functions,
             fixed_name=self.fixed_name,
             single=self.single,
+            only=self.only,
         )
 
 
-def form_of(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True) -> Form:
+def form_of(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, parallel: bool = True, only: bool = False) -> Form:
     """``prompt``: as rendered, or its end; ``functions``: what may be called."""
     tools, reasoning = dialect.tools if functions else None, dialect.reasoning
     if reasoning is not None and prompt.rstrip().endswith(reasoning.end):
@@ -61,10 +65,14 @@ def form_of(dialect: Dialect, prompt: str, functions: Mapping[str, Types], *, pa
         opened=reasoning is not None and prompt.rstrip().endswith(reasoning.begin),
         functions=functions,
         single=not parallel,
+        only=only,
         id_length=tools.id_length if tools is not None else 0,
+        id_form=tools.id_form if tools is not None else "",
     )
 
 
-def create_call_id(length: int = 0) -> str:
-    """Some templates insist on a number of letters and digits; others take any."""
+def create_call_id(length: int = 0, form: str = "", name: str = "", index: int = 0) -> str:
+    """Some templates insist on a number of letters and digits, some on the name and the index; others take any."""
+    if form:
+        return form.format(name=name, index=index)
     return "".join(secrets.choice(_LETTERS) for _ in range(length)) if length else f"call_{uuid.uuid4().hex}"

@@ -12,12 +12,13 @@ import re
 from collections.abc import Collection, Generator, Mapping
 
 from headrace.server.parsing.cursor import MAX_HEAD, Cursor, Ended, Malformed, Wait
-from headrace.server.parsing.formats import Tags
-from headrace.server.parsing.json_text import MAX_DEPTH, MAX_TEXT, Give, read_run, read_value
+from headrace.server.parsing.formats import Literals, Tags
+from headrace.server.parsing.json_text import MAX_DEPTH, MAX_TEXT, Give, read_run
 
 # JSON types that each parameter of a function may have.
 Types = Mapping[str, Collection[str]]
 
+_TEXT = ("string",)
 _ANY = ("string", "integer", "number", "boolean", "null", "object", "array")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -51,12 +52,16 @@ def read_tagged(cursor: Cursor, tags: Tags, types: Types, give: Give) -> Wait:
     """``key_begin KEY key_end value_begin VALUE value_end``, as often as it comes, then the end."""
     lead = "{"
     while (yield from _another(cursor, tags)):
-        key = yield from _read_up_to(cursor, tags.key_end)
+        key = yield from read_up_to(cursor, tags.key_end)
+        kinds = types.get(key, _ANY)
+        if tags.kind_end:
+            text = (yield from read_up_to(cursor, tags.kind_end)) == "true"
+            kinds = _TEXT if text else [kind for kind in kinds if kind != "string"] or _ANY
         if tags.value_begin:
             yield from cursor.require(tags.value_begin)
         give(f'{lead}"{_quoted(key)}": ')
         lead = ", "
-        yield from _read_tagged_value(cursor, tags, types.get(key, _ANY), give)
+        yield from _read_tagged_value(cursor, tags, kinds, give)
     if lead == "{":
         give(lead)
 
@@ -72,7 +77,7 @@ def _another(cursor: Cursor, tags: Tags) -> Generator[None, None, bool]:
     return False
 
 
-def _read_up_to(cursor: Cursor, end: str) -> Generator[None, None, str]:
+def read_up_to(cursor: Cursor, end: str) -> Generator[None, None, str]:
     """A short text and the marker after it."""
     written = ""
     while not written.endswith(end):
@@ -85,67 +90,54 @@ def _read_up_to(cursor: Cursor, end: str) -> Generator[None, None, str]:
 
 def _read_tagged_value(cursor: Cursor, tags: Tags, types: Collection[str], give: Give) -> Wait:
     """A text stays one, as it comes; JSON does where no text may stand; of anything else only the end shows what it is."""
-    if (yield from cursor.window(1)) == "\n":
+    if tags.lines and (yield from cursor.window(1)) == "\n":
         cursor.take(cursor.at + 1)
     if set(types) == {"string"}:
-        yield from _read_tagged_text(cursor, tags.value_end, give)
+        yield from _read_tagged_text(cursor, tags, give)
     elif "string" not in types and (yield from cursor.window(1)) in ("{", "["):
-        yield from read_value(cursor, inner := _Closed(give))
-        inner.close()
+        yield from _read_literal(cursor, PYTHON, give)  # of which JSON is a part; some templates write the one, some the other
         yield from cursor.require(tags.value_end)
     else:
-        yield from _read_tagged_scalar(cursor, tags.value_end, types, give)
+        yield from _read_tagged_scalar(cursor, tags, types, give)
 
 
-class _Closed:
-    """``read_value`` keeps the last bracket back; here the value is whole with it."""
-
-    def __init__(self, give: Give) -> None:
-        self._give = give
-        self._first = ""
-
-    def __call__(self, text: str) -> None:
-        self._first = self._first or text.lstrip()[:1]
-        self._give(text)
-
-    def close(self) -> None:
-        self._give("}" if self._first == "{" else "]")
-
-
-def _read_tagged_text(cursor: Cursor, end: str, give: Give) -> Wait:
-    """Up to ``end`` and the new line before it."""
+def _read_tagged_text(cursor: Cursor, tags: Tags, give: Give) -> Wait:
+    """Up to the end of the value."""
     give('"')
+    end = ("\n" if tags.lines else "") + tags.value_end
     while True:
-        found = cursor.text.find(end, cursor.at)
+        found = cursor.text.find(tags.value_end, cursor.at)
         if found >= 0:
-            give(_quoted(cursor.take(found).removesuffix("\n")) + '"')
-            cursor.at += len(end)
+            text = cursor.take(found)
+            give(_quoted(text.removesuffix("\n") if tags.lines else text) + '"')
+            cursor.at += len(tags.value_end)
             return
-        if text := cursor.take(len(cursor.text) - _held(cursor.text, cursor.at, end)):
+        if text := cursor.take(len(cursor.text) - _held(cursor.text, cursor.at, end, tags.value_end)):
             give(_quoted(text))
         if cursor.ended:
             raise Ended
         yield
 
 
-def _held(text: str, begin: int, end: str) -> int:
-    """Characters at the end of ``text`` that may belong to a new line and ``end``."""
-    room = len(text) - begin
-    return next((size for size in range(min(len(end), room), 0, -1) if f"\n{end}".startswith(text[-size:]) or end.startswith(text[-size:])), 0)
+def _held(text: str, begin: int, *ends: str) -> int:
+    """Characters at the end of ``text`` that one of ``ends`` may begin with."""
+    sizes = range(min(max(map(len, ends)) - 1, len(text) - begin), 0, -1)
+    return next((size for size in sizes if any(end.startswith(text[-size:]) for end in ends)), 0)
 
 
-def _read_tagged_scalar(cursor: Cursor, end: str, types: Collection[str], give: Give) -> Wait:
+def _read_tagged_scalar(cursor: Cursor, tags: Tags, types: Collection[str], give: Give) -> Wait:
+    end = tags.value_end
     limit = MAX_HEAD + len(end)
     while (found := cursor.text.find(end, cursor.at, cursor.at + limit)) < 0:
         if len(cursor.text) - cursor.at >= limit:  # as long as this only texts are
-            yield from _read_tagged_text(cursor, end, give)
+            yield from _read_tagged_text(cursor, tags, give)
             return
         if cursor.ended:
             raise Ended
         yield
-    written = cursor.take(found).removesuffix("\n")
+    written = cursor.take(found)
     cursor.take(found + len(end))
-    give(_as_json(written, types))
+    give(_as_json(written.removesuffix("\n") if tags.lines else written, types))
 
 
 def _as_json(written: str, types: Collection[str]) -> str:
@@ -169,43 +161,59 @@ def _type_of(value: object) -> str:
     return names.get(type(value), "null")
 
 
-# --- Python's
+# --- keys and literals
 
 
-def read_keywords(cursor: Cursor, give: Give) -> Wait:
-    """``key=value, …)``, from behind the opening bracket on. Values are Python's literals, or JSON's."""
+PYTHON = Literals()
+
+
+def read_keywords(cursor: Cursor, literals: Literals, give: Give) -> Wait:
+    """``key=value, …)``, from behind the opening bracket on."""
     lead = "{"
-    while (yield from cursor.space()) != ")":
+    while (yield from cursor.space()) != literals.close:
         key = yield from read_word(cursor, _KEY)
-        yield from cursor.require("=")
+        yield from cursor.require(literals.assign)
         give(f'{lead}"{_quoted(key)}": ')
         lead = ", "
-        yield from _read_literal(cursor, give)
+        yield from _read_literal(cursor, literals, give)
         if (yield from cursor.space()) == ",":
             cursor.take(cursor.at + 1)
-        elif (yield from cursor.space()) != ")":
+        elif (yield from cursor.space()) != literals.close:
             raise Malformed
     cursor.take(cursor.at + 1)
     if lead == "{":
         give(lead)
 
 
-def _read_literal(cursor: Cursor, give: Give) -> Wait:
+def _read_literal(cursor: Cursor, literals: Literals, give: Give) -> Wait:
     """One value, however deep, without recursion."""
     closers: list[str] = []
     while True:
         if (opener := (yield from cursor.space())) in _CLOSERS:
-            if (yield from _enter(cursor, give, closers, opener)):
+            if (yield from _enter(cursor, literals, give, closers, opener)):
                 continue
-        elif opener in _PLAIN:
-            yield from _read_python_string(cursor, give)
-        else:
+        elif not (yield from _read_text(cursor, literals, give)):
             yield from _read_atom(cursor, give)
-        if (yield from _leave(cursor, give, closers)):
+        if (yield from _leave(cursor, literals, give, closers)):
             return
 
 
-def _enter(cursor: Cursor, give: Give, closers: list[str], opener: str) -> Generator[None, None, bool]:
+def _read_text(cursor: Cursor, literals: Literals, give: Give) -> Generator[None, None, bool]:
+    """A text between quotes, where one begins."""
+    if literals.quote:
+        quoted = yield from cursor.literal(literals.quote)
+        if not quoted and cursor.ended and literals.quote.startswith(cursor.text[cursor.at :].strip()):
+            raise Ended
+        if quoted:
+            yield from _read_tagged_text(cursor, Tags(key_begin="", key_end="", value_end=literals.quote, end=""), give)
+            return True
+    if (yield from cursor.space()) not in _PLAIN:
+        return False
+    yield from _read_python_string(cursor, give)
+    return True
+
+
+def _enter(cursor: Cursor, literals: Literals, give: Give, closers: list[str], opener: str) -> Generator[None, None, bool]:
     """Into a list, tuple or dict, up to its first value; False where it has none."""
     if len(closers) == MAX_DEPTH:
         raise Malformed
@@ -215,11 +223,11 @@ def _enter(cursor: Cursor, give: Give, closers: list[str], opener: str) -> Gener
     if (yield from cursor.space()) == closers[-1]:
         _close(cursor, give, closers)
         return False
-    yield from _read_key(cursor, give, closers)
+    yield from _read_key(cursor, literals, give, closers)
     return True
 
 
-def _leave(cursor: Cursor, give: Give, closers: list[str]) -> Generator[None, None, bool]:
+def _leave(cursor: Cursor, literals: Literals, give: Give, closers: list[str]) -> Generator[None, None, bool]:
     """After a value: out of what ends here, up to the next value; True where the outermost has ended."""
     while closers:
         character = yield from cursor.space()
@@ -227,7 +235,7 @@ def _leave(cursor: Cursor, give: Give, closers: list[str]) -> Generator[None, No
             cursor.take(cursor.at + 1)
             if (yield from cursor.space()) != closers[-1]:
                 give(", ")
-                yield from _read_key(cursor, give, closers)
+                yield from _read_key(cursor, literals, give, closers)
                 return False
         elif character != closers[-1]:
             raise Malformed
@@ -240,12 +248,15 @@ def _close(cursor: Cursor, give: Give, closers: list[str]) -> None:
     give("}" if closers.pop() == "}" else "]")
 
 
-def _read_key(cursor: Cursor, give: Give, closers: list[str]) -> Wait:
+def _read_key(cursor: Cursor, literals: Literals, give: Give, closers: list[str]) -> Wait:
+    """Of a dict; where texts have a quote of their own, keys may stand without."""
     if closers[-1] != "}":
         return
-    if (yield from cursor.space()) not in _PLAIN:
-        raise Malformed
-    yield from _read_python_string(cursor, give)
+    if not (yield from _read_text(cursor, literals, give)):
+        if not literals.quote:
+            raise Malformed
+        yield from cursor.space()
+        give(f'"{_quoted((yield from read_word(cursor, _KEY)))}"')
     yield from cursor.require(":")
     give(": ")
 

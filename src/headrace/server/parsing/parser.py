@@ -1,40 +1,71 @@
 """The one parser of answers: a description (formats.py) tells it what to look for.
 
-What lives here: reasoning first, then content with calls between. What may not: JSON itself (json_text.py), names of model families.
+What lives here: reasoning first, then content with calls between; or messages with headers that say which is which. What may not:
+JSON itself (json_text.py), names of model families.
 
 Text that begins like a call and is none is content, all of it. Of a call that breaks off after its name and the beginning of its
 arguments have been given out, the rest is content and the call stays incomplete, which its arguments show: the brace that makes
-them JSON is given out only when the call is whole.
+them JSON is given out only when the call is whole. What an answer that was cut off had begun of a marker or of a call's head is nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from headrace.server.parsing.arguments import Types, read_keywords, read_tagged, read_word
+from headrace.server.parsing.arguments import Types, read_keywords, read_tagged, read_up_to, read_word
 from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Wait
-from headrace.server.parsing.formats import ReasoningFormat, Style, ToolFormat
+from headrace.server.parsing.formats import Channels, ReasoningFormat, Style, ToolFormat
 from headrace.server.parsing.json_text import read_text, read_value
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 
 _TRIMMED = 16  # characters of white space before a marker that belong to nobody
 _TRAILING = re.compile(r"[ \t\r\n]+\Z")
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-_ASIDE = ("id", "type")  # what some models add to a call
+_ASIDE = ("id", "type", "tool_call_id")  # what some models add to a call
 _NAME = re.compile(r"[\w.:/-]")  # letters of a name that nothing but what follows it ends
 _NO_TYPES: Types = {}
 
-CreateId = Callable[[], str]
+CreateId = Callable[[str, int], str]
+Give = Callable[[str], None]
+
+
+class _Markers:
+    """Texts that are looked for in running text."""
+
+    __slots__ = ("_longest", "_part", "_whole", "wanted")
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        found = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._whole = re.compile("|".join(map(re.escape, found)) or "(?!)")
+        self._part = re.compile(f"(?:{'|'.join(map(_beginnings, found)) or '(?!)'})\\Z")
+        self._longest = max(map(len, found), default=0)
+        self.wanted = bool(found)
+
+    def find(self, text: str, begin: int) -> re.Match[str] | None:
+        return self._whole.search(text, begin)
+
+    def held(self, text: str, begin: int) -> int:
+        """Characters at the end that may be the beginning of one."""
+        found = self._part.search(text, max(begin, len(text) - self._longest + 1))
+        return 0 if found is None else len(text) - found.start()
+
+
+def _beginnings(text: str) -> str:
+    """A regular expression for what ``text`` may begin with, but not for all of it."""
+    letters = [re.escape(letter) for letter in text[:-1]] or ["(?!)"]
+    return "(?:".join(letters) + ")?" * (len(letters) - 1)
 
 
 class FormatParser:
     """``tools``: the format of calls, None: there are none. ``reasoning``: None: there is none. ``opened``: the prompt began it.
 
-    ``functions``: what may be called, with the types of parameters; only a format without a marker must name one to be taken for a call.
-    ``fixed_name``: calls are of this function, and only their arguments are written. ``single``: nothing follows the first call.
+    ``functions``: what may be called, with the types of parameters; only a format without a marker must name one to be taken for a call,
+    or any with ``only``. ``fixed_name``: calls are of this function, and only their arguments are written. ``single``: nothing follows
+    the first call.
     """
 
     def __init__(
@@ -47,15 +78,20 @@ class FormatParser:
         functions: Mapping[str, Types] | None = None,
         fixed_name: str = "",
         single: bool = False,
+        only: bool = False,
     ) -> None:
         self._tools, self._reasoning, self._opened = tools, reasoning, opened
         self._create_id, self._functions, self._fixed_name, self._single = create_id, functions or {}, fixed_name, single
+        self._channels = next((each.channels for each in (reasoning, tools) if each is not None and each.channels is not None), None)
+        self._known_only = only or (tools is not None and tools.bare) or (self._channels is not None and self._channels.known)
         self._cursor = Cursor()
         self._out: list[Segment] = []
+        self._ids: set[str] = set()
         self._call = _Call()
         self._count = 0  # of calls that were begun
         self._complete = 0
         self._cut = False  # the text ended inside of a call
+        self._cut_off = False  # it was not the model that ended it
         self._steps: Wait | None = self._run()
 
     def push(self, text: str) -> list[Segment]:
@@ -64,9 +100,9 @@ class FormatParser:
             self._advance()
         return self._taken()
 
-    def finish(self) -> list[Segment]:
+    def finish(self, reason: str = "stop") -> list[Segment]:
         if self._steps is not None:
-            self._cursor.ended = True
+            self._cursor.ended, self._cut_off = True, reason == "length"
             self._advance()
         return self._taken()
 
@@ -91,24 +127,83 @@ class FormatParser:
     # --- the answer
 
     def _run(self) -> Wait:
-        if self._reasoning is not None:
-            yield from self._read_reasoning(self._reasoning)
-        if self._tools is not None:
-            yield from self._read_calls(self._tools)
-        yield from self._until("", self._say)
+        tools, reasoning = self._tools, self._reasoning
+        if self._channels is not None:
+            yield from self._read_messages(self._channels)
+        else:
+            if reasoning is not None:
+                yield from self._read_reasoning(reasoning)
+            yield from self._read_content(tools, (*(tools.wrappers if tools else ()), *(reasoning.wrappers if reasoning else ())))
+        yield from self._until(_Markers(()), self._say)
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Wait:
         if (yield from self._cursor.literal(reasoning.begin)) or self._opened or reasoning.implied:
             yield from self._cursor.skip_space()
-            if (yield from self._until(reasoning.end, self._think)):
+            if (yield from self._until(_Markers((reasoning.end,)), self._think)):
                 yield from self._cursor.literal(reasoning.end)
                 yield from self._cursor.skip_space()
 
-    def _read_calls(self, tools: ToolFormat) -> Wait:
-        if tools.bare:
+    def _read_content(self, tools: ToolFormat | None, wrappers: tuple[str, ...]) -> Wait:
+        if tools is not None and tools.bare:
             yield from self._read_section(tools)
-        while not tools.only and (yield from self._until(tools.marker, self._say)):
+        if tools is not None and tools.only:
+            return
+        of_calls = (tools.marker, tools.begin if tools.loose else "") if tools is not None else ()
+        markers = _Markers((*of_calls, *wrappers))
+        while marker := (yield from self._until(markers, self._say)):
+            if marker in wrappers:
+                yield from self._cursor.literal(marker)
+            elif tools is not None:
+                yield from self._read_section(tools)
+
+    # --- messages
+
+    def _read_messages(self, channels: Channels) -> Wait:
+        begun = yield from self._cursor.literal(channels.start)
+        give = yield from self._read_header(channels, channels.start if begun else "")
+        markers = _Markers((channels.start, *channels.ends))
+        while marker := (yield from self._until(markers, give)):
+            yield from self._cursor.literal(marker)
+            give = self._say
+            if marker != channels.start:
+                yield from self._cursor.skip_space()
+            else:
+                give = yield from self._read_header(channels, marker)
+
+    def _read_header(self, channels: Channels, before: str) -> Generator[None, None, Give]:
+        """What the text of the message is for. A call is read here, with its arguments. ``before``: what was taken as its start."""
+        cursor = self._cursor
+        self._call = _Call()
+        cursor.record()
+        try:
+            header = yield from read_up_to(cursor, channels.header_end)
+            if re.fullmatch(channels.reasoning, header):
+                cursor.head()
+                return self._think if self._reasoning is not None else self._say
+            called = None if re.fullmatch(channels.content, header) else re.fullmatch(channels.call, header)
+            if called is not None and self._tools is not None:
+                yield from self._read_called(self._tools, called.groupdict().get("name"))
+                yield from cursor.skip_space()
+            elif called is not None or not re.fullmatch(channels.content, header):
+                raise Malformed
+            cursor.head()
+        except Malformed:
+            self._give_up(before)
+        except Ended:
+            self._end_early(header=True)
+        return self._say
+
+    def _read_called(self, tools: ToolFormat, name: str | None) -> Wait:
+        """A call, or a section of them, that a header has announced."""
+        if name is None:
             yield from self._read_section(tools)
+            return
+        if self._single and self._count:
+            yield from self._drop()
+        self._call = _Call()
+        self._name(name)
+        yield from self._read_arguments()
+        self._complete_call()
 
     # --- running text
 
@@ -120,17 +215,20 @@ class FormatParser:
         if text:
             self._out.append(Content(text))
 
-    def _until(self, marker: str, give: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Gives out the text before ``marker`` and the white space that leads to it; False where it never comes."""
+    def _until(self, markers: _Markers, give: Give) -> Generator[None, None, str]:
+        """Gives out the text before a marker and the white space that leads to it; returns the marker, or nothing where none comes."""
         cursor = self._cursor
         while True:
-            found = cursor.text.find(marker, cursor.at) if marker else -1
-            if found >= 0:
-                give(cursor.take(_trimmed(cursor.text, cursor.at, found)))
-                return True
-            give(cursor.take(len(cursor.text) if cursor.ended or not marker else _certain(cursor.text, cursor.at, marker)))
+            text, begin = cursor.text, cursor.at
+            if found := markers.find(text, begin):
+                give(cursor.take(_trimmed(text, begin, found.start())))
+                return found[0]
+            held = markers.held(text, begin)
             if cursor.ended:
-                return False
+                give(cursor.take(_trimmed(text, begin, len(text) - held) if self._cut_off and held > 1 else len(text)))
+                cursor.at = len(text)
+                return ""
+            give(cursor.take(_trimmed(text, begin, len(text) - held) if markers.wanted else len(text)))
             yield
 
     # --- calls
@@ -138,7 +236,8 @@ class FormatParser:
     def _read_section(self, tools: ToolFormat) -> Wait:
         """A run of calls, as far as it is one; what is none is content."""
         cursor = self._cursor
-        cursor.record()
+        if not cursor.recording:  # behind a header it is
+            cursor.record()
         try:
             yield from self._begin_section(tools)
             while True:
@@ -148,14 +247,16 @@ class FormatParser:
             for literal in tools.section_end:
                 yield from cursor.literal(literal)
             yield from cursor.skip_space()
+            if cursor.ended and self._cut_off and any(each.startswith(cursor.text[cursor.at :]) for each in tools.markers):
+                cursor.at = len(cursor.text)  # the beginning of an end
         except Malformed:
             self._give_up()
         except Ended:
-            self._cut_off()
+            self._end_early()
 
     def _begin_section(self, tools: ToolFormat) -> Wait:
         for literal in tools.section_begin:
-            if tools.bare:
+            if tools.bare or tools.loose:
                 yield from self._cursor.literal(literal)
             else:
                 yield from self._cursor.require(literal)
@@ -181,7 +282,14 @@ class FormatParser:
     def _begins_call(self, tools: ToolFormat, separated: bool) -> Generator[None, None, bool]:
         if tools.begin:
             return (yield from self._cursor.literal(tools.begin))
-        return separated if tools.style is Style.KEYWORDS else (yield from self._cursor.sees("{"))
+        if tools.style is Style.KEYWORDS:
+            return separated or (not tools.separator and (yield from self._sees_name()))
+        return (yield from self._cursor.sees("{"))
+
+    def _sees_name(self) -> Generator[None, None, bool]:
+        """Whether a letter comes next, after white space."""
+        yield from self._cursor.skip_space()
+        return bool(_NAME.match((yield from self._cursor.window(1))))
 
     def _drop(self) -> Wait:
         """Nothing more is wanted."""
@@ -196,7 +304,9 @@ class FormatParser:
         if self._fixed_name:
             yield from self._read_arguments()
         elif tools.style is Style.OBJECT:
-            yield from self._read_object(known_only=tools.bare)
+            yield from self._read_object()
+        elif tools.style is Style.KEYED:
+            yield from self._read_keyed()
         elif tools.style is Style.JSON:
             yield from self._read_named(tools.name_end, tools.name_pattern)
         else:
@@ -207,17 +317,16 @@ class FormatParser:
         """``name name_end`` and arguments that are not JSON."""
         call, cursor = self._call, self._cursor
         yield from cursor.space()
-        call.name = yield from read_word(cursor, _NAME)
-        if tools.bare and call.name not in self._functions:
-            raise Malformed
+        name = yield from read_word(cursor, _NAME)
+        self._name(name)
         if tools.name_end:
             yield from cursor.require(tools.name_end)
         call.in_arguments, call.verbatim = True, False
         self._start_if_known()
         if tools.tags is not None:
-            yield from read_tagged(cursor, tools.tags, self._functions.get(call.name, _NO_TYPES), self._argue)
+            yield from read_tagged(cursor, tools.tags, self._functions.get(name, _NO_TYPES), self._argue)
         else:
-            yield from read_keywords(cursor, self._argue)
+            yield from read_keywords(cursor, tools.literals, self._argue)
         call.past_arguments = True
 
     def _read_named(self, name_end: str, pattern: str) -> Wait:
@@ -230,10 +339,30 @@ class FormatParser:
         named = re.fullmatch(pattern, written.strip())
         if named is None:
             raise Malformed
-        self._call.name = named["name"]
+        self._name(named["name"])
+        self._call.id = named.groupdict().get("id") or ""
         yield from self._read_arguments()
 
-    def _read_object(self, *, known_only: bool) -> Wait:
+    def _name(self, name: str) -> None:
+        if not name or (self._known_only and name not in self._functions):
+            raise Malformed
+        self._call.name = name
+
+    def _read_keyed(self) -> Wait:
+        """``{name: arguments}``"""
+        cursor = self._cursor
+        for expected in ("{", ":"):
+            if (yield from cursor.space()) != expected:
+                raise Malformed
+            cursor.take(cursor.at + 1)
+            if expected == "{":
+                self._name((yield from read_text(cursor)))
+        yield from self._read_arguments()
+        if (yield from cursor.space()) != "}":
+            raise Malformed
+        cursor.take(cursor.at + 1)
+
+    def _read_object(self) -> Wait:
         """``{"name": …, "arguments": …}`` in either order."""
         cursor = self._cursor
         if (yield from cursor.space()) != "{":
@@ -245,19 +374,16 @@ class FormatParser:
             if (yield from cursor.space()) != ":":
                 raise Malformed
             cursor.take(cursor.at + 1)
-            yield from self._read_member(key, known_only=known_only)
+            yield from self._read_member(key)
             ended = yield from cursor.space()
         if ended != "}":
             raise Malformed
         cursor.take(cursor.at + 1)
 
-    def _read_member(self, key: str, *, known_only: bool) -> Wait:
+    def _read_member(self, key: str) -> Wait:
         call = self._call
-        if key == "name" and call.name is None:
-            name = yield from read_text(self._cursor)
-            if not name or (known_only and name not in self._functions):
-                raise Malformed
-            call.name = name
+        if key in _NAMES and call.name is None:
+            self._name((yield from read_text(self._cursor)))
             self._start_if_known()
         elif key in _ARGUMENTS and not call.in_arguments:
             yield from self._read_arguments()
@@ -280,7 +406,9 @@ class FormatParser:
             return
         self._cursor.head()
         call.index, self._count = self._count, self._count + 1
-        self._out.append(ToolCallStart(call.index, self._create_id(), call.name))
+        id = call.id if call.id and call.id not in self._ids else self._create_id(call.name, call.index)
+        self._ids.add(id)
+        self._out.append(ToolCallStart(call.index, id, call.name))
         held, call.held = "".join(call.held), []
         if held:
             self._argue(held)
@@ -306,23 +434,30 @@ class FormatParser:
 
     # --- what is no call, or not a whole one
 
-    def _give_up(self) -> None:
+    def _give_up(self, before: str = "") -> None:
         """The head is content; of a call that was begun there is none, and what follows is content."""
-        self._say(self._cursor.head())
+        head = self._cursor.head()
+        self._say(before + head if head else "")
 
-    def _cut_off(self) -> None:
+    def _end_early(self, *, header: bool = False) -> None:
+        """The text ended inside of a call, or of what might have become one, or of a header."""
         call, cursor = self._call, self._cursor
         if call.complete:
             return
+        rest = cursor.take(len(cursor.text))
         if call.index is None:
             head = cursor.head()
             self._cut = bool(head.strip())
-            self._say(head)
+            certain = call.name is not None or (self._may_be_header(head.strip()) if header else not self._known_only)
+            if not (self._cut_off and certain):
+                self._say(head)
             return
         self._cut = True
-        rest = cursor.take(len(cursor.text))
         if rest and call.verbatim and not call.past_arguments:
             self._argue(rest)
+
+    def _may_be_header(self, head: str) -> bool:
+        return any(head.startswith(each) or each.startswith(head) for each in ("<|", "to=", "all", *self._functions))
 
 
 @dataclass(slots=True)
@@ -330,6 +465,7 @@ class _Call:
     """One call as far as it is known. ``index`` is set once it has been given out."""
 
     name: str | None = None
+    id: str = ""
     index: int | None = None
     in_arguments: bool = False
     past_arguments: bool = False
@@ -342,14 +478,6 @@ def _trimmed(text: str, begin: int, end: int) -> int:
     """``end`` without the white space before it."""
     found = _TRAILING.search(text, max(begin, end - _TRIMMED), end)
     return end if found is None else found.start()
-
-
-def _certain(text: str, begin: int, marker: str) -> int:
-    """Up to where text is no part of a marker and of the white space before it, whatever follows."""
-    end = len(text)
-    longest = min(len(marker) - 1, end - begin)
-    overlap = next((size for size in range(longest, 0, -1) if marker.startswith(text[end - size :])), 0)
-    return _trimmed(text, begin, end - overlap)
 
 
 def _merged(segments: list[Segment]) -> list[Segment]:

@@ -49,8 +49,8 @@ class OutputParser(Protocol):
     def push(self, text: str) -> list[Segment]:
         """What can be said after more text. Never raises."""
 
-    def finish(self) -> list[Segment]:
-        """What was held back, once the text has ended."""
+    def finish(self, reason: str = "stop") -> list[Segment]:
+        """What was held back, once the text has ended; ``reason`` is the engine's. Where it is length, half a marker is no text."""
 
     def end_reason(self, reason: str) -> str:
         """The finish_reason to report, after ``finish()``, where the engine reports ``reason``.

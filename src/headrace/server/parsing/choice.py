@@ -1,0 +1,140 @@
+"""Which description a model's answers follow: named by the user, or read off its chat template and tried.
+
+What lives here: signs in a template's text, and a rehearsal: a call is rendered and read back. What may not: formats themselves.
+
+The signs are a guess. Where the template renders calls, the first description that reads them back as they were meant is the one;
+and where none does, the user is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headrace.config import Decision
+from headrace.errors import HeadraceError
+from headrace.server.parsing import form_of
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, ReasoningFormat, ToolFormat
+from headrace.server.parsing.segments import Segment, ToolCallArguments, ToolCallStart
+
+Format = TypeVar("Format", bound=ToolFormat | ReasoningFormat)
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, bool], str]
+
+_ASKED = "What is 6 times 7?"
+_ARGUMENTS = {"a": 6, "note": 'of "two" é', "more": [1, 2], "exact": True}
+_TYPES = {"a": "integer", "note": "string", "more": "array", "exact": "boolean"}
+_FUNCTION = {
+    "name": "multiply",
+    "description": "Multiplies.",
+    "parameters": {
+        "type": "object",
+        "properties": {name: {"type": kind, "description": name} for name, kind in _TYPES.items()},
+        "required": ["a"],
+    },
+}
+_TOOLS = ({"type": "function", "function": _FUNCTION},)
+_CALL = {"id": "functions.multiply:0", "type": "function", "function": {"name": "multiply", "arguments": _ARGUMENTS}}
+_IDS = ("functions.multiply:0", "abcdefghi")  # Kimi's templates write the first, Mistral's insist on the second
+
+
+class Writes(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Any] | None, add_generation_prompt: bool) -> str: ...
+
+
+def dialect_of(tokenizer: Writes, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[Dialect, tuple[Decision, ...]]:
+    """A model's, with the choices that were made. Renders some times: not for an event loop."""
+    return choose_dialect("\n".join(tokenizer.chat_templates.values()), tool_parser, reasoning_parser, tokenizer.apply_chat_template)
+
+
+def choose_dialect(
+    template: str, tool_parser: str = "auto", reasoning_parser: str = "auto", render: Render | None = None
+) -> tuple[Dialect, tuple[Decision, ...]]:
+    """``none`` takes nothing out of the text. ``render``: by the model's own template; None: it is not tried. Raises nothing."""
+    guessed = _choose(tool_parser, template, TOOL_FORMATS)
+    reasoning = _choose(reasoning_parser, template, REASONING_FORMATS)
+    tools, decisions = guessed, []
+    if guessed is not None and tool_parser == "auto":
+        decisions.append(Decision("tool_call_parser", guessed.name, f"the chat template writes {guessed.signs[0]}"))
+    rendered = None if render is None or tool_parser == "none" else rehearse(render)
+    if rendered is not None:
+        tools, told = _tried(guessed, rendered, named=tool_parser != "auto")
+        decisions = told or decisions
+    if reasoning is not None and reasoning_parser == "auto":
+        decisions.append(Decision("reasoning_parser", reasoning.name, f"the chat template writes {reasoning.signs[0]}"))
+    return Dialect(tools, reasoning), tuple(decisions)
+
+
+def _choose(named: str, template: str, formats: Mapping[str, Format]) -> Format | None:
+    """By name; of several that go by it, and without one, by the signs in the template."""
+    if named == "none":
+        return None
+    rows = list(formats.values()) if named == "auto" else [row for row in formats.values() if named in (row.name, *row.aliases)]
+    shown = [row for row in rows if row.signs and _shows(template, row.signs, row.unlike)]
+    if shown or named == "auto":
+        return shown[0] if shown else None
+    return formats.get(named, rows[0])
+
+
+def _shows(template: str, signs: Collection[str], unlike: Collection[str]) -> bool:
+    return all(text in template for text in signs) and not any(text in template for text in unlike)
+
+
+# --- the rehearsal
+
+
+def rehearse(render: Render) -> tuple[str, str] | None:
+    """What the template makes of an answer with a call, and the beginning that every answer has; None where it shows no calls."""
+    asked = {"role": "user", "content": _ASKED}
+    try:
+        begun = render([asked], _TOOLS, True).rpartition(_ASKED)[2]
+    except HeadraceError:
+        return None
+    for content in ("", None):
+        for id in _IDS:
+            answer = {"role": "assistant", "content": content, "tool_calls": [{**_CALL, "id": id}]}
+            try:
+                text = render([asked, answer], _TOOLS, False).rpartition(_ASKED)[2]
+            except HeadraceError:
+                continue
+            return (text, begun) if "multiply" in text else None
+    return None
+
+
+def _tried(guessed: ToolFormat | None, rendered: tuple[str, str], *, named: bool) -> tuple[ToolFormat | None, list[Decision]]:
+    if guessed is not None and reads_back(guessed, *rendered):
+        return guessed, [] if named else [Decision("tool_call_parser", guessed.name, "a call of the chat template's reads back")]
+    if named and guessed is not None:
+        why = "but a call that the chat template renders does not read back by it; auto tries them all"
+        return guessed, [Decision("tool_call_parser", guessed.name, why)]
+    found = next((each for each in TOOL_FORMATS.values() if reads_back(each, *rendered)), None)
+    if found is not None:
+        return found, [Decision("tool_call_parser", found.name, "a call of the chat template's reads back")]
+    why = "calls stay in the text: no known format reads the chat template's back; name one with --tool-call-parser"
+    return None, [Decision("tool_call_parser", "none", why)]
+
+
+def reads_back(format: ToolFormat, text: str, begun: str) -> bool:
+    """Whether a call that was rendered comes out as it went in. Where an answer begins is known only about."""
+    prefix = next((index for index, pair in enumerate(zip(text, begun, strict=False)) if pair[0] != pair[1]), min(len(text), len(begun)))
+    wanted = [("multiply", _ARGUMENTS)]
+    return any(_calls_in(format, text[start:]) == wanted for start in dict.fromkeys((prefix, text.rfind("<", 0, prefix + 1), 0)) if start >= 0)
+
+
+def _calls_in(format: ToolFormat, text: str) -> list[tuple[str, Any]]:
+    parser = form_of(Dialect(format, None), "", {"multiply": {name: (kind,) for name, kind in _TYPES.items()}}).create_parser()
+    assert parser is not None
+    segments: list[Segment] = [*parser.push(text), *parser.finish()]
+    texts: dict[int, str] = {}
+    for each in segments:
+        if isinstance(each, ToolCallArguments):
+            texts[each.index] = texts.get(each.index, "") + each.text
+    try:
+        return [(each.name, json.loads(texts[each.index])) for each in segments if isinstance(each, ToolCallStart)]
+    except ValueError:
+        return []
