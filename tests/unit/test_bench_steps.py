@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
+
 import pytest
 
-from headrace.bench.steps import steady_decode, summarise_steps
+from headrace.bench import offline
+from headrace.bench.report import void_note
+from headrace.bench.steps import describe_calibration, steady_decode, summarise_steps
+from headrace.cost.calibration import Calibration
 from headrace.metrics import StepRecord
 
 
@@ -44,3 +50,31 @@ def test_without_steady_steps_there_is_nothing_to_say() -> None:
 def test_both_floors_stand_in_the_table() -> None:
     (decode,) = summarise_steps([step(0, 0.0, 1.0)])
     assert (decode["floor ms"], decode["overlapped ms"], decode["measured ms"]) == (500.0, 250.0, 1000.0)
+
+
+def show(capsys: pytest.CaptureFixture[str], fraction: float, *, compressed: bool = False) -> str:
+    records = [replace(step(number, number, number + 1.0), fraction=fraction) for number in range(3)]
+    offline._show(argparse.Namespace(output_json=None), {}, {}, records, compressed=compressed)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fraction", "compressed", "void"),
+    [(0.9, False, False), (1.04, False, False), (1.06, False, True), (2.08, False, True), (1.3, True, False), (1.5, True, True)],
+)
+def test_a_fraction_above_its_limit_is_void_and_said_so(capsys: pytest.CaptureFixture[str], fraction: float, compressed: bool, void: bool) -> None:
+    said = show(capsys, fraction, compressed=compressed)
+    assert ("VOID: decode steps at" in said) == (" void " in said) == void
+    assert not void or (
+        f"{fraction:.0%} of the limit. Nothing is faster than its limit: the machine was too busy" in said and f" {fraction:.4g} " not in said
+    )
+
+
+def test_the_worst_of_several_is_named() -> None:
+    assert void_note({"a": None, "b": 1.0}) is None
+    assert str(void_note({"a": 1.2, "b": 2.08, "c": 0.5})).startswith("VOID: b at 208% of the limit, and 1 more. ")
+
+
+def test_a_fit_above_the_limit_is_void_too() -> None:
+    assert describe_calibration(Calibration(2.08, 0.001, 0.01)).startswith("VOID: the fit over all steps at 208% of the limit")
+    assert "80% of the limit" in describe_calibration(Calibration(0.8, 0.001, 0.01))

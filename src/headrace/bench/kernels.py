@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
-from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.report import machine_facts, print_facts, shown_fraction, table, void_note, write_json
 from headrace.bench.sweep import Sweep
 from headrace.cost.profile import Limits, last_level_cache_bytes
 from headrace.errors import ConfigError
 from headrace.kernels import CANDIDATES, TWIN, TWINS, Kernels
+from headrace.kernels.cpu.candidates import COMPRESSED
 from headrace.models.families import spec_from_config
 from headrace.spec import DecoderSpec
 from headrace.worker.card import cuda_time
@@ -186,6 +187,8 @@ def run(args: argparse.Namespace) -> int:
         print_facts(facts)
         rows = measure(bench, limits, sweep)
     print(table(COLUMNS, [_cells(row) for row in rows]))
+    if void := void_note({f"{row.kernel} of {row.op}, {row.case}": row.fraction for row in rows if row.kernel != COMPRESSED}):
+        print(void)
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
     return sweep.status(int(any(row.wrong for row in rows)))
@@ -247,4 +250,5 @@ def _cells(row: KernelRow) -> tuple[Any, ...]:
     if row.seconds is None or row.floor is None or row.spread is None:
         return (row.op, row.case, row.kernel, *[None] * 6, row.note)
     rates = (row.bytes / row.seconds / 1e9, row.flops / row.seconds / 1e9)
-    return (row.op, row.case, row.kernel, row.seconds * 1e6, row.spread * 100, *rates, row.floor * 1e6, row.fraction, row.note)
+    fraction = row.fraction if row.kernel == COMPRESSED else shown_fraction(row.fraction)
+    return (row.op, row.case, row.kernel, row.seconds * 1e6, row.spread * 100, *rates, row.floor * 1e6, fraction, row.note)

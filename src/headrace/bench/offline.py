@@ -13,7 +13,17 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace.bench.arguments import natural, output, share
-from headrace.bench.report import machine_facts, print_facts, print_figures, table, write_json
+from headrace.bench.report import (
+    COMPRESSION,
+    MOST_FRACTION,
+    machine_facts,
+    print_facts,
+    print_figures,
+    shown_fraction,
+    table,
+    void_note,
+    write_json,
+)
 from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
 from headrace.bench.statistics import spread_of
 from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
@@ -64,7 +74,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     middle = sorted(runs, key=lambda run: run["elapsed_time"])[len(runs) // 2]
     spread = [run["output_tokens_per_second"] for run in runs]
     figures = {**middle, "output_tokens_per_second_lowest": min(spread), "output_tokens_per_second_highest": max(spread)}
-    _show(args, facts, figures, records)
+    _show(args, facts, figures, records, compressed=config.device.compressed_weights)
     print(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s"
@@ -139,7 +149,8 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
     launches = run_skip_profile(config, args.batch_size, args.input_len) if args.skip_profile and not sweep.stopped else []
-    _show(args, facts, figures, records, latencies=latencies, launches=skip_as_dicts(launches))
+    compressed = config.device.compressed_weights
+    _show(args, facts, figures, records, compressed=compressed, latencies=latencies, launches=skip_as_dicts(launches))
     if launches:
         print("\n" + show_skip(launches))
     return sweep.status()
@@ -164,12 +175,17 @@ def _engine_facts(llm: Any) -> dict[str, Any]:
     return {"model": f"{info.model}, {info.dtype} on {info.device}", "choices": "; ".join(f"{each.name} {each.value}" for each in info.decisions)}
 
 
-def _show(args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], **more: Any) -> None:
+def _show(
+    args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], *, compressed: bool, **more: Any
+) -> None:
+    """``compressed``: weights are, which floors do not know."""
     steps, calibration, steady = summarise_steps(records), calibrate(records), steady_decode(records)
+    most = MOST_FRACTION * (COMPRESSION if compressed else 1.0)
+    void = void_note({f"{step['steps']} steps": step["fraction"] for step in steps}, most)
     print_facts(facts)
     print()
-    print(table(COLUMNS, [list(step.values()) for step in steps]))
-    print(describe_calibration(calibration))
+    print(table(COLUMNS, [list((step | {"fraction": shown_fraction(step["fraction"], most)}).values()) for step in steps]))
+    print(void or describe_calibration(calibration, most))
     if steady is not None:
         print(steady)
         figures |= steady.as_dict()
@@ -177,7 +193,7 @@ def _show(args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, An
     print_figures(figures)
     if args.output_json:
         fitted = asdict(calibration) if calibration is not None else None
-        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, **more})
+        write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, "void": void, **more})
 
 
 def _check_positive(args: argparse.Namespace, *names: str) -> None:

@@ -24,6 +24,9 @@ from headrace.portability import open_cpus
 
 DASHES = ("-", "--", ":", "-.")
 LEAST_SPAN = 3.0  # of an axis of powers, highest / lowest
+MOST_FRACTION = 1.05  # of a physical limit; a twentieth is what measuring it may be wrong by
+COMPRESSION = 16 / 12  # compressed weights are read in 12 bits of the 16 that a floor counts
+VOID = "void"
 PACKAGES = ("headrace", "torch", "numpy", "triton")
 
 
@@ -51,6 +54,27 @@ def _versions() -> list[str]:
 
 def _memory_gib() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2**30
+
+
+def void_note(fractions: Mapping[str, float | None], most: float = MOST_FRACTION) -> str | None:
+    """What a fraction of the limit above ``most`` says: nothing is faster than its limit, so the limit was measured on a machine at other work."""
+    beyond = {name: fraction for name, fraction in fractions.items() if is_void(fraction, most)}
+    if not beyond:
+        return None
+    name, worst = max(beyond.items(), key=lambda each: each[1] or 0.0)
+    return (
+        f"VOID: {name} at {worst:.0%} of the limit{f', and {len(beyond) - 1} more' if len(beyond) > 1 else ''}. Nothing is faster than its limit: "
+        "the machine was too busy when its limits were measured. On a quiet machine, run headrace doctor --profile, then this again."
+    )
+
+
+def is_void(fraction: float | None, most: float = MOST_FRACTION) -> bool:
+    return fraction is not None and fraction > most
+
+
+def shown_fraction(fraction: float | None, most: float = MOST_FRACTION) -> float | str | None:
+    """As it stands in a table."""
+    return VOID if is_void(fraction, most) else fraction
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from headrace.bench.report import MOST_FRACTION, void_note
 from headrace.cost.calibration import Calibration, fit
 from headrace.metrics import StepRecord
 
@@ -101,8 +102,11 @@ def calibrate(records: Iterable[StepRecord]) -> Calibration | None:
     return fit([record.floor_seconds for record in good], [record.measured_seconds for record in good])
 
 
-def describe_calibration(found: Calibration | None) -> str:
+def describe_calibration(found: Calibration | None, most: float = MOST_FRACTION) -> str:
+    """``most``: above which a fraction of the limit is void."""
     if found is None:
         return "no fit: the steps do not differ enough in size, or no limit is known"
+    if (void := void_note({"the fit over all steps": found.efficiency}, most)) is not None:
+        return void
     figures = f"{found.efficiency:.0%} of the limit beside {found.overhead * 1e3:.2f} ms a step"
     return f"fit over all steps: {figures}; half of the steps within {found.error:.0%} of it"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from headrace.bench.report import table
+from headrace.bench.report import VOID, is_void, table, void_note
 from headrace.bench.table_peers import Peer, differences, said_limits
 from headrace.bench.table_rows import ROWS, Row, scaled
 from headrace.bench.table_techniques import curves_of, problems_of
@@ -101,7 +101,7 @@ def _cells(line: Line, *, comparable: bool, power: bool) -> list[str]:
         _number(line.peer),
         ratio if comparable or not ratio else NOT_COMPARABLE,
         _number(line.floor),
-        f"{line.fraction:.2f}" if line.fraction is not None else "",
+        VOID if is_void(line.fraction) else f"{line.fraction:.2f}" if line.fraction is not None else "",
         _number(line.floor_here),
         _number(line.host_ms),
         f"{line.idle:.1%}" if line.idle is not None else "",
@@ -131,6 +131,7 @@ def terminal(model: Mapping[str, Any], peer: Peer) -> str:
     right = [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in [columns, *grid]]
     parts = [_title(model), *(f"{name}: {value}" for name, value in _facts(model, peer)), "", table(right[0], right[1:])]
     parts += [f"missing: {text}" for text in _problems(model, peer)]
+    parts += [void for void in [_void(model, peer)] if void]
     parts += ["", table(_CURVE_COLUMNS, _curves(model))] if model.get("techniques") else []
     parts += [f"{each['name']}: {each['value']} ({each['reason']})" for each in model.get("kernels", ())]
     return "\n".join(parts)
@@ -142,6 +143,7 @@ def markdown(model: Mapping[str, Any], peer: Peer) -> str:
     lines += [f"- {name}: {value}" for name, value in _facts(model, peer)]
     lines += ["", *_markdown_table(columns, grid), ""]
     lines += [f"Missing: {text}." for text in _problems(model, peer)]
+    lines += [void for void in [_void(model, peer)] if void]
     if model.get("techniques"):
         lines += ["", "Techniques, off → on (gain: how many times better):", "", *_markdown_table(_CURVE_COLUMNS, _curves(model)), ""]
     if model.get("start_stages"):
@@ -202,6 +204,10 @@ def _facts(model: Mapping[str, Any], peer: Peer) -> Iterator[tuple[str, str]]:
     yield "figures", f"median of {model['repeats']} repeats with new ids each; ratio = {peer.name} / measured"
     if above := [f"{line.row.says} by {line.excess:.1%}" for line in lines_of(model, peer) if line.excess]:
         yield "above their targets", ", ".join(above)
+
+
+def _void(model: Mapping[str, Any], peer: Peer) -> str | None:
+    return void_note({line.row.says: line.fraction for line in lines_of(model, peer)})
 
 
 def _problems(model: Mapping[str, Any], peer: Peer) -> list[str]:
