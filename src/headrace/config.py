@@ -241,6 +241,9 @@ class ServerConfig:
     uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
     api_server_count: int = option(1, "front-end processes that accept, tokenise and stream, for the one engine", minimum=1)
     api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
+    operator_key: tuple[str, ...] = option(
+        (), "keys that see everybody's requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
+    )
     allowed_origins: tuple[str, ...] = option(
         (), "sites whose pages may use this server from a browser (CORS), like https://chat.example; '*' is all of them", metavar="ORIGIN", json=True
     )

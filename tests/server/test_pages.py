@@ -145,10 +145,21 @@ def test_percentiles_are_of_the_window_alone() -> None:
 def test_history_is_bounded() -> None:
     history, metrics = History(), ServerMetrics([])
     for number in range(700):
-        history.take(metrics, stats([(number, 0.0, "aborted", number, ())]), 0.0)
+        history.take(metrics, stats([(number, 0.0, "aborted", number, (), "key1")]), 0.0)
     assert (len(history.samples), len(history.decisions)) == (dashboard.SAMPLES, dashboard.DECISIONS)
     rows = history.samples.after(-1)
     assert [row[0] for row in rows] == list(range(101, 701)) and history.samples.after(698) == rows[-2:] and not history.samples.after(700)
+
+
+def test_a_key_is_told_of_its_own_requests_alone() -> None:
+    history = History()
+    whose = ("key1", "key11", "key1/ann", "key2/key1", "", "key2")
+    entries = [(number, 0.0, "aborted", number, (), tenant) for number, tenant in enumerate(whose)]
+    history.take(ServerMetrics([]), stats([*entries, (9, 0.0, "failed", -1, (3,), "")]), 0.0)
+    decisions = history.after(-1, -1, -1)["decisions"]
+    assert [each["number"] for each in dashboard.seen(decisions, "key1")] == [0, 2, 9]
+    assert [each["number"] for each in dashboard.seen(decisions, "key3")] == [9]
+    assert len(dashboard.seen(decisions, None)) == 7 and all("tenant" not in each for each in dashboard.seen(decisions, None))
 
 
 def test_quantile_by_hand() -> None:

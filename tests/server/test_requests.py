@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until_closed, serving, split_response, wait_for
 
-HASH = ("--executor", "keyed-hash", "--device-time", "0.01", "--max-num-seqs", "2", "--api-key", "one", "two")
+KEYS = ("--api-key", "one", "two", "boss", "--operator-key", "key3")
+HASH = ("--executor", "keyed-hash", "--device-time", "0.01", "--max-num-seqs", "2", *KEYS)
 LONG = {"prompt": "hello there", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True}
 ONE, TWO = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
@@ -72,10 +73,28 @@ def test_requests_of_another_key_are_unknown(server: Server) -> None:
         assert server.ask("GET", f"/v1/requests/{mine['id']}").status == 401
 
 
+def test_the_dashboard_tells_a_key_of_its_own_requests(server: Server) -> None:
+    """One by one; an operator's key is told of all, and sums are everybody's."""
+    boss = {"Authorization": "Bearer boss"}
+    assert server.ask("POST", "/v1/completions", {**SHORT, "user": "key2"}, ONE).status == 200
+
+    def told(key: dict[str, str]) -> dict[str, Any]:
+        return dict(server.ask("GET", "/v1/dashboard", headers=key).json)
+
+    wait_for(lambda: told(ONE)["decisions"], 5)
+    assert told(ONE)["decisions"] == told(boss)["decisions"] and told(TWO)["decisions"] == []
+    assert [told(key)["scope"] for key in (ONE, TWO, boss)] == ["own", "own", "all"]
+    assert told(TWO)["samples"]["rows"] and told(TWO)["finished"]["length"] >= 1
+    assert server.ask("POST", "/v1/completions", SHORT, TWO).status == 200
+    wait_for(lambda: told(TWO)["decisions"], 5)
+    both = [each["number"] for key in (ONE, TWO) for each in told(key)["decisions"]]
+    assert sorted(both) == [each["number"] for each in told(boss)["decisions"]] and len(set(both)) == len(both)
+
+
 def test_a_clients_own_id_is_never_a_key(server: Server) -> None:
     with streams(server, 2, "X-Request-Id: mine"):
         assert server.ask("GET", "/v1/requests/mine", headers=ONE).status == 404
-        assert len(listed(server)) == 2
+        assert [each["client_request_id"] for each in listed(server)] == ["mine", "mine"]
 
 
 def test_the_servers_request_id_is_one(server: Server) -> None:

@@ -15,7 +15,7 @@ from headrace.server.generate import _check_policy
 from headrace.server.protocol.body import Body
 from headrace.server.protocol.sampling import MAX_USER, AnswerOptions, answer_options
 from headrace.server.service import Service
-from headrace.server.tenants import check_weights, tenant_of
+from headrace.server.tenants import check_operators, check_weights, tenant_of
 
 
 def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
@@ -89,3 +89,11 @@ def test_expectations_that_nobody_heeds_are_refused(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["qoe", "deadline"])
 def test_expectations_that_are_heeded_pass(policy: str) -> None:
     _check_policy(service(policy), options(expected_ttft=2.0))
+
+
+def test_an_operator_is_named_by_the_place_of_its_key() -> None:
+    check_operators(ServerConfig(api_key=("a", "b"), operator_key=("key2",)))
+    with pytest.raises(ConfigError, match=r"'key3', which is no key \(key1 to key2 in the order of --api-key\)"):
+        check_operators(ServerConfig(api_key=("a", "b"), operator_key=("key3",)))
+    with pytest.raises(ConfigError, match="none is set"):
+        check_operators(ServerConfig(operator_key=("key1",)))

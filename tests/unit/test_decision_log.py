@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
@@ -95,3 +96,14 @@ def test_the_log_is_bounded() -> None:
         log.add("aborted", number)
     entries = list(log.after(0))
     assert len(entries) == CAPACITY and entries[-1].number == 3 * CAPACITY
+
+
+def test_an_entry_says_whose_request_it_is() -> None:
+    """Also of one that was never let in, and of one that has left."""
+    scheduler, executor = create(num_blocks=8)
+    runs, refused = (replace(request(number, size).request, tenant=f"key{number}") for number, size in ((1, 9), (2, 900)))
+    turn(scheduler, executor, 1.0, AddRequest(runs), AddRequest(refused))
+    turn(scheduler, executor, 2.0, AbortRequest(1))
+    assert [(entry.kind, entry.tenant) for entry in scheduler.log.after(0)] == [
+        ("refused", "key2"), ("admitted", "key1"), ("aborted", "key1"),
+    ]  # fmt: skip

@@ -54,12 +54,16 @@ class Roster:
         self.num_preemptions = 0
         self.now = 0.0  # of the call that is under way
         self.speed = StepSpeed()  # likewise
-        self.log = DecisionLog()
+        self.log = DecisionLog(self._tenant_of)
         self._policy = policy
         self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for siblings in self.requests.values() for sequence in siblings)
+
+    def _tenant_of(self, request_id: int) -> str:
+        siblings = self.requests.get(request_id)
+        return siblings[0].request.tenant if siblings else ""
 
     @property
     def num_rows_leaving(self) -> int:

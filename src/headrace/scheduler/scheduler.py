@@ -318,7 +318,7 @@ class Scheduler:
     def _reject(self, kind: Kind, sequence: Sequence, refusal: Refusal, now: float) -> None:
         """Its client is told; so are the clients of siblings that would have begun with its prompt."""
         request = sequence.request
-        self._roster.log.add(kind, request.request_id, len(request.prompt_token_ids))
+        self._roster.log.add(kind, request.request_id, len(request.prompt_token_ids), tenant=request.tenant)
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
         finished = replace(finished, retry_after=refusal.retry_after, param=refusal.param)
         indices = (sequence.index, *siblings_to_come(sequence))

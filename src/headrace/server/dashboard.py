@@ -22,6 +22,7 @@ from headrace.engine.process import SERIAL_SHIFT
 from headrace.errors import EngineDead, InvalidRequest
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
+from headrace.server.tenants import is_own, sees_all
 from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 
@@ -46,6 +47,7 @@ SAMPLE_COLUMNS = (
 STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
 CURSORS = ("sample", "step", "decision")
 MAX_CURSOR = 2**53 - 1  # what JSON's readers keep exact
+ABOUT_ALL = ("failed", "overfull")  # decisions that are about no one request
 _MAX_FIELDS = 8
 
 Row = tuple[Any, ...]
@@ -125,11 +127,16 @@ class History:
         """One second's news."""
         self.stats = {name: value for name, value in stats.items() if name not in ("records", "decisions")}
         self.steps.extend(_step_row(record) for record in stats["records"])
-        self.decisions.extend({"number": n, "time": t, "kind": kind, "text": sentence(kind, r, v)} for n, t, kind, r, v in stats["decisions"])
+        self.decisions.extend(_decision(*entry) for entry in stats["decisions"])
         mark = Mark(tuple(metrics.first_tokens.counts), tuple(metrics.inter_token.counts))
         before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
         self._marks.append(mark)
         self.samples.add((round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_sums(stats)))
+
+
+def _decision(number: int, at: float, kind: str, request: int, values: Sequence[int], tenant: str) -> dict[str, Any]:
+    """``tenant`` is for choosing who may see it, and is not shown."""
+    return {"number": number, "time": at, "kind": kind, "text": sentence(kind, request, values), "tenant": tenant}
 
 
 def _step_row(record: Mapping[str, Any]) -> Row:
@@ -226,7 +233,8 @@ async def data(service: Service, exchange: Exchange) -> None:
     """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
     cursors = _cursors(exchange.scope.get("query_string", b""))
     news = await service.commons.dashboard(*(cursors.get(name, -1) for name in CURSORS))
-    await exchange.reply(200, encode(_answer(service, news, first="sample" not in cursors)), headers=((b"cache-control", b"no-store"),))
+    answer = _answer(service, news, None if sees_all(service.config, exchange.key_name) else exchange.key_name, first="sample" not in cursors)
+    await exchange.reply(200, encode(answer), headers=((b"cache-control", b"no-store"),))
 
 
 def _cursors(query: bytes) -> dict[str, int]:
@@ -246,7 +254,14 @@ def _cursors(query: bytes) -> dict[str, int]:
     return cursors
 
 
-def _answer(service: Service, news: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
+def seen(decisions: Sequence[Mapping[str, Any]], key: str | None) -> list[dict[str, Any]]:
+    """Of one key's requests and of none; all of them for None."""
+    shown = [each for each in decisions if key is None or each["kind"] in ABOUT_ALL or is_own(each["tenant"], key)]
+    return [{name: value for name, value in each.items() if name != "tenant"} for each in shown]
+
+
+def _answer(service: Service, news: Mapping[str, Any], key: str | None, *, first: bool) -> dict[str, Any]:
+    """``key``: whose requests are told one by one; sums are of all."""
     return {
         "object": "dashboard",
         "version": service.version,
@@ -260,7 +275,8 @@ def _answer(service: Service, news: Mapping[str, Any], *, first: bool) -> dict[s
         "totals": news["totals"],
         "samples": {"columns": SAMPLE_COLUMNS, "rows": news["samples"]},
         "steps": {"columns": STEP_COLUMNS, "rows": news["steps"]},
-        "decisions": news["decisions"],
+        "scope": "all" if key is None else "own",
+        "decisions": seen(news["decisions"], key),
         "engine": _engine(service) if first else None,
     }
 

@@ -28,7 +28,7 @@ from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
 from headrace.server.moderation.watch import Moderator
 from headrace.server.service import Engine, Service
 from headrace.server.supervisor import Supervisor
-from headrace.server.tenants import check_weights
+from headrace.server.tenants import check_operators, check_weights
 from headrace.server.tls import create_context
 
 SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
@@ -54,6 +54,7 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     guard, me = Guard(config), os.getpid()
     create_context(config)  # files that cannot be used are found out before anything starts
     check_weights(engine_config.scheduler, config)
+    check_operators(config)
     os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the other processes inherit it, and the level
     os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
     logs.configure(config.log_format)

@@ -1,6 +1,7 @@
 """Who is a tenant to policies that share out: a key by its place among --api-key, or the user that a request names.
 
-What lives here: that name, and whether weights name anybody. What may not: checking keys (auth.py), sharing (scheduler/policies/fair.py).
+What lives here: that name, whose requests a key may see, and whether settings name anybody.
+What may not: checking keys (auth.py), sharing (scheduler/policies/fair.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,29 @@ def tenant_of(config: ServerConfig, key: str, user: str) -> str:
     return f"{key}/{user}" if len(config.api_key) > 1 else user
 
 
+def sees_all(config: ServerConfig, key: str) -> bool:
+    """An operator's key, or there are no others."""
+    return len(config.api_key) <= 1 or key in config.operator_key
+
+
+def is_own(tenant: str, key: str) -> bool:
+    """``tenant``: as tenant_of named it, where there are several keys."""
+    return tenant.partition("/")[0] == key
+
+
+def check_operators(config: ServerConfig) -> None:
+    """Raises ConfigError for an operator that is no key."""
+    keys = _key_names(config)
+    unknown = next((name for name in config.operator_key if name not in keys), None)
+    if unknown is not None:
+        known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"
+        raise ConfigError(f"operator_key names {unknown[:80]!r}, which is no key ({known}); name one, never the key itself.")
+
+
+def _key_names(config: ServerConfig) -> list[str]:
+    return [key_name(number) for number in range(1, len(config.api_key) + 1)]
+
+
 def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
     """Raises ConfigError for weights that would change nothing."""
     names = list(scheduler.tenant_weights)
@@ -32,7 +56,7 @@ def check_weights(scheduler: SchedulerConfig, config: ServerConfig) -> None:
         raise ConfigError(
             f"tenant_weight is given, but --scheduling-policy is {scheduler.scheduling_policy}, which knows no shares; add --scheduling-policy fair."
         )
-    keys = [key_name(number) for number in range(1, len(config.api_key) + 1)]
+    keys = _key_names(config)
     unknown = next((name for name in names if are_keys(config) and name not in keys), None)
     if unknown is not None:
         known = f"{keys[0]} to {keys[-1]} in the order of --api-key" if keys else "none is set"

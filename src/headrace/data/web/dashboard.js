@@ -40,6 +40,42 @@ function append(name, added) {
   known[name] = [...known[name], ...added].slice(-KEEP[name]);
 }
 
+// --- sections: on a phone the essentials are open, elsewhere all; what the reader changes stays
+
+const NARROW = matchMedia("(max-width: 640px)");
+const ESSENTIAL = new Set(["card-generated", "card-requests"]);
+const SECTIONS = "headrace.sections";
+
+function sections() {
+  try {
+    return { narrow: {}, wide: {}, ...JSON.parse(localStorage.getItem(SECTIONS)) };
+  } catch {
+    return { narrow: {}, wide: {} };
+  }
+}
+
+function arrange() {
+  const chosen = sections()[NARROW.matches ? "narrow" : "wide"];
+  for (const card of document.querySelectorAll("details.card")) card.open = chosen[card.id] ?? (!NARROW.matches || ESSENTIAL.has(card.id));
+}
+
+/** A click, not "toggle": that is also told when arrange() opens one. */
+function remember({ target }) {
+  const card = target.closest("summary")?.parentElement;
+  if (!card) return;
+  const all = sections();
+  all[NARROW.matches ? "narrow" : "wide"][card.id] = !card.open; // it changes after the click
+  try {
+    localStorage.setItem(SECTIONS, JSON.stringify(all));
+  } catch {
+    // the browser keeps no more: it holds until the page is left
+  }
+}
+
+function isOpen(id) {
+  return byId(id).closest("details").open;
+}
+
 // --- what is drawn
 
 function draw() {
@@ -51,7 +87,8 @@ function draw() {
   drawTiles(news, shown);
   drawTimes(news, range, shown);
   drawCache(news, known.samples);
-  stepChart(byId("steps"), known.steps);
+  if (isOpen("steps")) stepChart(byId("steps"), known.steps);
+  byId("scope").textContent = news.scope === "own" ? "on your key's requests; all others are in the sums" : "";
   drawDecisions(news.now);
   byId("footer").textContent = `Headrace ${news.version} · ${news.totals.steps.toLocaleString("en")} steps since the start${news.totals.failed_steps ? `, ${news.totals.failed_steps} of them failed` : ""} · answers ended: ${Object.entries(news.finished).map(([reason, count]) => `${count.toLocaleString("en")} ${reason}`).join(", ")}`;
 }
@@ -111,16 +148,17 @@ function drawTimes({ now }, range, samples) {
   const base = { times: samples.map((sample) => sample.time), now, range };
   const column = (name) => samples.map((sample) => sample[name]);
   const percentiles = (name) => [["median", "p50", 1], ["90 %", "p90", 2], ["99 %", "p99", 3]].map(([label, suffix, mark]) => ({ name: label, mark, values: column(`${name}_${suffix}`) }));
-  lineChart(byId("generated"), { ...base, kind: "count", series: [{ name: "generated", mark: 1, values: rates(samples, "generated_tokens") }] });
-  lineChart(byId("prompts"), { ...base, kind: "count", series: [{ name: "arrived", mark: 2, values: rates(samples, "prompt_tokens") }, { name: "found in the cache", mark: 1, values: rates(samples, "prefix_hits") }] });
-  lineChart(byId("ttft"), { ...base, kind: "seconds", series: percentiles("ttft"), nothing: "No first token in this time" });
-  lineChart(byId("tpot"), { ...base, kind: "seconds", series: percentiles("tpot"), nothing: "No tokens in this time" });
+  const chart = (id, values) => isOpen(id) && lineChart(byId(id), { ...base, ...values });
+  chart("generated", { kind: "count", series: [{ name: "generated", mark: 1, values: rates(samples, "generated_tokens") }] });
+  chart("prompts", { kind: "count", series: [{ name: "arrived", mark: 2, values: rates(samples, "prompt_tokens") }, { name: "found in the cache", mark: 1, values: rates(samples, "prefix_hits") }] });
+  chart("ttft", { kind: "seconds", series: percentiles("ttft"), nothing: "No first token in this time" });
+  chart("tpot", { kind: "seconds", series: percentiles("tpot"), nothing: "No tokens in this time" });
   const states = [["decoding", 1], ["prefilling", 2], ["waiting", 4], ["preempted", 3]];
-  lineChart(byId("requests"), { ...base, kind: "count", stacked: true, nothing: "No requests", series: states.map(([name, mark]) => ({ name, mark, values: column(name) })) });
+  chart("requests", { kind: "count", stacked: true, nothing: "No requests", series: states.map(([name, mark]) => ({ name, mark, values: column(name) })) });
   const limit = ratios(samples, "floor_seconds", "measured_seconds");
   const busy = ratios(samples.map((each) => ({ ...each, both: each.measured_seconds + each.idle_seconds })), "measured_seconds", "both");
-  lineChart(byId("limit"), {
-    ...base, kind: "percent", fixed: [0, 0.25, 0.5, 0.75, 1], nothing: "No step in this time",
+  chart("limit", {
+    kind: "percent", fixed: [0, 0.25, 0.5, 0.75, 1], nothing: "No step in this time",
     series: [{ name: "of the limit, while a step runs", mark: 1, values: limit }, { name: "device at work, while there is some", mark: 5, values: busy }],
   });
 }
@@ -166,23 +204,43 @@ function drawDecisions(now) {
 
 function drawEngine(engine) {
   byId("model-name").textContent = `${engine.model} · ${engine.dtype} on ${engine.device}`;
-  byId("techniques").replaceChildren(...engine.techniques.map(technique));
+  drawTechniques(engine.techniques);
   drawMemory(Object.entries(engine.memory).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]));
-  const limits = [["max_num_seqs", engine.max_num_seqs, "sequences that run at once"], ["max_sequence_tokens", engine.max_sequence_tokens, "the longest sequence that is served"]];
-  const rows = [...limits, ...grouped(engine.decisions)];
+  const rows = [...limits(engine), ...chosen(engine.decisions)];
   byId("choices").replaceChildren(...rows.map(([name, value, reason]) => el("tr", {}, el("td", {}, name), el("td", { class: "value" }, typeof value === "number" ? value.toLocaleString("en") : value), el("td", { class: "reason" }, reason))));
 }
 
-/** Kernels that were chosen alike share a line. */
-function grouped(decisions) {
+/** Limits that were given, and so decided by nobody. */
+function limits({ max_num_seqs: running, max_sequence_tokens: longest, decisions }) {
+  const decided = new Set(decisions.map(({ name }) => name));
+  const rows = [["max_num_seqs", running, "sequences that run at once"], ["max_model_len", longest, "the longest sequence that is served"]];
+  return rows.filter(([name]) => !decided.has(name));
+}
+
+/** A line each; kernels of one kind share a line, with the reason of those that have their own. */
+function chosen(decisions) {
   const rows = new Map();
   for (const { name, value, reason } of decisions) {
-    const kernel = name.startsWith("kernel ") ? name.slice(7) : null;
-    const key = kernel ? JSON.stringify([value, reason]) : name;
-    if (!rows.has(key)) rows.set(key, { name: kernel ? "kernels" : name, value, reason, kernels: [] });
-    if (kernel) rows.get(key).kernels.push(kernel.replaceAll("_", " "));
+    const kernel = name.startsWith("kernel ") ? name.slice(7).replaceAll("_", " ") : null;
+    const key = kernel ? `${value} kernels` : name;
+    if (!rows.has(key)) rows.set(key, { value, reason, kernels: new Set(), others: [] });
+    const row = rows.get(key);
+    if (kernel) row.kernels.add(kernel);
+    if (kernel && reason !== row.reason) row.others.push(`${kernel}: ${reason}`);
   }
-  return [...rows.values()].map(({ name, value, reason, kernels }) => [name, value, kernels.length ? `${reason}: ${kernels.join(", ")}` : reason]);
+  return [...rows].map(([name, { value, reason, kernels, others }]) => [name, kernels.size ? [...kernels].join(", ") : value, [reason, ...others].join("; ")]);
+}
+
+/** Those that cannot be here at all share a line. */
+function drawTechniques(techniques) {
+  const here = techniques.filter(({ state }) => state === "on" || state === "off");
+  const states = [...new Set(techniques.filter((each) => !here.includes(each)).map(({ state }) => state))];
+  const missing = states.map((state) => {
+    const names = techniques.filter((each) => each.state === state).map(({ name }) => name.replaceAll("_", " "));
+    return el("div", { class: "technique needs" }, el("span", { class: "pill" }, state), el("p", {}, names.join(", ")));
+  });
+  byId("techniques").replaceChildren(...here.map(technique), ...missing);
+  byId("techniques-on").textContent = `${techniques.filter(({ state }) => state === "on").length} of ${techniques.length} on`;
 }
 
 function technique({ name, state, improves, off_means: off, source }) {
@@ -219,6 +277,10 @@ async function run() {
   }
 }
 
+arrange();
+NARROW.addEventListener("change", arrange);
+byId("cards").addEventListener("click", remember);
+for (const card of byId("cards").children) card.addEventListener("toggle", () => known.news && draw());
 addEventListener("resize", () => known.news && draw());
 byId("range").addEventListener("change", () => known.news && draw());
 run();
