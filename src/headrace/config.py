@@ -245,18 +245,28 @@ class ServerConfig:
         (), "keys that see everybody's requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "sites whose pages may use this server from a browser (CORS), like https://chat.example; '*' is all of them", metavar="ORIGIN", json=True
+        (), "sites whose pages may use this server from a browser (CORS), like https://chat.example; '*' is all of them",
+        metavar="ORIGIN", json=True,
+    )  # fmt: skip
+    allowed_methods: tuple[str, ...] = option(
+        (), "methods that those pages may use; without it, all", metavar="METHOD", json=True
     )
-    allowed_methods: tuple[str, ...] = option((), "methods that those pages may use; without it, all", metavar="METHOD", json=True)
-    allowed_headers: tuple[str, ...] = option((), "request headers that those pages may send; without it, all", metavar="HEADER", json=True)
-    allow_credentials: bool = option(False, "those pages may send what the browser holds for this server: client certificates, a proxy's cookies")
-    ssl_certfile: str | None = option(None, "serve HTTPS with this certificate: a PEM file, the chain behind it", metavar="FILE")
+    allowed_headers: tuple[str, ...] = option(
+        (), "request headers that those pages may send; without it, all", metavar="HEADER", json=True
+    )
+    allow_credentials: bool = option(
+        False, "those pages may send what the browser holds for this server: client certificates, a proxy's cookies"
+    )
+    ssl_certfile: str | None = option(
+        None, "serve HTTPS with this certificate: a PEM file, the chain behind it", metavar="FILE"
+    )
     ssl_keyfile: str | None = option(None, "its private key, where that is not in the same file", metavar="FILE")
     ssl_ca_certs: str | None = option(None, "who signs clients' certificates: a PEM file", metavar="FILE")
     ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 may be shown, 2 must be shown", choices=(0, 1, 2))
     unknown_fields: str = option(
-        "refuse", "a request's fields that its route does not know: a 400 that names them, or left out and counted", choices=("refuse", "ignore")
-    )
+        "refuse", "a request's fields that its route does not know: a 400 that names them, or left out and counted",
+        choices=("refuse", "ignore"),
+    )  # fmt: skip
     max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     tool_call_parser: str = option(

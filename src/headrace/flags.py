@@ -226,14 +226,14 @@ class CommandParser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """``--help``, ``--help=all``, ``--help=WORD``."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         assert isinstance(parser, CommandParser)
         parser._print_message(parser.format_help() if values is None else parser.help_about(values), sys.stdout)
         parser.exit()
 
 
 class _Extend(argparse.Action):
-    """Words of a list: several behind a flag, a flag that is repeated, or (``json``) all of them as one word of JSON."""
+    """Words of a list: several behind a flag, a flag that is repeated, or (``json``) all of them in one word."""
 
     def __init__(self, *args: Any, json: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

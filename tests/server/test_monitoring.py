@@ -39,7 +39,16 @@ VLLM_LABELLED = {
     "num_requests_waiting_by_reason": ("reason", {"capacity", "deferred"}),
 }
 VLLM_HISTOGRAMS = {
-    "time_to_first_token_seconds": {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"},  # bounds that its boards name
+    "time_to_first_token_seconds": {
+        "0.1",
+        "0.25",
+        "0.5",
+        "0.75",
+        "1.0",
+        "2.5",
+        "5.0",
+        "10.0",
+    },  # bounds that its boards name
     "inter_token_latency_seconds": set(),
     "request_time_per_output_token_seconds": {"0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.5"},
     "e2e_request_latency_seconds": {"0.3", "1.0", "60.0"},
@@ -102,7 +111,10 @@ def change(server: Server, **body: Any) -> dict[str, float]:
     answer = server.ask("POST", "/v1/completions", {"ignore_eos": True, **body}, {"Authorization": "Bearer key"})
     assert answer.status == 200, answer
     after = series(server)
-    plain = {re.sub(r'model_name="(?:[^"\\]|\\.)*",engine="0",?', "", name): after[name] - before.get(name, 0.0) for name in after}
+    plain = {
+        re.sub(r'model_name="(?:[^"\\]|\\.)*",engine="0",?', "", name): after[name] - before.get(name, 0.0)
+        for name in after
+    }
     return {name.removeprefix("vllm:").replace("{}", ""): value for name, value in plain.items() if value}
 
 
@@ -110,22 +122,40 @@ def test_the_series_say_what_happened(server: Server) -> None:
     tokens = len(server.ask("POST", "/tokenize", {"prompt": PROMPT}, {"Authorization": "Bearer key"}).json["tokens"])
     for cached in (0, tokens // 16 * 16):
         got = change(server, prompt=PROMPT, max_tokens=12, n=2)
-        assert got["prompt_tokens_total"] == got["request_prompt_tokens_sum"] == tokens and got["request_prompt_tokens_count"] == 1
-        assert got["generation_tokens_total"] == got["request_generation_tokens_sum"] == 24 and got["request_generation_tokens_count"] == 2
-        assert got['request_generation_tokens_bucket{le="20.0"}'] == 2 and 'request_generation_tokens_bucket{le="10.0"}' not in got
+        assert (
+            got["prompt_tokens_total"] == got["request_prompt_tokens_sum"] == tokens
+            and got["request_prompt_tokens_count"] == 1
+        )
+        assert (
+            got["generation_tokens_total"] == got["request_generation_tokens_sum"] == 24
+            and got["request_generation_tokens_count"] == 2
+        )
+        assert (
+            got['request_generation_tokens_bucket{le="20.0"}'] == 2
+            and 'request_generation_tokens_bucket{le="10.0"}' not in got
+        )
         assert got["request_max_num_generation_tokens_sum"] == got["request_params_max_tokens_sum"] == 12
         assert got["request_params_n_sum"] == 2 and got["request_params_n_count"] == 1
         assert got['request_success_total{finished_reason="length"}'] == 2
-        assert got.get('prompt_tokens_by_source_total{source="local_cache_hit"}', 0) == got.get("prompt_tokens_cached_total", 0) == cached
+        assert (
+            got.get('prompt_tokens_by_source_total{source="local_cache_hit"}', 0)
+            == got.get("prompt_tokens_cached_total", 0)
+            == cached
+        )
         assert got['prompt_tokens_by_source_total{source="local_compute"}'] == tokens - cached
         phases = [got[f"request_{name}_time_seconds_sum"] for name in ("queue", "prefill", "decode")]
-        assert all(got[f"request_{name}_time_seconds_count"] == 2 for name in ("queue", "prefill", "decode", "inference"))
+        assert all(
+            got[f"request_{name}_time_seconds_count"] == 2 for name in ("queue", "prefill", "decode", "inference")
+        )
         assert got["request_inference_time_seconds_sum"] == pytest.approx(phases[1] + phases[2])
         assert got["request_time_per_output_token_seconds_sum"] == pytest.approx(phases[2] / 11)
         assert sum(phases) <= 2 * got["e2e_request_latency_seconds_sum"]
         assert got["iteration_tokens_total_sum"] == tokens - cached + 2 * 11  # the prompt gives each its first
         assert got['http_requests_total{handler="/v1/completions",status="2xx"}'] == 1
-        assert got['http_request_duration_seconds_sum{handler="/v1/completions"}'] >= got["e2e_request_latency_seconds_sum"]
+        assert (
+            got['http_request_duration_seconds_sum{handler="/v1/completions"}']
+            >= got["e2e_request_latency_seconds_sum"]
+        )
     single = change(server, prompt=[PROMPT, "b"], max_tokens=1)
     assert single["request_prompt_tokens_count"] == 2 and "request_time_per_output_token_seconds_sum" not in single
 
@@ -156,7 +186,9 @@ def test_prometheus_takes_the_page_and_answers_every_query_of_the_board(server: 
     job["authorization"]["credentials_file"] = str(tmp_path / "key")
     (tmp_path / "key").write_text("key")
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    checked = subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, check=False)
+    checked = subprocess.run(
+        ["promtool", "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, check=False
+    )
     assert checked.returncode == 0, checked
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -166,7 +198,9 @@ def test_prometheus_takes_the_page_and_answers_every_query_of_the_board(server: 
     prometheus = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def ask(query: str) -> list[Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=5
+        ) as answer:
             found = json.load(answer)
         assert found["status"] == "success"
         return list(found["data"]["result"])
@@ -186,8 +220,15 @@ def test_prometheus_takes_the_page_and_answers_every_query_of_the_board(server: 
         answers = {query: ask(board.filled_in(query, "30s")) for query in board.queries()}
         empty = {query for query, found in answers.items() if not found}
         assert all("energy" in query for query in empty), empty
-        odd = {query for query, found in answers.items() for each in found if each["value"] and each["value"][1] in ("NaN", "+Inf", "-Inf")}
-        assert all("step_" in query or "handler" in query for query in odd), odd  # no model is computed here, and some routes are not used
+        odd = {
+            query
+            for query, found in answers.items()
+            for each in found
+            if each["value"] and each["value"][1] in ("NaN", "+Inf", "-Inf")
+        }
+        assert all("step_" in query or "handler" in query for query in odd), (
+            odd
+        )  # no model is computed here, and some routes are not used
     finally:
         prometheus.terminate()
         prometheus.wait(20)

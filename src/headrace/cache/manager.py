@@ -301,8 +301,8 @@ class CacheManager:
             self.forget(own[0])
 
     def forget_all(self, sequences: Iterable[SequenceKV]) -> None:
-        """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with them, and name
-        neither these nor later ones, which depend on them."""
+        """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with
+        them, and name neither these nor later ones, which depend on them."""
         for node in list(self.tree.tops()):
             self.forget(node)
         for kv in sequences:

@@ -326,7 +326,7 @@ class AsyncLLM:
         return await self._connection.ask(lambda number: frames.AskRequests(number, ids))
 
     async def reset_prefix_cache(self) -> None:
-        """Requests that begin from now on reuse nothing that was computed before; those that run go on. Returns when it is so."""
+        """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is so."""
         await self._connection.ask(frames.ForgetPrefixes)
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:

@@ -153,7 +153,7 @@ class AskRequests(Frame):
 
 
 class ForgetPrefixes(Frame):
-    """Requests that begin later reuse nothing that was computed so far; the answer is an empty StatsReply, once that is so."""
+    """Requests that begin later reuse nothing computed so far; the answer is an empty StatsReply, once that is so."""
 
     number: int
 

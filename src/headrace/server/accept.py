@@ -28,10 +28,15 @@ log = logging.getLogger("headrace.server")
 
 
 class Acceptor:
-    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: what is spoken, None: plain."""
+    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: None is plain."""
 
     def __init__(
-        self, sock: socket.socket, create: Callable[[], asyncio.Protocol], page: Page, pages: Sequence[Page], tls: ssl.SSLContext | None = None
+        self,
+        sock: socket.socket,
+        create: Callable[[], asyncio.Protocol],
+        page: Page,
+        pages: Sequence[Page],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._sock = sock
         self._create = create

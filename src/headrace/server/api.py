@@ -102,7 +102,9 @@ async def tokenizer_info(service: Service, exchange: Exchange) -> None:
 
 
 async def openapi(service: Service, exchange: Exchange) -> None:
-    await exchange.reply_json(document(ROUTES, service.version, keys=bool(service.config.api_key), closed=service.config.unknown_fields == "refuse"))
+    config = service.config
+    closed = config.unknown_fields == "refuse"
+    await exchange.reply_json(document(ROUTES, service.version, keys=bool(config.api_key), closed=closed))
 
 
 async def embeddings(service: Service, exchange: Exchange) -> None:
@@ -124,7 +126,7 @@ ROUTES = (
     Route("POST", "/ping", operation.ping, "as /health", open=True, answer=answers.PAGE, content_types=("text/plain",)),
     Route("GET", "/load", operation.load, "how many requests wait or run", answer=answers.LOAD),
     Route("GET", "/server_info", operation.server_info, "settings and automatic choices", answer=answers.SERVER_INFO),
-    Route("POST", "/reset_prefix_cache", operation.reset_prefix_cache, "forget all cached prefixes", answer=answers.STATUS),
+    Route("POST", "/reset_prefix_cache", operation.reset_prefix_cache, "forget cached prefixes", answer=answers.STATUS),
     Route("GET", "/version", version, "the version of Headrace", answer=answers.VERSION),
     Route("GET", "/metrics", metrics, "Prometheus metrics", answer=answers.PAGE, content_types=("text/plain",)),
     Route("GET", "/openapi.json", openapi, "this description", answer=answers.DOCUMENT),

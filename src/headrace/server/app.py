@@ -2,8 +2,8 @@
 
 What lives here: gates and the outermost error handling. What may not: what a route does, what is logged of it (access_log.py).
 
-Gates: Host and Origin (a browser's preflight ends here), the matched route, the key, the method. No layers of middleware: one
-coroutine, one exchange.
+Gates: Host and Origin (a browser's preflight ends here), the matched route, the key, the method. No layers of
+middleware: one coroutine, one exchange.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Guard:
         self.key_names = {self._tenant(digest): key_name(number) for number, digest in reversed(list(enumerate(self._digests, start=1)))}
 
     def check_browser(self, headers: Headers) -> Answered:
-        """DNS rebinding (a foreign Host on a loopback server) and pages of other sites than --allowed-origins names are turned away.
+        """DNS rebinding (a foreign Host on a loopback server) and sites that --allowed-origins does not name are turned away.
 
         Returns the headers by which a browser knows that its page may read the answer.
         """
@@ -66,13 +66,13 @@ class Guard:
                 allowed = value.strip()
             elif origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
                 raise Forbidden(
-                    "The Origin header names another site; pages of other sites may use this server only if --allowed-origins names them.",
+                    "The Origin header names another site; its pages may use this server only if --allowed-origins names it.",
                     code="foreign_origin",
                 )
         return self._cors.headers(allowed)
 
     def preflight(self, method: str, headers: Headers) -> Answered | None:
-        """What a browser that ``check_browser`` has let in is told of the request it asks about; None for any other request."""
+        """What a browser that ``check_browser`` has let in is told of the request it asks about; None: it asks nothing."""
         asked = dict(headers)
         if not (self._cors.on and method == "OPTIONS" and b"origin" in asked and b"access-control-request-method" in asked):
             return None

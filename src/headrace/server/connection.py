@@ -41,7 +41,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.scheme == "https":
-            transport.set_write_buffer_limits(WRITE_BYTES)  # half a megabyte otherwise, for every client that does not read
+            transport.set_write_buffer_limits(WRITE_BYTES)  # else half a megabyte for each client that does not read
         if self._crowd.enter(self):
             self._arm()
         else:

@@ -1,4 +1,4 @@
-"""Cross-origin requests: which sites' pages may use this server from a browser, and the headers that tell the browser so.
+"""Cross-origin requests: which sites' pages may use this server, and the headers that tell a browser so.
 
 Off by default. Whoever is let in still needs the key; a preflight has none, asks for nothing and is answered without.
 
@@ -57,7 +57,7 @@ class Cors:
         )
 
     def preflight(self, wanted_headers: bytes, private_network: bool) -> Headers:
-        """Beside ``headers``: what the page may go on to send. Where all headers are allowed the browser is told those that it names."""
+        """Beside ``headers``: what the page may go on to send. Where all headers are allowed, those that it names."""
         wanted = wanted_headers if _TOKENS.fullmatch(wanted_headers) else b""
         local = ((b"access-control-allow-private-network", b"true"),) if private_network else ()
         return (
@@ -102,5 +102,5 @@ def _check(config: ServerConfig) -> None:
             )
     if config.allow_credentials and ANY in config.allowed_origins:
         raise ConfigError(
-            "allowed_origins is '*' and allow_credentials is on: every page that somebody opens could act as this person; name the origins."
+            "allowed_origins is '*' and allow_credentials is on: any page could act as the person who opens it; name the origins."
         )

@@ -48,7 +48,7 @@ class Exchange:
         self.route = "-"  # the matched route's template: what logs and metrics show
         self.fields: tuple[Field, ...] = ()  # of the matched route's body
         self.errors = ErrorShape()  # the matched route's, or of the answer that has begun
-        self.cors: tuple[tuple[bytes, bytes], ...] = ()  # headers of every answer, also of errors, for a page of another site
+        self.cors: tuple[tuple[bytes, bytes], ...] = ()  # of every answer, for a page of another site
         self.status: int | None = None
         self.finished = False
         self._unframed = False  # the answer ends with the connection

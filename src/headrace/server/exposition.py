@@ -183,14 +183,16 @@ class ServerMetrics:
         page.histogram("request_prefill_time_seconds", "first step to first token", self.prefill_time)
         page.histogram("request_decode_time_seconds", "first token to last", self.decode_time)
         page.histogram("request_inference_time_seconds", "first step to last token", self.inference_time)
-        page.histogram("request_time_per_output_token_seconds", "mean of one choice's tokens after the first", self.time_per_token)
+        per_token = "mean of one choice's tokens after the first"
+        page.histogram("request_time_per_output_token_seconds", per_token, self.time_per_token)
         page.histogram("request_prompt_tokens", "tokens of a prompt", self.prompt_length)
         page.histogram("request_generation_tokens", "tokens of a choice", self.answer_length)
         page.histogram("request_max_num_generation_tokens", "tokens of a prompt's longest choice", self.longest_answer)
         page.histogram("request_params_max_tokens", "most tokens that a request allows", self.max_tokens)
         page.histogram("request_params_n", "choices that a request asks for", self.num_answers)
-        page.labelled("prompt_tokens_by_source_total", "counter", "prompt tokens computed, and found cached", "source", self._sources)
-        page.scalar("prompt_tokens_cached_total", "counter", "prompt tokens found cached", self._sources["local_cache_hit"])
+        sources, by_source = self._sources, "prompt tokens computed, and found cached"
+        page.labelled("prompt_tokens_by_source_total", "counter", by_source, "source", sources)
+        page.scalar("prompt_tokens_cached_total", "counter", "prompt tokens found cached", sources["local_cache_hit"])
         page.lines.extend(self._answer_lines())
         page.scalar("ignored_fields_total", "counter", _IGNORED, self._ignored[0], prefixes=("headrace_",))
         text = "\n".join(page.lines) + "\n"
@@ -204,7 +206,8 @@ class ServerMetrics:
         page.scalar("num_requests_waiting", "gauge", "sequences waiting for the batch", engine.get("num_waiting", 0))
         grammars = engine.get("grammars") or {}
         waiting = {"capacity": engine.get("num_waiting", 0), "deferred": grammars.get("compiling", 0)}
-        page.labelled("num_requests_waiting_by_reason", "gauge", "for room, and for their grammar to be compiled", "reason", waiting)
+        reasons = "for room, and for their grammar to be compiled"
+        page.labelled("num_requests_waiting_by_reason", "gauge", reasons, "reason", waiting)
         if "steps" in engine:
             tokens = engine["steps"]["histograms"]["step_tokens"]
             page.histogram("iteration_tokens_total", "tokens of a step", Histogram.of(tokens), prefixes=("vllm:",))
@@ -229,13 +232,14 @@ class ServerMetrics:
         shown = [route for route in self._routes if route not in PROBES]
         yield "# HELP http_requests_total answers by route and status, without probes"
         yield "# TYPE http_requests_total counter"
-        for route in shown:
-            yield from (f'http_requests_total{{handler="{route}",status="{status}"}} {self.answers[route, status]}' for status in _STATUS_CLASSES)
+        counts = {route: {status: self.answers[route, status] for status in _STATUS_CLASSES} for route in shown}
+        for route, by_status in counts.items():
+            yield from (f'http_requests_total{{handler="{route}",status="{each}"}} {by_status[each]}' for each in by_status)
         yield "# HELP http_request_duration_seconds arrival to the end of the answer, streams too"
         yield "# TYPE http_request_duration_seconds summary"
         for route in shown:
             yield f'http_request_duration_seconds_sum{{handler="{route}"}} {self._route_seconds[route][0]}'
-            yield f'http_request_duration_seconds_count{{handler="{route}"}} {sum(self.answers[route, status] for status in _STATUS_CLASSES)}'
+            yield f'http_request_duration_seconds_count{{handler="{route}"}} {sum(counts[route].values())}'
 
 
 class _Page:
@@ -246,7 +250,8 @@ class _Page:
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         model = f'model_name="{escaped}"'
-        self._labels = {"vllm:": f'{model},engine="0"', "headrace_": model}  # vLLM numbers its engines, of which we have one
+        # vLLM numbers its engines, of which there is one here.
+        self._labels = {"vllm:": f'{model},engine="0"', "headrace_": model}
         self.lines: list[str] = []
 
     def scalar(self, name: str, kind: str, help: str, value: float, prefixes: tuple[str, ...] = prefixes) -> None:

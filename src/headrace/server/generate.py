@@ -308,7 +308,9 @@ class _Run:
 
     __slots__ = ("_answer", "_choices", "_exchange", "_last", "_max_tokens", "_metrics", "_n", "_started", "job")
 
-    def __init__(self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, job: Job, max_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, exchange: Exchange, answer: Answer, job: Job, max_tokens: Sequence[int]
+    ) -> None:
         """``max_tokens``: of each prompt's answers, at most."""
         self.job = job
         self._max_tokens = max_tokens

@@ -1,7 +1,7 @@
 """Fields of a request that its route does not know, where they are to be left out (``--unknown-fields ignore``).
 
-What lives here: leaving them out, and telling the operator: a count, and each name once. What may not: fields (fields.py), those
-that are known and not supported, which stay errors.
+What lives here: leaving them out, and telling the operator: a count, and each name once. What may not: fields (fields.py),
+those that are known and not supported, which stay errors.
 """
 
 from __future__ import annotations

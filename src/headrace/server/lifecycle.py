@@ -148,7 +148,8 @@ class Lifecycle:
             serving = asyncio.create_task(server.serve(sockets=[]))  # accepting is ours
             service = self._service
             tls = create_context(service.config)
-            acceptor = Acceptor(self._sock, partial(_create_connection, server), service.page, service.ledger.pages, tls)
+            create = partial(_create_connection, server)
+            acceptor = Acceptor(self._sock, create, service.page, service.ledger.pages, tls)
             acceptor.start()
             forever = (service.pulse.run(), service.commons.run(), service.page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]

@@ -1,6 +1,6 @@
-"""Routes for whoever runs the server: how it is loaded and configured, a probe under another name, forgetting cached prefixes.
+"""Routes for whoever runs the server: its load and settings, a probe under another name, forgetting cached prefixes.
 
-What lives here: these handlers. What may not: what needs an engine's answer to a prompt (generate.py), metrics (exposition.py).
+What lives here: these handlers. What may not: generation (generate.py), metrics (exposition.py).
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ def render_process() -> str:
     """Of the front end alone; the engine's process is not in it. Without /proc only what every Unix knows."""
     lines = [
         *render_value("process_cpu_seconds_total", time.process_time(), "counter", "CPU seconds, of user and system"),
-        *render_value("process_max_fds", resource.getrlimit(resource.RLIMIT_NOFILE)[0], "gauge", "file descriptors it may open"),
+        *render_value("process_max_fds", resource.getrlimit(resource.RLIMIT_NOFILE)[0], "gauge", "open files at most"),
     ]
     if _STAT.exists():
         virtual, resident = (int(pages) * resource.getpagesize() for pages in _STATM.read_text().split()[:2])
         lines += render_value("process_virtual_memory_bytes", virtual, "gauge", "virtual memory")
         lines += render_value("process_resident_memory_bytes", resident, "gauge", "memory that is held")
-        lines += render_value("process_open_fds", len(os.listdir(_DESCRIPTORS)), "gauge", "file descriptors that are open")
-        lines += render_value("process_start_time_seconds", _started(), "gauge", "when it started, in seconds since 1970")
+        lines += render_value("process_open_fds", len(os.listdir(_DESCRIPTORS)), "gauge", "open files")
+        lines += render_value("process_start_time_seconds", _started(), "gauge", "its start, in seconds since 1970")
     return "\n".join(lines) + "\n"
 
 

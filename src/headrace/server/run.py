@@ -159,7 +159,7 @@ class _Greeting:
         for line in lines:
             self.say(line)
         if self._any_page:
-            self.say("Warning: --allowed-origins is '*' and there is no key: every page that is opened on this machine may use the server.")
+            self.say("Warning: --allowed-origins is '*' and there is no key: any page opened on this machine may use the server.")
         key = f" (no key needed: {'the owner of the file' if self._unix else 'this machine'} only)" if self._open else ""
         self.say(f"Ready after {time.time() - self._began:.1f} s at {self._address}{'' if self._unix else '/v1'}{key}.")
         if not self._unix:

@@ -19,7 +19,7 @@ log = logging.getLogger("headrace.server")
 
 
 def create_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None where plain HTTP is spoken. Raises ConfigError for settings that do not go together and files that cannot be used."""
+    """None where plain HTTP is spoken. Raises ConfigError for settings and files that cannot be used."""
     _check(config)
     if config.ssl_certfile is None:
         return None
@@ -33,7 +33,7 @@ def create_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 async def follow_files(context: ssl.SSLContext | None, config: ServerConfig) -> None:
-    """For as long as the server runs: a renewed certificate serves the connections from then on. One that cannot be used is logged, and not taken."""
+    """For as long as the server runs: a renewed certificate serves new connections; one that cannot be used is logged."""
     if context is None or config.ssl_certfile is None:
         return
     paths = [path for path in (config.ssl_certfile, config.ssl_keyfile) if path is not None]
