@@ -93,7 +93,7 @@ class FakeEngine:
                 await asyncio.sleep(SILENT_SECONDS)
             if params.seed == DEFECT:
                 raise KeyError("planted")
-            if params.seed == SPOKEN or params.seed not in range(-1, 1 << 32):  # made from it
+            if params.seed is not None and (params.seed == SPOKEN or not -1 <= params.seed < 1 << 32):  # made from it
                 for deltas in self._spoken(prompt, params):
                     yield deltas
                 return
