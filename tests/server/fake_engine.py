@@ -93,10 +93,11 @@ class FakeEngine:
                 await asyncio.sleep(SILENT_SECONDS)
             if params.seed == DEFECT:
                 raise KeyError("planted")
-            if params.seed is not None and (params.seed == SPOKEN or not -1 <= params.seed < 1 << 32):  # made from it
+            if params.seed == SPOKEN or (params.seed or 0) >= 1 << 32:  # or made from it
                 for deltas in self._spoken(prompt, params):
                     yield deltas
-                return
+                    if deltas[-1].last:
+                        return
             if params.seed == SCRIPTED:
                 for deltas in self._scripted(prompt, params):
                     yield deltas
@@ -123,6 +124,8 @@ class FakeEngine:
         assert self.tokenizer is not None and prompt.token_ids is not None
         before = self.tokenizer.decode(prompt.token_ids, False)
         scripts = re.findall("⟦(.*?)⟧", before, re.S)
+        if not scripts:
+            return
         ids = self.tokenizer.encode(scripts[-1] if before.rstrip().endswith("</think>") else scripts[0], False)
         decoder = self.tokenizer.stream_decoder(params.skip_special_tokens)
         for token in ids[: params.max_tokens]:

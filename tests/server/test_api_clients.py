@@ -79,7 +79,7 @@ def test_text_format_holds_the_answer_to_a_schema(client: openai.OpenAI) -> None
 def test_mistakes_reach_the_openai_client_with_their_place(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="demo", input=ASK, previous_response_id="resp_1")
-    assert caught.value.param == "previous_response_id" and caught.value.code == "unsupported_parameter"
+    assert caught.value.param == "previous_response_id" and caught.value.code == "previous_response_not_found"
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="demo", input="mill " * 5000)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "input"

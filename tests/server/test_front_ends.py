@@ -157,6 +157,17 @@ def test_a_request_is_found_from_any_front_end_by_its_own_key_alone(server: Serv
     sock.close()
 
 
+def test_a_stored_response_is_found_from_any_front_end(server: Server) -> None:
+    first, second = each_front(server)
+    asked = {"input": "x", "max_output_tokens": 2}
+    name = send(first, "POST", "/v1/responses", asked, ONE).json["id"]
+    assert send(second, "GET", f"/v1/responses/{name}", headers=ONE).json["id"] == name
+    assert send(second, "GET", f"/v1/responses/{name}", headers=TWO).status == 404
+    assert send(second, "POST", "/v1/responses", {**asked, "previous_response_id": name}, ONE).json["previous_response_id"] == name
+    assert send(second, "DELETE", f"/v1/responses/{name}", headers=ONE).json["deleted"]
+    assert [send(each, "GET", f"/v1/responses/{name}", headers=ONE).status for each in (first, second)] == [404, 404]
+
+
 def test_prefixes_and_the_queue_are_those_of_the_whole_server(server: Server) -> None:
     server.wait_idle(headers=ONE)
     first, second = each_front(server)

@@ -99,8 +99,9 @@ def test_options_come_by_this_apis_names() -> None:
         ({"text": {"x": 1}}, "text.x"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"store": True}, "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"xyz": 1}, "xyz"),
     ],
 )
@@ -171,7 +172,7 @@ def test_reasoning_text_and_calls_become_items() -> None:
         {"id": "msg", "status": "completed", "type": "message", "role": "assistant", "content": [said]},
         {"id": "fc", "status": "completed", "type": "function_call", "call_id": "c0", "name": "f", "arguments": '{"a": 1}'},
     ]
-    assert whole["status"] == "completed" and whole["metadata"] == {"k": "v"} and whole["store"] is False
+    assert whole["status"] == "completed" and whole["metadata"] == {"k": "v"}
     assert whole["usage"]["output_tokens"] == 5 and whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 
 

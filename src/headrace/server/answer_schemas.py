@@ -94,9 +94,12 @@ RESPONSE = record(
                 "total_tokens": COUNT,
             }
         ),
-        "store": {"const": False},
+        "store": {"type": "boolean"},
+        "previous_response_id": nullable(TEXT),
     }
 )
+DELETED = record({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}})
+ITEMS = record({"object": {"const": "list"}, "data": array(OBJECT), "has_more": {"type": "boolean"}})
 
 TOKENS = record({"count": COUNT, "max_model_len": COUNT, "tokens": _IDS, "token_strs": nullable(array(TEXT))})
 TOKENIZER = record({"tokenizer_class": TEXT, "chat_template": nullable(TEXT)})

@@ -137,6 +137,9 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", generate.chat_completions, "answer a conversation", body=fields.CHAT, answer=answers.CHAT),
     Route("POST", "/v1/completions", generate.completions, "complete texts", body=fields.COMPLETION, answer=answers.COMPLETION),
     Route("POST", "/v1/responses", responses.responses, "the same, as OpenAI's Responses API", body=fields.RESPONSES, answer=answers.RESPONSE),
+    Route("GET", "/v1/responses/{id}", responses.show, "a response that was stored", answer=answers.RESPONSE),
+    Route("DELETE", "/v1/responses/{id}", responses.delete, "forget a stored response", answer=answers.DELETED),
+    Route("GET", "/v1/responses/{id}/input_items", responses.input_items, "what a stored response answers", answer=answers.ITEMS),
     Route(
         "POST", "/v1/messages", anthropic.messages, "the same, as Anthropic's Messages API",
         body=fields.MESSAGES, answer=answers.MESSAGE, errors=_AS_ANTHROPIC,
@@ -156,22 +159,26 @@ _VERSION = "/v1"
 
 
 class RouteTable:
-    """Exact paths first, then the longest prefix of a ``{name}`` route."""
+    """Exact paths first, then those with a ``{name}`` and something behind it, then those that end in one."""
 
     def __init__(self, routes: tuple[Route, ...] = ROUTES) -> None:
         self.routes = routes
         self._exact: dict[str, dict[str, Route]] = {}
-        self._prefixes: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            prefix, brace, _ = route.path.partition("{")
-            (self._prefixes if brace else self._exact).setdefault(prefix, {})[route.method] = route
+        self._named: dict[tuple[str, str], dict[str, Route]] = {}
+        for route in sorted(routes, key=lambda route: -len(route.path.partition("}")[2])):
+            prefix, brace, rest = route.path.partition("{")
+            by_method = self._named.setdefault((prefix, rest.partition("}")[2]), {}) if brace else self._exact.setdefault(prefix, {})
+            by_method[route.method] = route
 
     def match(self, path: str) -> dict[str, Route]:
         """Routes by method; empty where there is no such path."""
         found = self._exact.get(path)
         if found is not None:
             return found
-        return next((by_method for prefix, by_method in self._prefixes.items() if path.startswith(prefix) and path != prefix), {})
+        for (prefix, suffix), by_method in self._named.items():
+            if path.startswith(prefix) and path.endswith(suffix) and len(path) > len(prefix) + len(suffix):
+                return by_method
+        return {}
 
     def hint(self, path: str) -> str:
         """What a client's base URL should be, where that is all that is wrong with a path; else where the routes are listed."""

@@ -48,6 +48,12 @@ class Commons(Protocol):
     async def list_requests(self, tenant: str) -> Sequence[Shown]:
         """The other front ends'."""
 
+    async def find_response(self, name: str, tenant: str) -> tuple[bytes, bytes] | None:
+        """Another front end's: items and response."""
+
+    async def delete_response(self, name: str, tenant: str) -> bool:
+        """Another front end's, if there is one."""
+
 
 class Newest:
     """Asks the engine for its numbers, and remembers them."""
@@ -85,3 +91,9 @@ class Alone:
 
     async def list_requests(self, tenant: str) -> Sequence[Shown]:
         return ()
+
+    async def find_response(self, name: str, tenant: str) -> tuple[bytes, bytes] | None:
+        return None
+
+    async def delete_response(self, name: str, tenant: str) -> bool:
+        return False

@@ -17,7 +17,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 ANY = "*"
 PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer
-_METHODS = b"GET, HEAD, POST, OPTIONS"
+_METHODS = b"GET, HEAD, POST, DELETE, OPTIONS"
 _EXPOSED = b"x-request-id, retry-after"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII)
 _USUAL_PORT = re.compile(r"(?<=^https:)(//.*):443$|(?<=^http:)(//.*):80$")

@@ -89,6 +89,11 @@ class FrontEnd:
             return await requests.standing(self._service, question.name, question.tenant)
         if isinstance(question, together.ListRequests):
             return requests.running(self._service, question.tenant)
+        if isinstance(question, together.FindResponse):
+            found = self._service.stored.find(question.tenant, question.name)
+            return None if found is None else (found.items, found.response)
+        if isinstance(question, together.DeleteResponse):
+            return self._service.stored.delete(question.tenant, question.name) or None
         return None
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -65,16 +65,19 @@ async def converse(
     parse: Callable[[Mapping[str, Any], Mapping[str, Any]], Asked],
     create_answer: Callable[[Asked, Shape, PromptState, Tokenizer | None, CreateParser], Answer],
     param: str = "messages",
+    complete: Callable[[Asked], Awaitable[Asked]] | None = None,
 ) -> None:
     """Every route that answers a conversation. ``param`` is what the client calls the conversation.
 
-    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content.
+    ``create_answer`` gets what makes a parser for one choice's text, or None where all of it is content. ``complete`` adds to the
+    request what its body only refers to.
     """
     engine = service.engine
     request = await service.bodies.read(exchange, lambda raw: parse(raw, service.defaults))
     model = service.check_model(request.options.model)
     exchange.watch_disconnect()
     with service.admit(exchange, 1):
+        request = request if complete is None else await complete(request)
         parsed = await render_chat(service, request.messages, request.conversation, param)
         form, params, options = _formed(service, request, parsed.text or "")
         create_parser = form.create_parser

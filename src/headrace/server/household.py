@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace import errors
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine import process as frames
@@ -306,10 +308,8 @@ class Household:
 
     async def _ask_others(self, asking: FrontEnd, question: together.Question) -> list[Any]:
         def again(number: int) -> together.Question:
-            if isinstance(question, together.FindRequest):
-                return together.FindRequest(number, question.name, question.tenant)
-            assert isinstance(question, together.ListRequests)
-            return together.ListRequests(number, question.tenant)
+            passed_on: together.Question = msgspec.structs.replace(question, number=number)
+            return passed_on
 
         others = [front.talk for front in self._fronts.values() if front is not asking and front.talk is not None and front.lines is not None]
         return await together.ask_all(others, again)

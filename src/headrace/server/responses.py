@@ -1,48 +1,155 @@
-"""/v1/responses: answers as OpenAI's Responses API has them. Nothing is stored.
+"""/v1/responses: answers as OpenAI's Responses API has them.
 
-What lives here: the response object, its items, its events, the handler. What may not: reading requests (protocol/responses.py),
-generation.
+What lives here: the response object, its items, its events, the handlers. What may not: reading requests (protocol/responses.py),
+generation, where responses are kept (stored.py).
 """
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
-from headrace.errors import HeadraceError
+import msgspec
+
+from headrace.errors import HeadraceError, InvalidRequest, NotFound
 from headrace.server import generate
 from headrace.server.answers import PromptState, Shape
 from headrace.server.exchange import Exchange
+from headrace.server.messages import text_of
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.parts import Kind, Part, PartsAnswer
 from headrace.server.protocol.responses import ResponsesRequest, parse_responses
 from headrace.server.service import CreateParser, Service, Tokenizer
+from headrace.server.stored import Stored
 from headrace.server.wire import ErrorShape, encode, error_object, quote
 
+_INPUT_ITEMS = "/input_items"
+_PAGE = 20  # items
+_MOST_QUERIES = 16
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 async def responses(service: Service, exchange: Exchange) -> None:
-    await generate.converse(service, exchange, parse_responses, partial(_create_answer, exchange), param="input")
+    asked = _Asked(service, exchange)
+    await generate.converse(service, exchange, parse_responses, asked.create_answer, "input", asked.complete)
 
 
-def _create_answer(
-    exchange: Exchange, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
-) -> ResponseAnswer:
-    answer = ResponseAnswer(shape, prompt, create_parser(), request.shown)
-    exchange.errors = ResponseErrors(answer)
-    return answer
+class _Asked:
+    """One request and what is kept of it."""
+
+    def __init__(self, service: Service, exchange: Exchange) -> None:
+        self._service, self._exchange = service, exchange
+        self._items: bytes | None = None
+
+    async def complete(self, request: ResponsesRequest) -> ResponsesRequest:
+        """With the conversation before it."""
+        if request.previous is not None:
+            found = await _find(self._service, request.previous, self._exchange.tenant)
+            if found is None:
+                raise InvalidRequest(
+                    f"There is no response {request.previous[:100]!r} of yours, or it is not kept any more; send the whole conversation as input.",
+                    param="previous_response_id", code="previous_response_not_found",
+                )  # fmt: skip
+            request = await self._service.threads.run(found.size, lambda: request.after(_conversation(found)))
+        if request.store:
+            items = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in request.items]
+            self._items = await self._service.threads.run(sum(map(_length, request.messages)), lambda: encode(items))
+        return request
+
+    def create_answer(
+        self, request: ResponsesRequest, shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+    ) -> ResponseAnswer:
+        answer = ResponseAnswer(shape, prompt, create_parser(), request.shown, self._keep)
+        self._exchange.errors = ResponseErrors(answer)
+        return answer
+
+    def _keep(self, response: Mapping[str, Any]) -> None:
+        if self._items is not None:
+            self._service.stored.put(self._exchange.tenant, response["id"], Stored(self._items, encode(response)))
+
+
+def _length(message: Mapping[str, Any]) -> int:
+    return len(text_of(message["content"]))
+
+
+def _conversation(stored: Stored) -> list[Any]:
+    items: list[Any] = msgspec.json.decode(stored.items)
+    return [*items, *msgspec.json.decode(stored.response)["output"]]
+
+
+async def _find(service: Service, name: str, tenant: str) -> Stored | None:
+    """This front end's or another's."""
+    if (found := service.stored.find(tenant, name)) is not None:
+        return found
+    told = await service.commons.find_response(name, tenant)
+    return None if told is None else Stored(*told)
+
+
+async def _require(service: Service, exchange: Exchange) -> Stored:
+    name = _name(exchange)
+    found = await _find(service, name, exchange.tenant)
+    if found is None:
+        raise _unknown(name)
+    return found
+
+
+def _name(exchange: Exchange) -> str:
+    return exchange.path.removeprefix("/v1/responses/").removesuffix(_INPUT_ITEMS)
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(
+        f"There is no response {name[:100]!r} of yours, or it is not kept any more; store is for a day, within bounds.",
+        param="response_id", code="response_not_found",
+    )  # fmt: skip
+
+
+async def show(service: Service, exchange: Exchange) -> None:
+    found = await _require(service, exchange)
+    await exchange.reply(200, found.response)
+
+
+async def delete(service: Service, exchange: Exchange) -> None:
+    name = _name(exchange)
+    if not (service.stored.delete(exchange.tenant, name) or await service.commons.delete_response(name, exchange.tenant)):
+        raise _unknown(name)
+    await exchange.reply_json({"id": name, "object": "response", "deleted": True})
+
+
+async def input_items(service: Service, exchange: Exchange) -> None:
+    """Newest first, by default, and a page at a time."""
+    found = await _require(service, exchange)
+    query = dict(parse_qsl(exchange.scope.get("query_string", b"").decode("latin-1"), max_num_fields=_MOST_QUERIES))
+    items: list[Any] = msgspec.json.decode(found.items)
+    if query.get("order", "desc") == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    first = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
+    limit = int(query["limit"]) if re.fullmatch("[0-9]{1,3}", query.get("limit", "")) else _PAGE
+    page = items[first : first + limit]
+    more = first + limit < len(items)
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    await exchange.reply_json({"object": "list", "data": page, **ends, "has_more": more})
 
 
 class ResponseAnswer(PartsAnswer):
-    """One response, whole or as numbered events. ``shown``: request fields that it repeats."""
+    """One response, whole or as numbered events. ``shown``: request fields that it repeats. ``keep`` gets it once it has ended."""
 
-    def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None, shown: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        prompt: PromptState,
+        parser: OutputParser | None,
+        shown: Mapping[str, Any],
+        keep: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> None:
         super().__init__(shape, prompt, parser)
+        self._keep = keep
         self.id = self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._shown = shown
@@ -58,7 +165,9 @@ class ResponseAnswer(PartsAnswer):
 
     def _ended(self) -> dict[str, Any]:
         reason = _INCOMPLETE.get(self.end_reason)
-        return self._response("completed" if reason is None else "incomplete", incomplete=reason)
+        response = self._response("completed" if reason is None else "incomplete", incomplete=reason)
+        self._keep(response)
+        return response
 
     def _response(self, status: str, *, incomplete: str | None = None, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
         ended = status != "in_progress"
@@ -73,10 +182,8 @@ class ResponseAnswer(PartsAnswer):
             "incomplete_details": None if incomplete is None else {"reason": incomplete},
             "model": self.shape.model,
             "output": [self._item(index) for index in range(len(self.parts))] if ended else [],
-            "previous_response_id": None,
             "service_tier": "default",
             "stop_reason": self.choice.stop_reason,
-            "store": False,
             "system_fingerprint": self.shape.fingerprint,
             "truncation": "disabled",
             "usage": self.usage() if ended else None,

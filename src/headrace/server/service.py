@@ -36,6 +36,7 @@ from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.segments import OutputParser
+from headrace.server.stored import StoredResponses
 from headrace.server.stream import Pulse
 from headrace.server.threads import INLINE_BYTES, Threads
 from headrace.server.tools import Tool, ToolChoice, functions_of
@@ -178,6 +179,7 @@ class Service:
         self.bodies = Bodies(config.max_body_bytes, self.threads, ignored)
         self.inflight = Inflight()
         self.moderator = Moderator()
+        self.stored = StoredResponses()
         self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
         self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"

@@ -101,8 +101,22 @@ class ListRequests(Question):
     tenant: str
 
 
-FromFront = Listening | Ready | Warn | Failed | Answer | AskStats | AskDashboard | FindRequest | ListRequests
-FromParent = Go | Answer | FindRequest | ListRequests
+class FindResponse(Question):
+    """A stored response of this tenant: its two texts."""
+
+    name: str
+    tenant: str
+
+
+class DeleteResponse(Question):
+    """The same, to be forgotten: whether there was one."""
+
+    name: str
+    tenant: str
+
+
+FromFront = Listening | Ready | Warn | Failed | Answer | AskStats | AskDashboard | FindRequest | ListRequests | FindResponse | DeleteResponse
+FromParent = Go | Answer | FindRequest | ListRequests | FindResponse | DeleteResponse
 
 Respond = Callable[[Question], Awaitable[Any]]
 Heard = Callable[[Any], None]
@@ -203,3 +217,10 @@ class Together:
     async def list_requests(self, tenant: str) -> Sequence[Shown]:
         found: Sequence[Shown] = await self._parent.ask(lambda number: ListRequests(number, tenant)) or ()
         return found
+
+    async def find_response(self, name: str, tenant: str) -> tuple[bytes, bytes] | None:
+        found: Sequence[bytes] | None = await self._parent.ask(lambda number: FindResponse(number, name, tenant))
+        return None if found is None else (found[0], found[1])
+
+    async def delete_response(self, name: str, tenant: str) -> bool:
+        return bool(await self._parent.ask(lambda number: DeleteResponse(number, name, tenant)))

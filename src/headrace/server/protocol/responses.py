@@ -5,8 +5,8 @@ What lives here: this route's own fields, items to messages. What may not: what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import InvalidRequest
@@ -36,9 +36,19 @@ _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(ChatRequest):
-    """A checked /v1/responses body. ``shown``: fields that the answer repeats."""
+    """A checked /v1/responses body. ``shown``: fields that the answer repeats. ``items``: the input; ``previous``: whose conversation it
+    goes on with.
+    """
 
     shown: Mapping[str, Any]
+    items: Sequence[Any]
+    previous: str | None
+    store: bool
+
+    def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
+        """With the items of a conversation before its own. Raises InvalidRequest."""
+        messages = _read_items([("previous_response_id", earlier), ("input", self.items)])
+        return replace(self, messages=[*_instructions(self.shown["instructions"]), *messages], items=[*earlier, *self.items])
 
 
 def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ResponsesRequest:
@@ -49,8 +59,13 @@ def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Resp
         values["max_tokens"] = body.get("max_output_tokens")
     _check_text(body.get("text", {}))
     params = sampling_params(body, values, {"max_tokens": "max_output_tokens"})
+    given = body.require("input")
+    items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}] if isinstance(given, str) else given
     return ResponsesRequest(
-        messages=_read_conversation(body),
+        messages=[*_instructions(body.get("instructions")), *_read_items([("input", items)])],
+        items=items,
+        previous=body.get("previous_response_id"),
+        store=body.get("store", True),
         conversation=_template_options(body),
         params=params,
         options=answer_options(body),
@@ -58,6 +73,8 @@ def parse_responses(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Resp
             "instructions": body.get("instructions"),
             "max_output_tokens": body.get("max_output_tokens"),
             "metadata": body.get("metadata", {}),
+            "previous_response_id": body.get("previous_response_id"),
+            "store": body.get("store", True),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "reasoning": {"effort": body.get("reasoning", {}).get("effort"), "summary": None},
             "temperature": params.temperature,
@@ -117,19 +134,19 @@ def _effort(reasoning: dict[str, Any]) -> dict[str, Any]:
     return effort_variables("reasoning.effort", reasoning.get("effort"))
 
 
-def _read_conversation(body: Body) -> Chat:
-    given = body.require("input")
+def _instructions(given: str | None) -> Chat:
+    return [] if given is None else [{"role": "system", "content": given}]
+
+
+def _read_items(lists: Sequence[tuple[str, Sequence[Any]]]) -> Chat:
+    """Lists of items, by what errors call them, as one conversation."""
     reader = _Items()
-    if isinstance(given, str):
-        reader.messages.append({"role": "user", "content": given})
-    else:
-        check_count("input", len(given), MAX_MESSAGES)
-        for index, item in enumerate(given):
-            reader.add(f"input[{index}]", item)
-        reader.end()
-    check_messages("input", reader.messages)
-    instructions = [{"role": "system", "content": body.get("instructions")}] if "instructions" in body else []
-    return [*instructions, *reader.messages]
+    check_count("input", sum(len(items) for _, items in lists), MAX_MESSAGES)
+    for name, items in lists:
+        for index, item in enumerate(items):
+            reader.add(f"{name}[{index}]", item)
+    reader.end()
+    return check_messages("input", reader.messages)
 
 
 class _Items:
@@ -151,7 +168,7 @@ class _Items:
         elif kind == "reasoning":
             self._thoughts += read_texts(f"{where}.content", item.get("content") or [], ("reasoning_text",))
         elif kind == "item_reference":
-            raise InvalidRequest(f"{where} refers to a stored item, but nothing is stored; send the item itself.", param=where)
+            raise InvalidRequest(f"{where} refers to an item, but only whole responses are stored; send the item itself.", param=where)
         else:
             raise refuse_type(where, str(kind), "messages, function_call, function_call_output and reasoning")
 
