@@ -28,7 +28,8 @@ Every setting is a field of a dataclass in `src/headrace/config.py`. A field is 
 - a keyword in Python: `LLM(model, max_num_seqs=64)`,
 
 and is checked in one place, whichever way it came. The command line wins over the file.
-An unknown flag or key is an error that names the nearest one.
+An unknown flag or key is an error that names the nearest one; underscores in flags are hyphens.
+`--help` shows the flags that most people need, `--help=all` every one, `--help=WORD` those about a word.
 This page is written by `python docs/generate.py`.
 
 **Sizes** read as people write them, with vLLM's rule: small letters are decimal (`32k` = 32,000), capitals and `…iB` are binary

@@ -102,8 +102,16 @@ def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 def test_flags_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag exists when some command's --help shows it, the simulation's among them."""
     benchmarks = re.findall(r"^    ([a-z-]+) ", help_text(capsys, "bench"), re.MULTILINE)
-    commands = [(name,) for name in cli.COMMANDS] + [("bench", name) for name in benchmarks]
+    commands = [(name,) for name in cli.COMMANDS] + [("bench", name) for name in benchmarks] + [("models", "remove")]
     simulation = FLAG.findall(simulate.create_parser().format_help())
     known = FOREIGN | set(ELSEWHERE) | set(simulation) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
     assert len(benchmarks) > 4 and not sorted((page, flag) for page, flag in named if flag not in known)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_cpu_build_that_pages_name_is_the_one_tested(page: str) -> None:
+    """Another version would be replaced by the CUDA build when the constraints are met."""
+    root = Path(__file__).parents[2]
+    pinned = re.search(r"^torch==(\S+)$", (root / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned and f"pip install torch=={pinned[1]} --index-url" in (root / page).read_text(encoding="utf-8")

@@ -186,6 +186,7 @@ class Lifecycle:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError, HeadraceError):
             await loading
+        self._announce("Stopped while the engine was loading.")
         return 0
 
     async def _serve(self, engine: Engine) -> int:

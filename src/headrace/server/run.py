@@ -37,8 +37,8 @@ log = logging.getLogger("headrace.server")
 
 
 def say(line: str) -> None:
-    """Lines for the person who started the server."""
-    print(line, file=sys.stderr, flush=True)
+    """Lines for the person who started the server, in place of what a loading engine has drawn on the terminal last."""
+    print(f"\r\x1b[K{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def tell(line: str) -> None:
