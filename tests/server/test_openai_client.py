@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import openai
@@ -193,6 +194,22 @@ def test_a_schema_that_cannot_force_a_call_is_refused_by_name(demo: Server) -> N
     given = {"messages": ASK, "tools": [WEATHER], "tool_choice": "required", "structured_outputs": {"json_object": True}}
     answer = demo.ask("POST", "/v1/chat/completions", given)
     assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather", "a call is no answer in a form"
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "pattern"), [("lark", 'start: "SELECT " ("a" | "b")', "SELECT [ab]"), ("regex", "[0-9]{3}", "[0-9]{3}"), ("", "", None)]
+)
+def test_a_custom_tool_that_is_chosen_is_held_to_its_grammar(demo: Server, syntax: str, definition: str, pattern: str | None) -> None:
+    format = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}} if syntax else {"type": "text"}
+    tools = [{"type": "custom", "custom": {"name": "query", "format": format}}, WEATHER]
+    chosen = {"type": "custom", "custom": {"name": "query"}}
+    body = {"messages": ASK, "tools": tools, "tool_choice": chosen, "max_tokens": 60, "temperature": 0}
+    choice = demo.ask("POST", "/v1/chat/completions", body).json["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["custom"]["name"] == "query" and (pattern is None or re.fullmatch(pattern, call["custom"]["input"]))
+    assert pattern is None or (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    answer = demo.ask("POST", "/v1/chat/completions", {**body, "tool_choice": "required", "max_tokens": 2})
+    assert answer.status == (400 if syntax == "lark" else 200) and (answer.status == 200 or answer.error["param"] == "tool_choice")
 
 
 def test_tools_beside_a_format_of_the_answer(client: openai.OpenAI) -> None:

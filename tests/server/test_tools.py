@@ -136,6 +136,81 @@ def test_the_other_routes_have_the_same_calls(scripted: Server) -> None:
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
 
 
+# --- custom tools
+
+SHELL = {"type": "custom", "custom": {"name": "shell", "description": "Runs a command."}}
+SHELL_CALL = '<tool_call>{"name": "shell", "arguments": {"input": "echo \\"é\\\\\\n\\ud83d\\ude00 \\ud83dx\\u0041\\""}}</tool_call>'
+TYPED_IN = 'echo "é\\\n😀 \ufffdxA"'
+
+
+def test_a_custom_tool_gets_a_text(scripted: Server) -> None:
+    """Without JSON around it, streamed as whole, on both routes; beside functions, whose calls stay what they are."""
+    tools = [SHELL, TIME]
+    text = SHELL_CALL + '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    choice = scripted.ask("POST", "/v1/chat/completions", asked(text, tools=tools)).json["choices"][0]
+    custom, function = choice["message"]["tool_calls"]
+    assert custom == {"id": custom["id"], "type": "custom", "custom": {"name": "shell", "input": TYPED_IN}}
+    assert function["function"] == {"name": "get_time", "arguments": "{}"} and choice["finish_reason"] == "tool_calls"
+    answer = scripted.ask("POST", "/v1/chat/completions", asked(text, tools=tools, stream=True))
+    deltas = [each for event in events_of(answer.body)[:-1] for each in event["choices"][0]["delta"].get("tool_calls", ())]
+    first, *more = [each for each in deltas if each["index"] == 0]
+    assert first == {"index": 0, "id": first["id"], "type": "custom", "custom": {"name": "shell", "input": ""}}
+    assert "".join(each["custom"]["input"] for each in more) == TYPED_IN and len(more) > 5
+    flat = [{"type": "custom", "name": "shell", "format": {"type": "text"}}, {"type": "function", **TIME["function"]}]  # type: ignore[dict-item]
+    asking = {"model": "demo", "seed": SCRIPTED, "input": [{"role": "user", "content": f"⟦{text}⟧"}], "tools": flat}
+    response = scripted.ask("POST", "/v1/responses", asking).json
+    custom, function = response["output"]
+    assert (custom["type"], custom["name"], custom["input"], custom["status"]) == ("custom_tool_call", "shell", TYPED_IN, "completed")
+    assert custom["id"].startswith("ctc_") and function["type"] == "function_call" and response["tools"] == flat
+    answer = scripted.ask("POST", "/v1/responses", {**asking, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: ")]
+    told = {kind: [event for event in events if event["type"] == f"response.custom_tool_call_input.{kind}"] for kind in ("delta", "done")}
+    assert "".join(event["delta"] for event in told["delta"]) == TYPED_IN == told["done"][0]["input"]
+
+
+def test_arguments_that_are_no_text_are_given_as_they_are(scripted: Server) -> None:
+    for arguments in ('{"cmd": "ls"}', '{"input": 5}', "{}", '{"input": "ls", "cwd": "/"}'):
+        call = f'<tool_call>{{"name": "shell", "arguments": {arguments}}}</tool_call>'
+        message = scripted.ask("POST", "/v1/chat/completions", asked(call, tools=[SHELL])).json["choices"][0]["message"]
+        assert message["tool_calls"][0]["custom"]["input"] == ("ls" if "cwd" in arguments else arguments)
+
+
+def test_calls_of_custom_tools_come_back_with_the_conversation(scripted: Server) -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
+    messages = [
+        {"role": "user", "content": "List"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a b"},
+    ]
+    ids = scripted.ask("POST", "/tokenize", {"messages": messages, "tools": [SHELL]}).json["tokens"]
+    prompt = scripted.ask("POST", "/detokenize", {"tokens": ids}).json["prompt"]
+    assert '{"name": "shell", "arguments": {"input": "ls"}}' in prompt and "Runs a command." in prompt and "custom" not in prompt
+    items = [
+        {"role": "user", "content": "List"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "a b"},
+    ]
+    read = parse_responses({"input": items, "tools": [{"type": "custom", "name": "shell"}]}, {}).messages
+    assert read[1]["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"input": "ls"}} and read[2]["role"] == "tool"
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "custom"}, "tools[0].custom"),
+        ({"type": "custom", "custom": {"name": ""}}, "tools[0].custom"),
+        ({"type": "custom", "custom": {"name": "f", "description": 5}}, "tools[0].custom.description"),
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "xml"}}}, "tools[0].custom.format"),
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}}, "tools[0].custom.format"),
+        ({"type": "custom", "custom": {"name": "get_time"}}, "tools"),
+    ],
+)
+def test_custom_tools_that_cannot_be_offered(tool: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(tools=[tool, TIME])
+    assert caught.value.param == param
+
+
 # --- what the model reads
 
 

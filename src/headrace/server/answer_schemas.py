@@ -38,7 +38,9 @@ REQUESTS = record({"object": {"const": "list"}, "data": array(REQUEST)})
 _USAGE = record(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT, "prompt_tokens_details": record({"cached_tokens": COUNT})}
 )
-_FUNCTION_CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
+_CALL = {"id": TEXT, "type": {"enum": ["function", "custom"]}}
+_FUNCTION_CALL = record(_CALL, {"function": record({"name": TEXT, "arguments": TEXT}), "custom": record({"name": TEXT, "input": TEXT})})
+_ITEM = record({"id": TEXT, "type": {"enum": ["message", "reasoning", "function_call", "custom_tool_call"]}, "status": TEXT})
 _CHAT_CHOICE = record(
     {
         "index": COUNT,
@@ -82,7 +84,7 @@ RESPONSE = record(
         "created_at": COUNT,
         "status": {"enum": ["completed", "incomplete"]},
         "model": TEXT,
-        "output": array(record({"id": TEXT, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": TEXT}), minItems=1),
+        "output": array(_ITEM, minItems=1),
         "incomplete_details": nullable(record({"reason": {"enum": ["max_output_tokens", "content_filter"]}})),
         "error": {"type": "null"},
         "usage": record(

@@ -28,6 +28,7 @@ from headrace.server.tools import (
     check_arguments,
     check_references,
     forced_schema,
+    grammar_of,
     parameters_of,
     types_of,
 )
@@ -52,6 +53,9 @@ def hold(
     Where a call is asked for, no answer is, whatever form ``wanted`` gives it; else there may be calls instead of one.
     Raises InvalidRequest for tools that cannot be called so.
     """
+    form = replace(form, customs=tuple(choice.customs)) if choice.customs else form
+    if choice.forced and tools and (custom := grammar_of(tools, choice)) is not None:
+        form, tools, wanted = replace(form, tools=None, text_of=custom[0]), None, StructuredOutputs(grammar=custom[1].definition)
     if choice.forced and tools:
         form, calls = _hold_to_calls(form, tools, choice, special)
         return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls

@@ -5,10 +5,12 @@ What lives here: messages, tools and template variables. What may not: templates
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from headrace.engine.contents import joined
 from headrace.errors import InvalidRequest
+from headrace.server.custom import Grammar, read_custom
+from headrace.server.parsing.texts import INPUT
 from headrace.server.wire import decode_object
 
 MAX_MESSAGES = 10_000
@@ -89,6 +91,9 @@ def _read_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _read_tool_call(where: str, call: Any) -> dict[str, Any]:
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if isinstance(custom, dict) and isinstance(custom.get("name"), str) and isinstance(custom.get(INPUT), str):
+        return {"id": call.get("id"), "type": "function", "function": {"name": custom["name"], "arguments": {INPUT: custom[INPUT]}}}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type")
@@ -114,14 +119,25 @@ def read_tools(value: list[Any] | None) -> list[dict[str, Any]] | None:
         return None
     if len(value) > MAX_TOOLS:
         raise InvalidRequest(f"tools holds {len(value)} tools; send at most {MAX_TOOLS}.", param="tools")
-    for index, tool in enumerate(value):
-        _check_tool(f"tools[{index}]", tool)
-    return value
+    return [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(value)]
+
+
+def read_customs(value: list[Any] | None) -> dict[str, Grammar | None]:
+    """The custom tools among those that ``read_tools`` has read, by name."""
+    found = [read_custom(f"tools[{index}].custom", tool["custom"]) for index, tool in enumerate(value or ()) if tool["type"] == "custom"]
+    return {function["function"]["name"]: grammar for function, grammar in found}
+
+
+def _read_tool(where: str, tool: Any) -> dict[str, Any]:
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        return read_custom(f"{where}.custom", tool.get("custom"))[0]
+    _check_tool(where, tool)
+    return cast(dict[str, Any], tool)
 
 
 def _check_tool(where: str, tool: Any) -> None:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidRequest(f"{where} must be an object of type function.", param=where, code="invalid_type")
+        raise InvalidRequest(f"{where} must be an object of type function or custom.", param=where, code="invalid_type")
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise InvalidRequest(f"{where}.function must be an object with a name.", param=f"{where}.function", code="invalid_type")

@@ -61,6 +61,11 @@ def _members(segment: Segment) -> str:
     if isinstance(segment, Reasoning):
         text = quote(segment.text)
         return f'"reasoning_content":{text},"reasoning":{text}'
+    if isinstance(segment, ToolCallArguments) and segment.custom:
+        return f'"tool_calls":[{{"index":{segment.index},"custom":{{"input":{quote(segment.text)}}}}}]'
+    if isinstance(segment, ToolCallStart) and segment.custom:
+        custom = f'{{"name":{quote(segment.name)},"input":""}}'
+        return f'"tool_calls":[{{"index":{segment.index},"id":{quote(segment.id)},"type":"custom","custom":{custom}}}]'
     if isinstance(segment, ToolCallArguments):
         return f'"tool_calls":[{{"index":{segment.index},"function":{{"arguments":{quote(segment.text)}}}}}]'
     function = f'{{"name":{quote(segment.name)},"arguments":""}}'
@@ -85,8 +90,10 @@ def _calls_of(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     for each in segments:
         if isinstance(each, ToolCallArguments):
             texts.setdefault(each.index, []).append(each.text)
-    return [
-        {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": "".join(texts.get(each.index, ()))}}
-        for each in segments
-        if isinstance(each, ToolCallStart)
-    ]
+    return [_call_of(each, "".join(texts.get(each.index, ()))) for each in segments if isinstance(each, ToolCallStart)]
+
+
+def _call_of(start: ToolCallStart, text: str) -> dict[str, Any]:
+    if start.custom:
+        return {"id": start.id, "type": "custom", "custom": {"name": start.name, "input": text}}
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": text}}

@@ -32,6 +32,7 @@ class Part:
     name: str = ""
     pieces: list[str] = field(default_factory=list)
     closed: bool = False
+    custom: bool = False  # a call whose text is no JSON
 
     @property
     def text(self) -> str:
@@ -126,7 +127,7 @@ class PartsAnswer(ABC):
 
     def _change(self, segment: Segment) -> str:
         if isinstance(segment, ToolCallStart):
-            return self._enter(Part(Kind.CALL, segment.id, segment.name))
+            return self._enter(Part(Kind.CALL, segment.id, segment.name, custom=segment.custom))
         events, kind = "", self._kind_of(segment)
         if not segment.text:
             return ""

@@ -196,6 +196,8 @@ class ResponseAnswer(PartsAnswer):
         last = index == len(self.parts) - 1
         status = "in_progress" if not part.closed else "incomplete" if last and self._cut else "completed"
         item: dict[str, Any] = {"id": self._item_ids[index], "status": status}
+        if part.custom:
+            return {**item, "type": "custom_tool_call", "call_id": part.id, "name": part.name, "input": part.text}
         if part.kind is Kind.CALL:
             return {**item, "type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.text}
         content = [_content(part, part.text)] if part.closed else []
@@ -226,7 +228,7 @@ class ResponseAnswer(PartsAnswer):
         return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
 
     def open(self, index: int, part: Part) -> str:
-        item_id = f"{_ID_PREFIXES[part.kind]}_{uuid.uuid4().hex}"
+        item_id = f"{'ctc' if part.custom else _ID_PREFIXES[part.kind]}_{uuid.uuid4().hex}"
         self._item_ids.append(item_id)
         place = f'"item_id":"{item_id}","output_index":{index}'
         self._places.append(place if part.kind is Kind.CALL else f'{place},"content_index":0')
@@ -237,8 +239,8 @@ class ResponseAnswer(PartsAnswer):
         return self._about(index, f"{_stem(part)}.delta", "delta", quote(text))
 
     def close(self, index: int, part: Part) -> str:
-        name = "arguments" if part.kind is Kind.CALL else "text"
-        named = f',"name":{quote(part.name)}' if part.kind is Kind.CALL else ""
+        name = "input" if part.custom else "arguments" if part.kind is Kind.CALL else "text"
+        named = f',"name":{quote(part.name)}' if part.kind is Kind.CALL and not part.custom else ""
         events = self._about(index, f"{_stem(part)}.done", name, quote(part.text) + named)
         if part.kind is not Kind.CALL:
             events += self._content_part("done", index, part.text)
@@ -291,4 +293,6 @@ def _content(part: Part, text: str) -> dict[str, Any]:
 
 def _stem(part: Part) -> str:
     """Of the events about a part's text."""
+    if part.custom:
+        return "response.custom_tool_call_input"
     return {Kind.REASONING: "response.reasoning_text", Kind.TEXT: "response.output_text", Kind.CALL: "response.function_call_arguments"}[part.kind]

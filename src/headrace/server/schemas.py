@@ -56,12 +56,21 @@ def _allowed(choice: Schema) -> Mapping[str, Schema]:
 _STOP = array({"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}, maxItems=MAX_STOP_STRINGS)
 _TEXT_PART = _typed("text", {"text": TEXT})
 _CHAT_TEXT = either(TEXT, array(either(_TEXT_PART, _typed("refusal", {"refusal": TEXT}))))
-_CHAT_CALL = record({"function": record({"name": TEXT}, {"arguments": either(TEXT, OBJECT)})})
+_CHAT_CALL = either(
+    record({"function": record({"name": TEXT}, {"arguments": either(TEXT, OBJECT)})}),
+    _typed("custom", {"custom": record({"name": TEXT, "input": TEXT})}),
+)
 _CHAT_MESSAGE = either(
     record({"role": {"enum": [role for role in ROLES if role != "assistant"]}, "content": _CHAT_TEXT}),
     record({"role": {"const": "assistant"}}, {"content": nullable(_CHAT_TEXT), "tool_calls": nullable(array(_CHAT_CALL, maxItems=MAX_TOOLS))}),
 )
-_CHAT_TOOL = _typed("function", {"function": record({"name": _FUNCTION_NAME}, {"parameters": OBJECT})})
+_GRAMMAR = record({"syntax": {"enum": ["lark", "regex"]}, "definition": TEXT})
+_FREE = _typed("text")
+_CHAT_CUSTOM = {"description": nullable(TEXT), "format": nullable(either(_FREE, _typed("grammar", {"grammar": _GRAMMAR})))}
+_CHAT_TOOL = either(
+    _typed("function", {"function": record({"name": _FUNCTION_NAME}, {"parameters": OBJECT})}),
+    _typed("custom", {"custom": record({"name": _FUNCTION_NAME}, _CHAT_CUSTOM)}),
+)
 
 _TEXTS = either(TEXT, array(_TEXT_PART))
 _RESULT = _typed("tool_result", {"tool_use_id": TEXT}, {"content": nullable(_TEXTS)})
@@ -80,9 +89,15 @@ _ITEM = either(
     record({"role": {"enum": [role for role in ROLES if role != "tool"]}, "content": _ITEM_TEXTS}, {"type": nullable({"const": "message"})}),
     _typed("function_call", {"call_id": TEXT, "name": TEXT, "arguments": TEXT}),
     _typed("function_call_output", {"call_id": TEXT, "output": _ITEM_TEXTS}),
+    _typed("custom_tool_call", {"call_id": TEXT, "name": TEXT, "input": TEXT}),
+    _typed("custom_tool_call_output", {"call_id": TEXT, "output": _ITEM_TEXTS}),
     _typed("reasoning", {}, {"content": nullable(array(_typed("reasoning_text", {"text": TEXT})))}),
 )
-_ITEM_TOOL = _typed("function", {"name": _FUNCTION_NAME}, {"description": nullable(TEXT), "parameters": nullable(OBJECT)})
+_ITEM_FORMAT = nullable(either(_FREE, _typed("grammar", dict(_GRAMMAR["properties"]))))
+_ITEM_TOOL = either(
+    _typed("function", {"name": _FUNCTION_NAME}, {"description": nullable(TEXT), "parameters": nullable(OBJECT)}),
+    _typed("custom", {"name": _FUNCTION_NAME}, {"description": nullable(TEXT), "format": _ITEM_FORMAT}),
+)
 
 
 def _format(**schema: Schema) -> Schema:
@@ -166,8 +181,8 @@ _BY_NAME: Mapping[str, Schema] = {
 }  # fmt: skip
 
 _CHOICES = {"enum": ["auto", "none", "required"]}
-_CHAT_CHOICE = _typed("function", {"function": record({"name": TEXT})})
-_ITEM_CHOICE = _typed("function", {"name": TEXT})
+_CHAT_CHOICE = either(*(_typed(kind, {kind: record({"name": TEXT})}) for kind in ("function", "custom")))
+_ITEM_CHOICE = either(*(_typed(kind, {"name": TEXT}) for kind in ("function", "custom")))
 _ANSWER_TOKENS = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
 _CHAT_MESSAGES = array(_CHAT_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
 _STREAM_OPTIONS: Schema = {

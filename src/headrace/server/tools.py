@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from headrace.server.custom import Customs, Grammar
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
 
 Tool = Mapping[str, Any]
@@ -34,7 +35,7 @@ class Mode(Enum):
 class ToolChoice:
     """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those offered may be called.
 
-    ``places``: of each tool that is offered, what the client calls its schema.
+    ``places``: of each tool that is offered, what the client calls its schema. ``customs``: those that take a text.
     """
 
     mode: Mode = Mode.AUTO
@@ -42,6 +43,7 @@ class ToolChoice:
     parallel: bool = True
     only: bool = False
     places: tuple[str, ...] = ()
+    customs: Customs = field(default_factory=dict)
 
     @property
     def shown(self) -> bool:
@@ -58,7 +60,12 @@ class ToolChoice:
 
 
 def offer(
-    choice: Any, tools: Sequence[dict[str, Any]] | None, *, parallel: bool = True, place: str = "function.parameters"
+    choice: Any,
+    tools: Sequence[dict[str, Any]] | None,
+    *,
+    parallel: bool = True,
+    place: str = "function.parameters",
+    customs: Customs | None = None,
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
     """What the model is shown, and what is made of it. ``choice`` is as OpenAI's routes have it. Raises InvalidRequest.
 
@@ -73,7 +80,10 @@ def offer(
     read = _read_choice(mode, tools, parallel)
     places = tuple(f"tools[{index}].{place}" for index, _ in given)
     shown = [tool for _, tool in given] if read.shown else []
-    return shown or None, replace(read, only=allowed is not None, places=places)
+    twice = next((name for name in customs or () if names_of(tools).count(name) > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"tools holds more than one of the name {twice[:100]!r}; rename the others.", param="tools")
+    return shown or None, replace(read, only=allowed is not None, places=places, customs=customs or {})
 
 
 def _allowed(choice: Any) -> tuple[set[str] | None, Any]:
@@ -172,6 +182,16 @@ def call_schema(tools: Sequence[Tool], choice: ToolChoice, format: ToolFormat) -
 def parameters_of(tool: Tool) -> Mapping[str, Any]:
     given: Mapping[str, Any] | None = tool["function"].get("parameters")
     return {"type": "object", **given} if given else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> tuple[str, Grammar] | None:
+    """The one tool that must be called, and the grammar of its text, where JSON cannot hold it. Raises InvalidRequest where others may, too."""
+    offered = [_name_of(tool) for tool in tools if not choice.name or _name_of(tool) == choice.name]
+    held = [(name, grammar) for name in offered if (grammar := choice.customs.get(name)) is not None and grammar.syntax == "lark"]
+    if held and len(offered) > 1:
+        reason = f"no call can be held to the lark grammar of {held[0][0][:100]!r} where another tool may be called instead"
+        raise InvalidRequest(f"{reason}; choose it by name.", param="tool_choice")
+    return held[0] if held else None
 
 
 def offered_schemas(tools: Sequence[Tool], choice: ToolChoice) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ from headrace.server.parsing.arguments import Types
 from headrace.server.parsing.formats import Dialect, ReasoningFormat, ToolFormat
 from headrace.server.parsing.parser import FormatParser
 from headrace.server.parsing.segments import OutputParser
+from headrace.server.parsing.texts import CustomCalls, WholeText
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -25,7 +26,7 @@ class Form:
     """What the answers of one request are made of. ``opened``: the prompt has begun the reasoning.
 
     ``functions``: what may be called; ``only``: nothing else may. ``fixed_name``: only arguments of this one are written. ``single``:
-    nothing follows the first call.
+    nothing follows the first call. ``customs``: functions that take a text. ``text_of``: what the user reads is this one's text.
     """
 
     tools: ToolFormat | None = None
@@ -37,11 +38,17 @@ class Form:
     only: bool = False
     id_length: int = 0
     id_form: str = ""
+    customs: tuple[str, ...] = ()
+    text_of: str = ""
 
     def create_parser(self) -> OutputParser | None:
         """For one answer; None where its text is content throughout."""
-        if self.tools is None and self.reasoning is None:
-            return None
+        parser = None if self.tools is None and self.reasoning is None else self._create_parser()
+        if self.text_of:
+            return WholeText(parser, self.text_of, create_call_id)
+        return CustomCalls(parser, self.customs) if parser is not None and self.customs else parser
+
+    def _create_parser(self) -> OutputParser:
         return FormatParser(
             self.tools,
             self.reasoning,

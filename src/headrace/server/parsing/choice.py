@@ -110,7 +110,7 @@ def _tried(guessed: ToolFormat | None, rendered: tuple[str, str], *, named: bool
     if guessed is not None and reads_back(guessed, *rendered):
         return guessed, [] if named else [Decision("tool_call_parser", guessed.name, "a call of the chat template's reads back")]
     if named and guessed is not None:
-        why = "but a call that the chat template renders does not read back by it; auto tries them all"
+        why = "as named, though a call that the chat template renders does not read back; auto tries all formats"
         return guessed, [Decision("tool_call_parser", guessed.name, why)]
     found = next((each for each in TOOL_FORMATS.values() if reads_back(each, *rendered)), None)
     if found is not None:

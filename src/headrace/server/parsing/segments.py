@@ -30,6 +30,7 @@ class ToolCallStart:
     index: int
     id: str
     name: str
+    custom: bool = False  # what follows is a text and no JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ToolCallArguments:
 
     index: int
     text: str
+    custom: bool = False
 
 
 Segment = Reasoning | Content | ToolCallStart | ToolCallArguments

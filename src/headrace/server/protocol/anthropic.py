@@ -77,9 +77,7 @@ def _template_options(body: Body, messages: Chat) -> TemplateOptions:
     effort = _effort(body.get("output_config", {}))
     variables = {**effort, **_thinking(body.get("thinking")), **check_template_kwargs(body.get("chat_template_kwargs"))}
     continues = messages[-1]["role"] == "assistant"
-    return TemplateOptions(
-        tools=shown, choice=choice, variables=variables, add_generation_prompt=not continues, continue_final_message=continues
-    )
+    return TemplateOptions(tools=shown, choice=choice, variables=variables, add_generation_prompt=not continues, continue_final_message=continues)
 
 
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import InvalidRequest
+from headrace.server.custom import Grammar, read_custom
 from headrace.server.fields import RESPONSES
 from headrace.server.messages import MAX_MESSAGES, ROLES, check_template_kwargs, content_of
+from headrace.server.parsing.texts import INPUT
 from headrace.server.protocol.blocks import (
     Chat,
     check_count,
@@ -96,18 +98,25 @@ def _check_text(text: dict[str, Any]) -> None:
 
 
 def _template_options(body: Body) -> TemplateOptions:
-    tools = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(check_tools(body.get("tools", [])))]
+    tools, customs = [], {}
+    for index, tool in enumerate(check_tools(body.get("tools", []))):
+        function, grammar = _read_tool(f"tools[{index}]", tool)
+        tools.append(function)
+        if tool["type"] == "custom":
+            customs[function["function"]["name"]] = grammar
     choice, parallel = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True)
-    shown, read = offer(_read_choice(choice), tools, parallel=parallel, place="parameters")
+    shown, read = offer(_read_choice(choice), tools, parallel=parallel, place="parameters", customs=customs)
     variables = {**_effort(body.get("reasoning", {})), **check_template_kwargs(body.get("chat_template_kwargs"))}
     return TemplateOptions(tools=shown, choice=read, variables=variables)
 
 
-def _read_tool(where: str, tool: Any) -> dict[str, Any]:
+def _read_tool(where: str, tool: Any) -> tuple[dict[str, Any], Grammar | None]:
     kind = read_type(where, tool)
+    if kind == "custom":
+        return read_custom(where, tool)
     if kind != "function":
-        raise refuse_type(where, kind, "tools of type function, which the client runs")
-    return function_tool(where, tool, "parameters")
+        raise refuse_type(where, kind, "tools of type function and custom, which the client runs")
+    return function_tool(where, tool, "parameters"), None
 
 
 def _read_choice(choice: Any) -> Any:
@@ -119,8 +128,8 @@ def _read_choice(choice: Any) -> Any:
     kind = read_type("tool_choice", choice)
     if kind == "allowed_tools":
         return choice
-    if kind != "function":
-        raise refuse_type("tool_choice", kind, "a choice of type function or allowed_tools")
+    if kind not in ("function", "custom"):
+        raise refuse_type("tool_choice", kind, "a choice of type function, custom or allowed_tools")
     return {"type": "function", "function": {"name": read_text("tool_choice", choice, "name")}}
 
 
@@ -160,9 +169,9 @@ class _Items:
         kind = read_object(where, item).get("type")
         if kind in (None, "message"):
             self._add_message(where, item)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._add_call(where, item)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = read_texts(f"{where}.output", item.get("output"), _TEXT_KINDS)
             self.messages.append({"role": "tool", "tool_call_id": read_text(where, item, "call_id"), "content": content_of(output)})
         elif kind == "reasoning":
@@ -170,7 +179,7 @@ class _Items:
         elif kind == "item_reference":
             raise InvalidRequest(f"{where} refers to an item, but only whole responses are stored; send the item itself.", param=where)
         else:
-            raise refuse_type(where, str(kind), "messages, function_call, function_call_output and reasoning")
+            raise refuse_type(where, str(kind), "messages, calls (function_call, custom_tool_call) and their outputs, and reasoning")
 
     def end(self) -> None:
         if self._thoughts:
@@ -187,7 +196,10 @@ class _Items:
             self.messages.append({"role": "system" if role == "developer" else role, "content": content})
 
     def _add_call(self, where: str, item: dict[str, Any]) -> None:
-        arguments = read_arguments(f"{where}.arguments", read_text(where, item, "arguments"))
+        if item["type"] == "custom_tool_call":
+            arguments = {INPUT: read_text(where, item, INPUT)}
+        else:
+            arguments = read_arguments(f"{where}.arguments", read_text(where, item, "arguments"))
         call = tool_call(read_text(where, item, "call_id"), read_text(where, item, "name"), arguments)
         last = self.messages[-1] if self.messages else {}
         message = last if last.get("role") == "assistant" and not self._thoughts else self._assistant()

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import Expectations, SamplingParams, shown
-from headrace.server.messages import check_template_kwargs, read_tools
+from headrace.server.messages import check_template_kwargs, read_customs, read_tools
 from headrace.server.protocol.body import Body, check_size
 from headrace.server.protocol.structured import format_name, read_structured_outputs
 from headrace.server.tools import ToolChoice, offer
@@ -64,11 +64,12 @@ class TemplateOptions:
 def template_options(body: Body) -> TemplateOptions:
     """For the routes that take tools and variables as chat completions do."""
     tools = read_tools(body.get("tools"))
-    tools, choice = offer(body.get("tool_choice", "auto"), tools, parallel=body.get("parallel_tool_calls", True))
+    choice, parallel, customs = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True), read_customs(body.get("tools"))
+    tools, read = offer(choice, tools, parallel=parallel, customs=customs)
     continues = body.get("continue_final_message", False)
     return TemplateOptions(
         tools=tools,
-        choice=choice,
+        choice=read,
         add_generation_prompt=body.get("add_generation_prompt", not continues),
         continue_final_message=continues,
         variables={
