@@ -20,6 +20,10 @@ from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.cli import main
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
+from headrace.server.forced import hold
+from headrace.server.parsing import form_of
+from headrace.server.parsing.formats import TOOL_FORMATS, Dialect
+from headrace.server.tools import Mode, ToolChoice, functions_of
 from tests.support.outside import shared
 
 EVERY = 1 if os.environ.get("HEADRACE_ALL_SCHEMAS") else 12  # each so many-th schema
@@ -94,6 +98,55 @@ def test_neighbours_of_a_grammar_are_as_alone(llm: LLM, plain: list[Any]) -> Non
     prompts, params = prompts_and_params()
     (alone,) = llm.generate(prompts[-1], params[-1], use_tqdm=False)
     assert alone.outputs[0].text == plain[-1][0]
+
+
+SCRIPT = ("Find a hotel in Ulm.", "I want to hear some music by Sia.", "I need a hotel in London with 2 rooms.")
+HOTEL = {"type": "object", "properties": {"location": {"type": "string"}, "number_of_rooms": {"type": "integer"}}, "required": ["location"]}
+MUSIC = {"type": "object", "properties": {"artist": {"type": "string"}, "genre": {"type": "string"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    for name, about, parameters in (
+        ("LookupHotel", "Look for a hotel in a city", HOTEL),
+        ("LookupMusic", "Search for a song", MUSIC),
+    )
+]
+
+
+def conversations(llm: LLM) -> list[Any]:
+    tokenizer = llm.get_tokenizer()
+    rendered = [tokenizer.apply_chat_template([{"role": "user", "content": text}], TOOLS) for text in SCRIPT]
+    return [{"prompt_token_ids": tokenizer.encode(text, False)} for text in rendered]
+
+
+def greedy(llm: LLM, prompts: list[Any], wanted: list[StructuredOutputs | None]) -> list[Any]:
+    params = [SamplingParams(temperature=0.0, max_tokens=80, structured_outputs=each) for each in wanted]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_a_grammar_that_admits_what_the_model_says_changes_no_token(llm: LLM) -> None:
+    """Whether it forces all of it, nearly nothing, or the way of a call: then a call that is required is the call that it makes by itself."""
+    tokenizer, prompts = llm.get_tokenizer(), conversations(llm)
+    own = greedy(llm, prompts, [None] * len(prompts))
+    assert all(answer.text.startswith("<tool_call>") and answer.finish_reason == "stop" for answer in own)
+    calls = hold(form_of(Dialect(TOOL_FORMATS["hermes"]), "", functions_of(TOOLS)), TOOLS, ToolChoice(Mode.REQUIRED), None, ())[1]
+    for wanted in (
+        [StructuredOutputs(regex="(.|\n)*")] * len(own),
+        [StructuredOutputs(choice=(answer.text,)) for answer in own],
+        [StructuredOutputs(choice=(answer.text, answer.text[:40] + "!")) for answer in own],
+        [calls] * len(own),
+    ):
+        held = greedy(llm, prompts, wanted)
+        assert [answer.token_ids for answer in held] == [answer.token_ids for answer in own]
+    for answer in own:
+        assert [*answer.token_ids[:-1]] == tokenizer.encode(answer.text, False)
+
+
+def test_what_a_schema_forces_is_written_as_the_tokenizer_would(llm: LLM) -> None:
+    keys = ("temperature", "humidity", "città", "wind_direction", "observation station 🦙")
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in keys}, "required": list(keys), "additionalProperties": False}
+    (answer,) = greedy(llm, ["The weather as JSON: "], [StructuredOutputs(json=schema)])  # type: ignore[arg-type]
+    assert answer.finish_reason == "stop" and list(json.loads(answer.text)) == list(keys)
+    assert [*answer.token_ids[:-1]] == llm.get_tokenizer().encode(answer.text, False)
 
 
 def test_an_answer_that_is_cut_says_so(llm: LLM) -> None:

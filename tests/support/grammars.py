@@ -39,7 +39,7 @@ def create_masks() -> GrammarMasks:
     """With CONSTRAINTS compiled already, so that nothing waits for a thread."""
     masks = GrammarMasks(_compiled()._vocabulary)
     other = _compiled()
-    masks._tokenizer, masks._eos, masks._words = other._tokenizer, other._eos, other._words
+    masks._bridge = other._bridge
     masks._cache.update(other._cache)
     return masks
 

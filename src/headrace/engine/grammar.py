@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.engine.detokenizer import incomplete_tail
 from headrace.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
 _NOTHING = "nothing satisfies it, or nothing that this model's tokens can write"
+_LONG, _MOST_LONG = 4096, 16  # bytes of a forced text whose encoding is kept, how many of these
+# A tokenizer may begin a text with a space of its own, or drop one: then it is asked for the text behind something that it keeps apart.
+_BEFORE = ("", "\x02", "\n", ".")
 _NAMEABLE = re.compile(r"<[^<>\s]+>")  # a special token's name in Lark
 _JSON_OBJECT = '{"type": "object"}'
 
@@ -55,11 +61,15 @@ class Vocabulary:
     """``tokens[id]``: the bytes of each column of the logits, empty where there is no token: such an id is never allowed.
 
     A special token has its name there, and is allowed only where a grammar names it. ``eos`` are ids that end an answer.
+    ``encode``: the model's own encoding of a text; without it the longest token that fits is taken. ``drops_first_space``:
+    a space at the very beginning of an answer's tokens is none of its text.
     """
 
     tokens: Sequence[bytes]
     special: Sequence[int]
     eos: Sequence[int]
+    encode: Callable[[str], Sequence[int]] | None = None
+    drops_first_space: bool = False
 
 
 class Writes(Protocol):
@@ -71,7 +81,12 @@ class Writes(Protocol):
     @property
     def composes(self) -> bool: ...
 
+    @property
+    def drops_first_space(self) -> bool: ...
+
     def token_bytes(self, token: int) -> bytes: ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
 
 def vocabulary_of(tokenizer: Writes | None, width: int, eos: Sequence[int]) -> Vocabulary:
@@ -83,7 +98,8 @@ def vocabulary_of(tokenizer: Writes | None, width: int, eos: Sequence[int]) -> V
     tokens = [tokenizer.token_bytes(token) for token in range(width)]
     special = {token for token in tokenizer.special_token_ids if token < width}
     ends = sorted(token for token in eos if token < width)
-    return Vocabulary(tokens, sorted(special.union(ends)), ends)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return Vocabulary(tokens, sorted(special.union(ends)), ends, encode, tokenizer.drops_first_space)
 
 
 def special_name(text: str) -> str:
@@ -91,29 +107,101 @@ def special_name(text: str) -> str:
     return text if _NAMEABLE.fullmatch(text) else f"<{text.encode().hex()}>"
 
 
-@dataclass(slots=True)
+class ForcedText:
+    """Text that a grammar forces, in the tokens that the model itself would write: llguidance calls this with what stands before it, too."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokens = vocabulary.tokens
+        self._special = frozenset(vocabulary.special)
+        self._encode = vocabulary.encode
+        plain = [(token, id) for id, token in enumerate(vocabulary.tokens) if token and id not in self._special]
+        self._ids = dict(plain)
+        self._longest = max((len(token) for token, _ in plain), default=0)
+        names = sorted((re.escape(vocabulary.tokens[id].decode("utf-8", "replace")) for id in self._special), key=len, reverse=True)
+        self._names = re.compile("|".join(name for name in names if name) or "(?!)")
+        self._long: OrderedDict[bytes, list[int]] = OrderedDict()  # texts that would take long to encode at each of their tokens
+
+    def __call__(self, data: bytes) -> list[int]:
+        """As far as it can be written."""
+        if len(data) < _LONG:
+            return self._of(data.decode())
+        for text, ids in list(self._long.items()):  # threads share it
+            if text.endswith(data):
+                begins = accumulate((len(self._tokens[id]) for id in ids), initial=0)
+                at = next((index for index, begin in enumerate(begins) if begin == len(text) - len(data)), None)
+                if at is not None:
+                    return ids[at:]
+        ids = self._long[data] = self._of(data.decode())
+        if len(self._long) > _MOST_LONG:
+            self._long.popitem(last=False)
+        return ids
+
+    def ends_within_character(self, ids: Sequence[int]) -> bool:
+        """Whether bytes of the last character that these tokens write are still missing."""
+        return incomplete_tail(b"".join([self._tokens[id] for id in ids[-4:] if id not in self._special])) > 0
+
+    def beginnings(self, forced: bytes) -> list[int]:
+        """All tokens that ``forced`` may begin with: within a character llguidance would take what is missing of it for U+FFFD."""
+        ends = range(1, min(len(forced), self._longest) + 1)
+        return [self._ids[forced[:end]] for end in ends if forced[:end] in self._ids]
+
+    def _of(self, text: str) -> list[int]:
+        if self._encode is not None:
+            for before in _BEFORE:
+                ids = self._behind(before, text)
+                if ids is not None:
+                    return ids
+        return self._greedily(text.encode())
+
+    def _behind(self, before: str, text: str) -> list[int] | None:
+        """The tokens of ``text`` where it stands behind ``before``; None where they do not write it, to the byte."""
+        assert self._encode is not None
+        whole = before + text
+        ids = self._encode(whole)
+        if not self._special.isdisjoint(ids):  # their names, in an answer, are text like any other
+            cuts = [0, *(found.start() + 1 for found in self._names.finditer(whole)), len(whole)]
+            ids = [id for begin, end in pairwise(cuts) for id in self._encode(whole[begin:end])]
+        lead, written = 0, b""
+        while before and lead < len(ids) and written.lstrip(b" ") != before.encode():
+            written += self._tokens[ids[lead]]
+            lead += 1
+        fits = self._special.isdisjoint(ids) and b"".join([self._tokens[id] for id in ids[lead:]]) == text.encode()
+        return list(ids[lead:]) if fits else None
+
+    def _greedily(self, data: bytes) -> list[int]:
+        ids, begin = [], 0
+        while begin < len(data):
+            ends = range(min(len(data), begin + self._longest), begin, -1)
+            end = next((end for end in ends if data[begin:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[data[begin:end]])
+            begin = end
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """A vocabulary as llguidance asks for it. It encodes what a grammar forces, as far as it can be written, a token for each byte."""
+    """A vocabulary as llguidance asks for it."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
     eos_token_id: int
+    encode: ForcedText
     bos_token_id: int | None = None
-    first: dict[int, int] = field(default_factory=dict)  # byte → the id of that byte alone
 
     def __call__(self, text: bytes) -> list[int]:
-        return [self.first[byte] for byte in takewhile(self.first.__contains__, text)]
+        return self.encode(text)
 
 
-def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+def create_tokenizer(vocabulary: Vocabulary, forced: ForcedText | None = None) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    special = set(vocabulary.special)
-    first = {token[0]: id for id, token in enumerate(vocabulary.tokens) if len(token) == 1 and id not in special}
+    special = sorted(set(vocabulary.special))
     tokens = list(vocabulary.tokens)
     for id in special:
         tokens[id] = special_name(tokens[id].decode("utf-8", "replace")).encode() if tokens[id] else b""
-    wrapped = _Wrapped(tokens, sorted(special), vocabulary.eos[0], first=first)
+    wrapped = _Wrapped(tokens, special, vocabulary.eos[0], forced or ForcedText(vocabulary))
     return LLTokenizer(TokenizerWrapper(wrapped), eos_token=list(vocabulary.eos))
 
 
@@ -159,14 +247,28 @@ def _lark(grammar: str) -> str:
         raise GrammarError(f"the BNF cannot be read: {_short(str(error) or 'it is too deep')}") from None
 
 
-def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits) -> LLMatcher:
-    """A matcher at the start of an answer. Raises GrammarError."""
+def create_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, *, lead: str = "") -> LLMatcher:
+    """A matcher at the start of an answer, or of what ``lead``, in Lark, says may stand there. Raises GrammarError."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, grammar_of(wanted), log_level=0, limits=limits)
+    grammar = grammar_of(wanted)
+    if lead:
+        parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        grammar = json.dumps({"grammars": [{"lark_grammar": f"start: {lead} @begun"}, {**parts[0], "name": "begun"}, *parts[1:]]})
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_short(matcher.get_error()))
     return matcher
+
+
+def create_spaced_matcher(tokenizer: LLTokenizer, wanted: StructuredOutputs, limits: LLParserLimits, spaced: Sequence[int]) -> LLMatcher:
+    """``create_matcher`` where a space is dropped at the very beginning: one may stand there, and must if the text can begin with one.
+
+    ``spaced``: the tokens that begin with a space. Raises GrammarError.
+    """
+    mask = create_matcher(tokenizer, wanted, limits).compute_bitmask()
+    must = any(mask[id >> 3] >> (id & 7) & 1 for id in spaced)
+    return create_matcher(tokenizer, wanted, limits, lead='" "' if must else '" "?')
 
 
 def check_start(matcher: LLMatcher) -> bytes:

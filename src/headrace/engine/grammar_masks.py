@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, why_stuck
+from headrace.engine.grammar import (
+    ForcedText,
+    GrammarError,
+    Vocabulary,
+    check_start,
+    create_limits,
+    create_matcher,
+    create_spaced_matcher,
+    create_tokenizer,
+    why_stuck,
+)
 from headrace.engine.masks import GrammarStats
 from headrace.portability import open_cpus
 from headrace.request import Request, TokenMasks
@@ -41,12 +51,24 @@ _MAX_THREADS = 8
 _ROWS_ALONE = 32
 
 
+@dataclass(frozen=True, slots=True)
+class _Bridge:
+    """The model's vocabulary, as all its grammars use it. ``spaced``: tokens that begin with a space, where a text's first one is dropped."""
+
+    tokenizer: LLTokenizer
+    forced: ForcedText
+    eos: tuple[int, ...]
+    words: int  # of a mask
+    spaced: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Follower:
-    """One answer's matcher and how many of its tokens it has seen."""
+    """One answer's matcher and how many of its tokens it has seen, the last of which may end ``within`` a character."""
 
     matcher: LLMatcher
     seen: int = 0
+    within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +93,7 @@ class GrammarMasks:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer: LLTokenizer | None = None
-        self._eos: tuple[int, ...] = ()
-        self._words = 0
+        self._bridge: _Bridge | None = None
         self._executor: LLExecutor | None = None
         self._threads = max(1, min(_MAX_THREADS, len(open_cpus()) - 1))
         self._thread = ThreadPoolExecutor(1, "headrace-grammar")
@@ -160,40 +180,44 @@ class GrammarMasks:
 
     def _compile(self, wanted: StructuredOutputs) -> _Compiled:
         """Raises GrammarError."""
-        tokenizer = self._tokenizer or self._load_tokenizer()
+        bridge = self._bridge = self._bridge or self._load_bridge()
         begin = time.perf_counter()
-        matcher = create_matcher(tokenizer, wanted, create_limits())
+        if bridge.spaced:
+            matcher = create_spaced_matcher(bridge.tokenizer, wanted, create_limits(), bridge.spaced)
+        else:
+            matcher = create_matcher(bridge.tokenizer, wanted, create_limits())
         return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin)
 
-    def _load_tokenizer(self) -> LLTokenizer:
+    def _load_bridge(self) -> _Bridge:
         vocabulary = self._vocabulary()
         if not vocabulary.eos:
             raise GrammarError("the model names no end-of-sequence token, which would end it")
-        self._eos = tuple(vocabulary.eos)
-        self._words = -(-len(vocabulary.tokens) // 32)
-        self._tokenizer = create_tokenizer(vocabulary)
-        return self._tokenizer
+        tokens, forced = vocabulary.tokens, ForcedText(vocabulary)
+        spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if vocabulary.drops_first_space else []
+        return _Bridge(create_tokenizer(vocabulary, forced), forced, tuple(vocabulary.eos), -(-len(tokens) // 32), tuple(spaced))
 
     # --- masks
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+        assert self._bridge is not None
         begin = time.perf_counter()
-        words = np.zeros((len(wanted), self._words), dtype=np.uint32)
+        bridge = self._bridge
+        words = np.zeros((len(wanted), bridge.words), dtype=np.uint32)
         jobs = []
         for row, (_, sequence) in enumerate(wanted):
-            live, follower = self._caught_up(sequence)
+            live, follower = self._caught_up(bridge, sequence)
             if not follower.seen:
-                words[row] = np.frombuffer(live.start.mask, dtype=np.uint32, count=self._words)
-            elif not follower.matcher.is_error():
+                words[row] = np.frombuffer(live.start.mask, dtype=np.uint32, count=bridge.words)
+            elif not follower.matcher.is_error() and not (follower.within and _end_character(bridge, follower.matcher, words[row])):
                 jobs.append((follower.matcher, row))
         self._fill(words, jobs)
         for row, (_, sequence) in enumerate(wanted):
-            self._hold_open(words[row], sequence)
+            self._hold_open(words[row], sequence, bridge.eos)
         stats = self._stats
         self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
-        return TokenMasks(tuple(j for j, _ in wanted), self._words, words.tobytes())
+        return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
 
-    def _caught_up(self, sequence: LiveSequence) -> tuple[_Live, _Follower]:
+    def _caught_up(self, bridge: _Bridge, sequence: LiveSequence) -> tuple[_Live, _Follower]:
         live = self._live[sequence.request_id]
         follower = live.followers.get(sequence.index)
         if follower is None:
@@ -202,11 +226,12 @@ class GrammarMasks:
         if known:
             follower.matcher.consume_tokens(known)
             follower.seen += len(known)
+            follower.within = bridge.forced.ends_within_character(sequence.token_ids[-min(4, follower.seen) :])
         return live, follower
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
         """A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""
-        start, size = words.ctypes.data, 4 * self._words
+        start, size = words.ctypes.data, words.shape[1] * 4
         if len(jobs) <= _ROWS_ALONE or self._threads == 1:
             for matcher, row in jobs:
                 matcher.unsafe_compute_mask_ptr(start + row * size, size)
@@ -219,21 +244,29 @@ class GrammarMasks:
             if matcher.is_error():
                 words[row] = 0
 
-    def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence) -> None:
+    def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence, eos: tuple[int, ...]) -> None:
         """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""
         params = sequence.request.params
         if sequence.num_output_tokens < params.min_tokens:
             ends = tuple(sequence.stop_ids)
         elif params.ignore_eos:
-            ends = self._eos
+            ends = eos
         else:
             return
         before = mask.copy()
         for token in ends:
-            if token < 32 * self._words:
+            if token < 32 * len(mask):
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
         if not mask.any():
             mask[:] = before
+
+
+def _end_character(bridge: _Bridge, matcher: LLMatcher, mask: NDArray[np.uint32]) -> bool:
+    """Allows whatever goes on with the text that is certain; False: nothing is."""
+    following = bridge.forced.beginnings(matcher.compute_ff_bytes())
+    for token in following:
+        mask[token >> 5] |= np.uint32(1 << (token & 31))
+    return bool(following)
 
 
 def _size(wanted: StructuredOutputs) -> int:

@@ -129,6 +129,11 @@ class Tokenizer:
         """A text's bytes are those of its tokens, one after another (but for a space that may be left out before the first)."""
         return self._pieces.composes
 
+    @property
+    def drops_first_space(self) -> bool:
+        """A text is one space shorter than its tokens where these begin with one."""
+        return self._pieces.drops_first_space
+
     def token_text(self, token: int) -> str:
         """The text an id stands for; bytes that are no whole character read as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
@@ -184,6 +189,10 @@ class _Pieces:
     @property
     def composes(self) -> bool:
         return self._bytes or self._rules is not None
+
+    @property
+    def drops_first_space(self) -> bool:
+        return not self._bytes and self._rules is not None and bool(self._rules.strip_left or self._rules.drop_first_marks)
 
     def create_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
         table = self._tables[skip_special_tokens]
