@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,8 +72,8 @@ def tried(name: str, group: Group, folder: Path, fresh: bool) -> list[Verdict]:
         return [Verdict(name, " ".join(group.clients[:1]), "installing", "failed", (error.stderr or "").strip()[-400:])]
     installed = time.monotonic()
     found = list(verdicts_of(name, group, folder))
-    print(f"{name}: {installed - begun:.0f} s to install, {time.monotonic() - installed:.0f} s to try, "
-          f"{sum(not each.bad for each in found)} of {len(found)} passed", flush=True)
+    took = f"{installed - begun:.0f} s to install, {time.monotonic() - installed:.0f} s to try"
+    print(f"{name}: {took}, {sum(not each.bad for each in found)} of {len(found)} passed", flush=True)
     return found
 
 
@@ -81,22 +82,23 @@ def tried(name: str, group: Group, folder: Path, fresh: bool) -> list[Verdict]:
 
 def environment(folder: Path, group: Group, fresh: bool) -> None:
     """Makes it, unless one with exactly these requirements is there."""
-    stamp, wanted = folder / "made.json", json.dumps([RUNNER, group.clients, group.node, sys.version])
+    stamp, wanted = folder / "made.json", json.dumps([RUNNER, group.clients, group.npm, sys.version])
     if not fresh and stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)
     command(sys.executable, "-m", "venv", str(folder))
     if group.with_torch:
-        (site_packages(folder) / "server.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        shared = [path for path in sys.path if path.endswith("-packages")]
+        (site_packages(folder) / "server.pth").write_text("\n".join(shared) + "\n")
     command(python_of(folder), "-m", "pip", "install", "--quiet", *RUNNER, *group.clients)
-    if group.node:
-        shutil.copytree(TESTS / "clients" / "node", folder / "node", ignore=shutil.ignore_patterns("node_modules"))
-        command("npm", "install", "--silent", "--no-audit", "--no-fund", cwd=folder / "node")
+    if group.npm:
+        (folder / "node").mkdir()
+        command("npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder / "node"), *group.npm)
     stamp.write_text(wanted)
 
 
-def command(*words: str, cwd: Path | None = None) -> None:
-    subprocess.run(words, cwd=cwd, check=True, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def command(*words: str) -> None:
+    subprocess.run(words, check=True, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def python_of(folder: Path) -> str:
@@ -109,7 +111,7 @@ def site_packages(folder: Path) -> Path:
 
 def versions_of(group: Group) -> str:
     """Of what the group is named after."""
-    return group.clients[0].rpartition("==")[2] if group.clients else ""
+    return re.split("==|@", (group.clients or group.npm)[0])[-1]
 
 
 # --- scenarios
@@ -117,6 +119,8 @@ def versions_of(group: Group) -> str:
 
 def verdicts_of(name: str, group: Group, folder: Path) -> Iterator[Verdict]:
     """What pytest says of each test, run by the clients' Python; the servers run by this one."""
+    if group.npm:  # a program in JavaScript finds only what is installed beside it
+        shutil.copytree(TESTS / "clients" / "node", folder / "node", dirs_exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         arguments = [*paths_of(group), "--confcutdir", str(TESTS / "clients"), "-m", "", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]

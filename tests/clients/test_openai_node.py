@@ -1,6 +1,6 @@
 """The openai package for Node against the real server: what it made of each answer is what it should be.
 
-Needs node, and a copy of the folder node with what its package.json names (`python -m tests.clients.run node` makes one).
+Needs node, and a copy of the folder node with what npm installs (`python -m tests.clients.run openai-node` makes one).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if NODE is None or not (FOLDER / "node_modules" / "openai").is_dir():
 
 @pytest.fixture(scope="module")
 def shown(demo: Server, scripted: Server) -> dict[str, Any]:
-    command = [str(NODE), str(FOLDER / "client.mjs"), demo.url, scripted.url, str(SCRIPTED)]
+    command = [str(NODE), str(FOLDER / "openai.mjs"), demo.url, scripted.url, str(SCRIPTED)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {each.pop("name"): each for each in map(json.loads, done.stdout.splitlines())}

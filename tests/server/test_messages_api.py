@@ -204,7 +204,7 @@ def test_reasoning_text_and_calls_become_blocks(streamed: bool) -> None:
         }  # fmt: skip
         shown = folded(shown)
     thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
-    assert shown["content"] == [thinking, {"type": "text", "text": "So: ", "citations": None}, *CALLS]
+    assert shown["content"] == [thinking, {"type": "text", "text": "So: "}, *CALLS]
     assert (shown["stop_reason"], shown["stop_sequence"], shown["role"], shown["type"]) == ("tool_use", None, "assistant", "message")
     assert shown["id"].startswith("msg_") and shown["usage"]["output_tokens"] == 5
 
@@ -225,7 +225,7 @@ def test_ends(streamed: bool, reason: str, found: Any, expected: tuple[str, str 
     shown = run(answer(None, ("zz",)), "", streamed=streamed, reason=reason, stop_reason=found)
     shown = folded(shown) if streamed else shown
     assert (shown["stop_reason"], shown["stop_sequence"]) == expected
-    assert shown["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert shown["content"] == [{"type": "text", "text": ""}]
 
 
 def test_a_call_that_was_cut_has_no_input_and_says_max_tokens() -> None:

@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Flags of other programs, and of other engines in the table that says what to write instead.
-FOREIGN = {"--index-url", "--rm", "--gpus", "--time", "--unix-socket", "--enforce-budgets", "--minutes", "--controls", "--revision", "--quantization"}
+FOREIGN = {
+    "--apply", "--backend", "--constraint", "--data", "--tasks", "--index-url", "--rm", "--gpus", "--time", "--unix-socket",
+    "--enforce-budgets", "--minutes", "--controls", "--revision", "--quantization",
+}  # fmt: skip
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

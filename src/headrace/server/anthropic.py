@@ -129,7 +129,7 @@ def _block(part: Part) -> dict[str, Any]:
     if part.kind is Kind.REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind is Kind.TEXT:
-        return {"type": "text", "text": part.text, "citations": None}
+        return {"type": "text", "text": part.text}
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments(part)}
 
 

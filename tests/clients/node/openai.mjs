@@ -1,4 +1,4 @@
-// The openai package for Node against a running server: `node client.mjs URL SCRIPTED_URL SEED` prints one JSON line a check.
+// The openai package for Node against a running server: `node openai.mjs URL SCRIPTED_URL SEED` prints one JSON line a check.
 // What lives here: asking, and what the client made of the answer. What may not: judging it (test_openai_node.py).
 
 import OpenAI from "openai";
