@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Source:
-    """Streams of answers, cut into batches at random; deltas of one answer are summed up as those of a slow reader are."""
+    """Streams of answers, cut into batches at random; some deltas of one answer are summed up as those of a slow reader are."""
 
     def __init__(self, answers: Sequence[Sequence[RequestDelta]], draw: random.Random) -> None:
         self.closed = False
@@ -50,10 +50,10 @@ class Source:
             batch = []
             for answer in self._draw.sample(self._left, len(self._left)):
                 taken, answer[:] = answer[: (count := self._draw.randint(0, 4))], answer[count:]
-                if taken:
-                    for later in taken[1:]:
-                        taken[0].absorb(later)
-                    batch += [taken[0]] if taken[0].index not in self.ended else []
+                summed = self._draw.random() < 0.5
+                for later in taken[1:] if summed else ():
+                    taken[0].absorb(later)
+                batch += [each for each in (taken[:1] if summed else taken) if each.index not in self.ended]
             if batch:
                 yield batch
 
@@ -80,10 +80,12 @@ def answered(
     """Each answer's text and deltas, and what was asked of the engine further."""
     further: list[tuple[list[int], SamplingParams]] = []
     draw = random.Random(seed)
-    bound = Bound(
-        tokens=tokens, begin="<think>", end="</think>", opened=opened, closing_text=CLOSING, closing=tokenizer.encode(CLOSING, False)
-    )  # fmt: skip
     given = SamplingParams(**{"max_tokens": 500, "n": len(texts), **params})
+    closing = tokenizer.encode(CLOSING, False)
+    bound = Bound(
+        tokens=tokens, most=(given.max_tokens or 0) - len(closing) - 1,
+        begin="<think>", end="</think>", opened=opened, closing_text=CLOSING, closing=closing,
+    )  # fmt: skip
     request = Request(request_id=1, prompt_token_ids=array("i", [5, 6]), params=given, seed=11)
 
     async def go_on(ids: Any, given: SamplingParams) -> Any:
@@ -162,9 +164,13 @@ def test_nothing_reasons_before_the_rest_of_a_structure(tokenizer: Tokenizer) ->
     assert params.structured_outputs == StructuredOutputs(regex="a+")
 
 
-def test_a_bound_beyond_the_answers_limit_is_none() -> None:
-    bound = Bound(tokens=20, begin="", end="</think>", opened=True, closing_text="", closing=(1, 2))
-    assert not bound.leaves_room(SamplingParams(max_tokens=30)) and bound.leaves_room(SamplingParams(max_tokens=40))
+def test_a_bound_that_leaves_no_room_for_an_answer_is_none(tokenizer: Tokenizer) -> None:
+    text, closing = "one two three four five six", len(tokenizer.encode(CLOSING, False))
+    for opened, begun in ((True, 0), (False, len(tokenizer.encode("<think>", False)))):
+        for room in (0, 1):
+            said = text if opened else "<think>" + text
+            (got,), _, further = answered(tokenizer, [said], 4, opened=opened, max_tokens=begun + 4 + closing + room)
+            assert (got == said, [params.max_tokens for _, params in further]) == ((True, []), (False, [1]))[room]
 
 
 def test_a_reader_that_leaves_closes_all(tokenizer: Tokenizer) -> None:
@@ -178,7 +184,7 @@ def test_a_reader_that_leaves_closes_all(tokenizer: Tokenizer) -> None:
         return source("and so on and so on and so on and so on")
 
     async def leave() -> None:
-        bound = Bound(tokens=2, begin="<think>", end="</think>", opened=True, closing_text=CLOSING, closing=(1,))
+        bound = Bound(tokens=2, most=50, begin="<think>", end="</think>", opened=True, closing_text=CLOSING, closing=(1,))
         request = Request(request_id=1, prompt_token_ids=array("i", [5]), params=SamplingParams(max_tokens=90))
         stream = BoundedStream(source("one two three four"), request, bound, lambda ids: tokenizer.decode(ids, False), go_on)
         async for batch in stream:

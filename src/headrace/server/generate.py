@@ -85,12 +85,12 @@ async def converse(
         prepared = await _prepare(service, parsed, params, options, param)
         shape, state = _shape(service, model, params, options), PromptState(prepared.prompt_token_ids)
         answer = create_answer(request, shape, state, engine.tokenizer, create_parser)
-        bound = await _bound(service, form, options)
+        bound = await _bound(service, form, options, prepared.params)
         del request, parsed  # their texts may be large, and the answer may take long
-        await _deliver(service, exchange, answer, [prepared], options, bound if bound is not None and bound.leaves_room(prepared.params) else None)
+        await _deliver(service, exchange, answer, [prepared], options, bound)
 
 
-async def _bound(service: Service, form: Form, options: AnswerOptions) -> Bound | None:
+async def _bound(service: Service, form: Form, options: AnswerOptions, params: SamplingParams) -> Bound | None:
     """Of the answer's reasoning, if there is any."""
     reasoning, tokens = form.reasoning, options.thinking_budget
     if tokens is not None and options.needs_reasoning and not service.reasons:
@@ -102,8 +102,8 @@ async def _bound(service: Service, form: Form, options: AnswerOptions) -> Bound 
         return None
     text = await service.closing(reasoning)
     closing = service.any_engine().inputs.encode(text, add_special_tokens=False)
-    opened = form.opened or reasoning.implied
-    return Bound(tokens=tokens, begin=reasoning.begin, end=reasoning.end, opened=opened, closing_text=text, closing=closing)
+    opened, most = form.opened or reasoning.implied, (params.max_tokens or 0) - len(closing) - 1
+    return Bound(tokens=tokens, most=most, begin=reasoning.begin, end=reasoning.end, opened=opened, closing_text=text, closing=closing)
 
 
 def _formed(service: Service, request: ChatRequest, prompt: str) -> tuple[Form, SamplingParams, AnswerOptions]:

@@ -28,9 +28,13 @@ GoOn = Callable[["array[int]", SamplingParams], Awaitable[EngineStream]]  # a re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """At most ``tokens`` between ``begin`` and ``end``; then ``closing`` is written. ``opened``: reasoning begins with the answer."""
+    """At most ``tokens`` between ``begin`` and ``end``; then ``closing`` is written. ``opened``: reasoning begins with the answer.
+
+    ``most``: tokens of an answer behind which its own limit leaves no room for more; what has come so far is not cut any more.
+    """
 
     tokens: int
+    most: int
     begin: str
     end: str
     opened: bool
@@ -44,10 +48,6 @@ class Bound:
 
     def is_cuttable(self, text: str) -> bool:
         return not text.endswith(_INCOMPLETE) and not any(text.endswith(self.end[:size]) for size in range(1, len(self.end)))
-
-    def leaves_room(self, params: SamplingParams) -> bool:
-        """For an answer behind it; where there is none, the answer's own limit is the nearer one."""
-        return self.tokens + self.slack + len(self.closing) < (params.max_tokens or 0)
 
 
 class BoundedStream:
@@ -105,7 +105,7 @@ class BoundedStream:
             await self._close()
 
     async def _take(self, stream: EngineStream, delta: RequestDelta) -> list[RequestDelta]:
-        owner = self._streams[stream]
+        owner = self._streams.get(stream)  # the source may have been closed by what came just before
         index = delta.index if owner is None else owner
         answer = self._answers[index]
         if answer.ended or (owner is None and answer.cut):
@@ -162,8 +162,9 @@ class _Answer:
             if self._bound.end not in text and kept < least + self._bound.slack and not self._bound.is_cuttable(text):
                 continue
             self._settled = True
-            self.ended = self.ended and kept == len(self.ids)  # by itself, where the bound is; an end behind it does not count
-            self.cut = not self.ended and self._bound.end not in text
+            by_itself = self.ended and kept == len(self.ids)
+            self.cut = not by_itself and self._bound.end not in text and kept <= self._bound.most
+            self.ended = self.ended and not self.cut  # an end behind the bound does not count
             return kept if self.cut else None
         return None
 
