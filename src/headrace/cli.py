@@ -97,7 +97,9 @@ def _load(name: str) -> Command:
 
 def create_parser(chosen: str | None, module: Command | None) -> CommandParser:
     """The whole command line. Only the chosen command gets its arguments: the others stay names with a line of help."""
-    parser = CommandParser(prog="headrace", description="LLM inference and serving, measured against the physical limit.")
+    description = "LLM inference and serving, measured against the physical limit."
+    begin = 'Begin with headrace chat "Hello! Who are you?", then headrace serve and a browser. Neither needs a model to be named or fetched.'
+    parser = CommandParser(prog="headrace", description=description, epilog=begin)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     for name, help_line in COMMANDS.items():

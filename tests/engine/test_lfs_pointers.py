@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace import cli
 from headrace.config import ModelConfig
 from headrace.engine.keywords import create_config
-from headrace.engine.resolve import check_texts
+from headrace.engine.llm import LLM
 from headrace.errors import ConfigError, ModelError
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.source import find_model
@@ -54,5 +55,7 @@ def test_a_pointer_without_a_size_is_one_too(tmp_path: Path) -> None:
 def test_a_conversation_without_a_tokenizer_is_refused_before_weights_are_read(folder: Path) -> None:
     for each in folder.glob("tokenizer*"):
         each.unlink()
+    (folder / "model.safetensors").write_text("no weights at all")
     with pytest.raises(ConfigError, match=r"has no tokenizer, so it takes and gives token ids only; --tokenizer takes"):
-        check_texts(create_config(str(folder)))
+        LLM.from_config(create_config(str(folder)), texts=True)
+    assert cli.main(["chat", "--model", str(folder), "hello"]) == cli.main(["generate", str(folder), "-p", "hello"]) == 2

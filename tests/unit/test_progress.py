@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from headrace import progress
 from headrace.progress import LoadingLine, ProgressLine, said_bytes, say, waiting
+from headrace.server.run import describe
+from headrace.server.run import say as server_say
 
 GB = 10**9
 
@@ -144,3 +147,16 @@ def test_requests_done(clock: Seconds) -> None:
 )
 def test_sizes(size: int, text: str) -> None:
     assert said_bytes(size) == text
+
+
+def test_a_server_without_a_tokenizer_says_what_it_takes() -> None:
+    info = SimpleNamespace(served_names=("a",), dtype="float32", device="cpu", max_sequence_tokens=100, decisions=())
+    said = ["\n".join(describe(SimpleNamespace(info=info, tokenizer=each))) for each in (None, object())]  # type: ignore[arg-type]
+    assert "token ids only; --tokenizer takes another model's folder." in said[0] and "token ids" not in said[1]
+
+
+def test_a_servers_line_takes_the_place_of_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    server_say("Ready")
+    assert terminal.getvalue() == "\r\x1b[KReady\n"

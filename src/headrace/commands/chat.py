@@ -36,12 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     message = _message(args.message)
     config, flags = engine_config(args), sampling_values(args)
-    from headrace.engine.resolve import check_texts
-
-    check_texts(config)
     from headrace.engine.llm import LLM  # torch
 
-    with LLM.from_config(config) as llm:
+    with LLM.from_config(config, texts=True) as llm:
         params = over_defaults(llm.get_default_sampling_params(), flags)
         conversation = Conversation(llm, params, args.system, clamp="max_tokens" not in vars(args))
         if message is not None:

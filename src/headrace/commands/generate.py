@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, over_defaults, sampling_values, with_values
 from headrace.config import EngineConfig
-from headrace.engine.resolve import check_texts
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
 from headrace.progress import ProgressLine
@@ -55,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     config, flags = engine_config(args), sampling_values(args)
     with contextlib.ExitStack() as stack:
         if args.prompt is not None:
-            check_texts(config)
             lines: Iterator[str] = (json.dumps({"prompt": prompt}) for prompt in args.prompt)
             total = len(args.prompt)
         else:
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         out = _open_output(args.output, args.input, stack)
         from headrace.engine.llm import LLM  # torch
 
-        llm = stack.enter_context(LLM.from_config(config))
+        llm = stack.enter_context(LLM.from_config(config, texts=args.prompt is not None))
         params = over_defaults(llm.get_default_sampling_params(), flags)
         plain = args.prompt is not None and args.output == "-"
         batch = _Batch(llm, params, total, clamp="max_tokens" not in vars(args))

@@ -22,6 +22,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
+from headrace.errors import ConfigError
 from headrace.garbage import no_collections
 from headrace.head_start import HeadStart, begin_head_start
 from headrace.metrics import StepRecorder
@@ -65,11 +66,17 @@ class Engine:
 
 
 def create_engine(
-    config: EngineConfig, *, wrap: Callable[[Executor, StepRecorder], Executor] | None = None, with_tokenizer: bool = True, watched: bool = True
+    config: EngineConfig,
+    *,
+    wrap: Callable[[Executor, StepRecorder], Executor] | None = None,
+    with_tokenizer: bool = True,
+    watched: bool = True,
+    texts: bool = False,
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
     ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
+    ``texts``: the caller has nothing else to ask; a model without a tokenizer is refused before its weights are read.
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
@@ -78,6 +85,11 @@ def create_engine(
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
         tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
+    if texts and tokenizer is None:
+        raise ConfigError(
+            f"{source.name} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
+            "and headrace generate --input FILE takes lines with prompt_token_ids."
+        )
     defaults = default_params(source.generation_defaults)
     config, executor, decisions, recorder = _create_executor(config, source, watched)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())

@@ -80,15 +80,15 @@ class LLM:
         self._open(create_config(model, technique=technique, **keywords))
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """An LLM from a whole config, as commands have it."""
+    def from_config(cls, config: EngineConfig, *, texts: bool = False) -> LLM:
+        """An LLM from a whole config, as commands have it. ``texts``: it is of no use to the caller without a tokenizer."""
         llm = cls.__new__(cls)
-        llm._open(config)
+        llm._open(config, texts=texts)
         return llm
 
-    def _open(self, config: EngineConfig) -> None:
+    def _open(self, config: EngineConfig, *, texts: bool = False) -> None:
         self._engine: Engine | None = None
-        engine = create_engine(config, watched=False)
+        engine = create_engine(config, watched=False, texts=texts)
         self._engine = engine
         self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below)
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)

@@ -34,15 +34,6 @@ def find_source(config: EngineConfig) -> ModelSource:
     return find_model(replace(config.model, load_format="dummy") if weightless else config.model)
 
 
-def check_texts(config: EngineConfig) -> None:
-    """For commands that take texts alone, before anything is loaded. Raises ConfigError where the model has no tokenizer."""
-    if config.model.tokenizer is None and find_source(config).tokenizer_files() is None:
-        raise ConfigError(
-            f"{config.model.model} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
-            "and headrace generate --input FILE takes lines with prompt_token_ids."
-        )
-
-
 def resolve_config(config: EngineConfig, device: str, *, long_steps: bool = False) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """Fills max_num_seqs, max_num_batched_tokens, block_size, overlap and, for ``deadline``, max_step_ms.
 

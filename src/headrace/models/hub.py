@@ -153,12 +153,24 @@ def _fetch(hub: Any, model: HubId, wanted: Sequence[str]) -> Path:
     try:
         fetch_large_files(hub, repository, revision, wanted)
         # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files' expressions).
-        folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(wanted), library_name="headrace")
+        folder = hub.snapshot_download(
+            repository, revision=revision, allow_patterns=list(wanted), library_name="headrace", tqdm_class=_patient_bars(hub)
+        )
     except ModelError:
         raise
     except Exception as error:
         raise _explained(model, error) from error
     return Path(folder)
+
+
+def _patient_bars(hub: Any) -> type[Any]:
+    """The library's bars, on a terminal alone and only for what takes a second: usually there is nothing to fetch."""
+
+    class Bar(hub.utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": kwargs.get("disable") or None, "delay": 1.0})
+
+    return Bar
 
 
 def _cached(hub: Any, model: HubId, error: Exception) -> Path:
@@ -172,7 +184,7 @@ def _cached(hub: Any, model: HubId, error: Exception) -> Path:
     if model.quantisation is None:
         return folder
     files = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-    return folder / select_gguf(files, f"the hub cannot be asked, and what the cache holds of {model.repository}", model.quantisation)[0]
+    return folder / select_gguf(files, f"the hub cannot be asked now, and what the cache holds of {model.repository}", model.quantisation)[0]
 
 
 def _refused(error: Exception) -> bool:
