@@ -204,8 +204,23 @@ def test_no_server_and_no_model_are_said_with_the_remedy() -> None:
         asyncio.run(ask())
     with pytest.raises(BenchFailed, match="--api-key"):
         against(script(plain("401 Unauthorized", {"error": {"message": "no"}})), lambda client, _: first_model(client))
+    with pytest.raises(BenchFailed, match="lists no model; give --model"):
+        against(script(plain("200 OK", {"data": []})), lambda client, _: first_model(client))
     with pytest.raises(ConfigError, match="--base-url"):
         HttpClient("localhost:8000")
+
+
+LOADING = plain("503 Service Unavailable", {"error": {"message": "the model is loading"}})
+
+
+def test_a_server_that_loads_is_no_matter_of_the_key() -> None:
+    async def warm_up(client: HttpClient, scripted: Scripted) -> None:
+        await LoadGenerator(client, "m", "completions", 1, as_ids=True).warm_up([Dialogue((Turn((1,), 5),))], 1)
+
+    for work in (warm_up, lambda client, _: first_model(client)):
+        with pytest.raises(BenchFailed, match=r"503: the model is loading\. Wait until the server is ready") as raised:
+            against(script(LOADING), work)
+        assert "key" not in raised.value.message
 
 
 def test_a_warm_up_that_fails_stops_the_run_with_its_reason() -> None:

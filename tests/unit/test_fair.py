@@ -12,7 +12,7 @@ from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.policies.fair import Fair
+from headrace.scheduler.policies.fair import _KEPT, Fair
 from tests.support.hash_engine import engine, request
 
 PROMPT, ANSWER = 24, 10  # the longest
@@ -240,3 +240,22 @@ def test_prices_that_make_no_sense_are_refused(prices: tuple[float, float]) -> N
 def test_a_tenant_has_one_weight() -> None:
     with pytest.raises(ConfigError, match="twice"):
         SchedulerConfig(tenant_weight=("a=1", "a=2"))
+
+
+def test_of_many_who_came_once_only_those_above_the_floor_are_remembered() -> None:
+    """A tenant with a long answer behind it stays above the others however many come and go; its next request waits for theirs."""
+    ledger = Ledger(fair_engine(max_num_seqs=1))
+    policy = policy_of(ledger.core)
+    ledger.add("hog", PROMPT, 200)
+    ledger.step()
+    ledger.add("b", 1, 1)  # it waits meanwhile, and so keeps its place
+    while "hog" in policy._live:
+        ledger.step()
+    before = policy.counter("hog")
+    for number in range(100):
+        ledger.add("b", 1, 1)
+        ledger.add(f"once{number}", 1, 1)
+        for _ in range(3):
+            ledger.step()
+    assert policy.counter("b") < policy.counter("hog") == before > 100 * OUTPUT
+    assert len(policy._counters) <= _KEPT + 2 * len(policy._live) + 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace import cli
 from headrace.commands.doctor_batch import examine_batch
-from headrace.commands.simulate_reports import _simulated, sentences
+from headrace.commands.simulate_reports import _show_advice, _simulated, sentences
 from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceIdentity
 from headrace.models.families import spec_from_config
@@ -96,8 +96,20 @@ def test_the_knee_is_the_least_batch_that_reaches_nine_tenths() -> None:
 def test_it_is_what_a_simulated_sweep_shows() -> None:
     found = on("h200", SMALL)
     for batch in (1, 8, 40):
-        simulated = _simulated(found, batch, 1024)
-        assert simulated is not None and found.decode_seconds(batch, 1024) == pytest.approx(simulated, rel=0.02)
+        simulated, preempted = _simulated(found, batch, 1024)
+        assert simulated is not None and not preempted and found.decode_seconds(batch, 1024) == pytest.approx(simulated, rel=0.02)
+
+
+def test_a_comparison_that_preempts_is_none_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as memory holds at 1,024 tokens do not all fit while the first go on writing until the last one writes."""
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=128))
+    found = priced(SMALL, config, replace(known_devices()["h200"], memory=7 * 2**30))
+    most = advise(found, 1024).most
+    simulated, preempted = _simulated(found, most, 1024)
+    assert simulated is None and preempted > 0
+    points = _show_advice(found, 1024)["points"]
+    assert points[-1] | {"simulated ms": None, "error": None, "preempted": preempted} == points[-1] and points[0]["simulated ms"]
+    assert f"note: {most} sequences were simulated, too" in capsys.readouterr().out
 
 
 def test_where_memory_ends_first_nothing_is_spare_and_a_second_engine_does_not_fit() -> None:

@@ -13,7 +13,7 @@ from headrace.bench.statistics import Sample
 from headrace.bench.workload import Lengths
 from headrace.cli import main
 from headrace.config import SchedulerConfig
-from headrace.planner.tenants import among, drift, tenant_figures
+from headrace.planner.tenants import among, drift, tenant_figures, with_priorities
 from headrace.planner.workload import Asked, conversing
 
 DEMO = ("simulate", "--device", "l40s", "--input-len", "40", "--output-len", "24", "--random-range-ratio", "0.5", "--max-num-seqs", "4")
@@ -90,7 +90,29 @@ def test_fair_keeps_services_together_where_first_come_first_served_does_not(tmp
     assert alone["duration"] == fcfs["duration"] and "service_drift" not in alone, "who sends what changes nothing else"
 
 
+def test_the_urgent_go_first_under_priority_and_not_under_fcfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--num-prompts", "90", "--request-rate", "inf", "--priorities", "0:.2", "7:0.8")
+    fcfs, urgent = (simulated(tmp_path, capsys, *load, "--scheduling-policy", policy) for policy in ("fcfs", "priority"))
+    assert urgent["priority0_mean_ttft_ms"] < 0.5 * fcfs["priority0_mean_ttft_ms"]
+    assert urgent["priority7_mean_ttft_ms"] > fcfs["priority7_mean_ttft_ms"]
+    assert urgent["priority0_completed"] + urgent["priority7_completed"] == 90 and 8 < urgent["priority0_completed"] < 30
+    assert "90 requests, priorities 0:.2 7:0.8" in urgent["facts"]["shape"]
+    alike = simulated(tmp_path, capsys, *load[:4])
+    assert alike["duration"] == fcfs["duration"] and "priority0_completed" not in alike, "who is urgent changes nothing else"
+
+
+def test_turns_of_a_conversation_have_one_priority() -> None:
+    asked = with_priorities(conversing(30, 3, Lengths(10, 5), system=4, think=1.0), {-1: 1.0, 5: 1.0}, 0)
+    assert all(each.follows is None or each.priority == asked[each.follows].priority for each in asked)
+    assert {each.priority for each in asked} == {-1, 5}
+
+
 WRONG = {
+    "--priorities 0": "--priorities has '0'; write PRIORITY:SHARE",
+    "--priorities 0:0 1:1": "--priorities has '0:0'",
+    "--priorities 0:nan": "--priorities has '0:nan'",
+    "--priorities 1:1 01:2": "--priorities has 1 twice",
+    "--priorities 9999999999:1": "at most 2,147,483,647",
     "--tenants 1": "--tenants is 1; give 2 to 64",
     "--tenants 65": "--tenants is 65",
     "--hog 0.5": "but the load has one tenant",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,15 +29,26 @@ class BenchFailed(HeadraceError):
 
 async def first_model(client: HttpClient) -> str:
     """The first model the server lists. Raises BenchFailed when there is no such server."""
+    where = f"{client.host}:{client.port}/v1/models"
     try:
         answer = await client.get("/v1/models")
+        if answer.status != 200:
+            said = _error_message(answer.body).rstrip(".")
+            raise BenchFailed(f"{where} answers with status {answer.status}: {said}. {_remedy(answer.status)}")
         return str(answer.json()["data"][0]["id"])
     except (OSError, TimeoutError, BrokenAnswer) as error:
         why = error or type(error).__name__
         raise BenchFailed(f"No server answers at {client.host}:{client.port} ({why}); start one or give --base-url.") from error
     except (KeyError, IndexError, TypeError) as error:
-        where = f"{client.host}:{client.port}/v1/models"
-        raise BenchFailed(f"{where} answers with status {answer.status} and no model; give --model, or --api-key or HEADRACE_API_KEY.") from error
+        raise BenchFailed(f"{where} lists no model; give --model.") from error
+
+
+def _remedy(status: int) -> str:
+    if status in (401, 403):
+        return "Give --api-key, or set HEADRACE_API_KEY."
+    if status in (429, 503):
+        return "Wait until the server is ready (GET /ready answers 200) and has room."
+    return "Check --base-url, --model, --endpoint and the lengths."
 
 
 class LoadGenerator:
@@ -59,7 +71,8 @@ class LoadGenerator:
         failed = [sample for sample in self.samples if sample.error is not None]
         if failed and len(failed) == len(self.samples):
             why = str(failed[0].error).rstrip(".")
-            raise BenchFailed(f"Every warm-up request failed: {why}. Check --model, --endpoint, --api-key (or HEADRACE_API_KEY) and the lengths.")
+            status = re.search(r"\bstatus (\d{3})\b", why)
+            raise BenchFailed(f"Every warm-up request failed: {why}. {_remedy(int(status[1]) if status else 0)}")
         self.samples.clear()
 
     async def run(self, dialogues: Sequence[Dialogue]) -> None:

@@ -6,6 +6,7 @@ What lives here: flags to requests and the limits they are held against. What ma
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from headrace.config import EngineConfig, ServerConfig
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 CLOSED_LOOP = 8  # clients, as bench serve has them
 MOST_TENANTS = 64
+MOST_PRIORITY = 2**31 - 1
+_PRIORITY = re.compile(r"(-?\d{1,10}):(\d{1,10}(?:\.\d{1,10})?|\.\d{1,10})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_workload_flags(parser, trace="trace_file", max_input=None, max_output=None)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
-    who = parser.add_argument_group("tenants")
+    who = parser.add_argument_group("tenants and priorities")
     who.add_argument("--tenants", type=int, metavar="N", help="share the requests out among key1 … keyN, named as a server's keys are (default: one)")
     who.add_argument("--hog", type=float, metavar="SHARE", help="of the requests are key1's (default: as many as anybody's)")
+    who.add_argument(
+        "--priorities", nargs="+", default=[], metavar="PRIORITY:SHARE",
+        help="of the requests, for --scheduling-policy priority: 0:0.1 1:0.9 makes every tenth urgent (default: all are 0)",
+    )  # fmt: skip
     how = parser.add_argument_group("simulation")
     how.add_argument("--stepwise", action="store_true", help="never take steps that are alike many at once: the same figures, slower")
 
@@ -41,6 +48,23 @@ def check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
     check_load_flags(args, args.trace_file)
     _check_tenants(args)
+    priorities_of(args)
+
+
+def priorities_of(args: argparse.Namespace) -> dict[int, float]:
+    """Shares by priority. Raises ConfigError."""
+    shares: dict[int, float] = {}
+    for entry in args.priorities:
+        found = _PRIORITY.fullmatch(entry)
+        if found is None or not float(found[2]) or abs(int(found[1])) > MOST_PRIORITY:
+            raise ConfigError(
+                f"--priorities has {entry!r}; write PRIORITY:SHARE, a whole number of at most {MOST_PRIORITY:,} and a number above 0, "
+                f"like 0:0.1 1:0.9."
+            )
+        if int(found[1]) in shares:
+            raise ConfigError(f"--priorities has {int(found[1])} twice; give each priority one share.")
+        shares[int(found[1])] = float(found[2])
+    return shares
 
 
 def _check_tenants(args: argparse.Namespace) -> None:
@@ -58,13 +82,15 @@ def load_of(args: argparse.Namespace, config: EngineConfig, server: ServerConfig
     """``rate`` stands for --request-rate. Raises ConfigError."""
     from headrace.bench.statistics import parse_goodput
     from headrace.planner.simulator import Load
-    from headrace.planner.tenants import among
+    from headrace.planner.tenants import among, with_priorities
 
     open_loop = rate is not None or args.workload == "trace"
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
     asked = _trace(args, rate) if args.workload == "trace" else _made(args, config.model.seed, rate)
     if args.tenants is not None:
         asked = among(asked, args.tenants, args.hog, config.model.seed)
+    if shares := priorities_of(args):
+        asked = with_priorities(asked, shares, config.model.seed)
     return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles, args.stepwise)
 
 
@@ -106,7 +132,8 @@ def what_is_asked(args: argparse.Namespace, count: int) -> str:
 
 def _of_tenants(args: argparse.Namespace) -> str:
     hog = f", {args.hog:.0%} of them key1's" if args.hog is not None else ""
-    return f" of {args.tenants} tenants{hog}" if args.tenants is not None else ""
+    urgent = f", priorities {' '.join(args.priorities)}" if args.priorities else ""
+    return f" of {args.tenants} tenants{hog}{urgent}" if args.tenants is not None else urgent
 
 
 def shape(args: argparse.Namespace, count: int) -> str:

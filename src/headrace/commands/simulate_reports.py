@@ -100,9 +100,18 @@ def _show_advice(found: Priced, context: int) -> dict[str, Any]:
     points = [_point(found, batch, context) for batch in batches]
     columns = ("sequences", "step ms", "tokens/s", "simulated ms", "error")
     print(f"\nsteps that only decode, {context:,} tokens a sequence:\n{table(columns, [[point[column] for column in columns] for point in points])}")
-    for line in (*sentences(advice), *of_prices(found, context)):
+    for line in (*_of_preemptions(points), *sentences(advice), *of_prices(found, context)):
         print(line)
     return {**asdict(advice), **found.pricing.facts(context), "points": points}
+
+
+def _of_preemptions(points: list[dict[str, Any]]) -> list[str]:
+    """Why some points have nothing simulated beside them."""
+    return [
+        f"note: {point['sequences']:,} sequences were simulated, too, but do not all stay in memory until the last of them writes: "
+        f"{point['preempted']} preemptions, so there is nothing to compare with."
+        for point in points if point["preempted"]
+    ]  # fmt: skip
 
 
 def sentences(advice: Advice) -> list[str]:
@@ -135,14 +144,15 @@ def _of_replica(advice: Advice) -> str:
 
 def _point(found: Priced, batch: int, context: int) -> dict[str, Any]:
     predicted = found.decode_seconds(batch, context)
-    simulated = _simulated(found, batch, context) if batch * context <= SWEPT_TOKENS else None
+    simulated, preempted = _simulated(found, batch, context) if batch * context <= SWEPT_TOKENS else (None, 0)
     error = f"{predicted / simulated - 1:+.1%}" if simulated else None
     point = {"sequences": batch, "step ms": predicted * 1e3, "tokens/s": batch / predicted}
-    return {**point, "simulated ms": simulated * 1e3 if simulated else None, "error": error}
+    return {**point, "simulated ms": simulated * 1e3 if simulated else None, "error": error, "preempted": preempted}
 
 
-def _simulated(found: Priced, batch: int, context: int) -> float | None:
-    """The time between tokens while all of them write, through the engine's own scheduler; None where the context is too short to tell."""
+def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, int]:
+    """The time between tokens while all of them write, through the engine's own scheduler, and how many were preempted meanwhile; None where
+    the context is too short to tell, or where preemptions made it another load."""
     from headrace.planner.simulator import Load, simulate
     from headrace.planner.workload import Asked
 
@@ -150,8 +160,10 @@ def _simulated(found: Priced, batch: int, context: int) -> float | None:
     steps = -(-batch * context // max(1, most - batch)) + 2  # until the last prompt is computed
     prompt = context - steps // 2 - 8
     if prompt < 1:
-        return None
+        return None, 0
     scheduler = replace(found.config.scheduler, max_num_seqs=batch, max_num_batched_tokens=max(most, 2 * batch))
     load = Load([Asked(prompt, steps + 24, at=0.0)] * batch, max_queue=batch, front=False)
     report = simulate(found.spec, replace(found.config, scheduler=scheduler), found.device, load)
-    return median(report.samples[-1].gaps[4:20])
+    if preempted := int(report.figures["preemptions"]):
+        return None, preempted
+    return median(report.samples[-1].gaps[4:20]), 0

@@ -25,10 +25,11 @@ from headrace.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Outcome:
-    """One sample a request, in order of sending, and whose it is; ``seconds`` from the first request's zero to the last token."""
+    """One sample a request, in order of sending, whose it is and how urgent; ``seconds`` from the first request's zero to the last token."""
 
     samples: list[Sample] = field(default_factory=list)
     tenants: list[str] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
     seconds: float = 0.0
     most_used_blocks: int = 0
     most_running: int = 0  # requests under way at once
@@ -132,6 +133,7 @@ class Drive:
         sample = Sample(sent=sent, due=due, prompt_tokens=asked.prompt)
         self._outcome.samples.append(sample)
         self._outcome.tenants.append(asked.tenant)
+        self._outcome.priorities.append(asked.priority)
         if len(self._live) >= self._max_queue:
             sample.error = f"429: {len(self._live)} requests wait or run"
             self._clients -= 1
@@ -145,9 +147,16 @@ class Drive:
 
     def _add(self, index: int) -> None:
         asked, sent = self._asked[index], self._live[index].sent
-        params = self._greedy(asked.output)
-        ids = self._ids(index)
-        self._core.add(Request(request_id=index, prompt_token_ids=ids, params=params, arrival_time=sent, tenant=asked.tenant, expects=asked.expects))
+        request = Request(
+            request_id=index,
+            prompt_token_ids=self._ids(index),
+            params=self._greedy(asked.output),
+            arrival_time=sent,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            expects=asked.expects,
+        )
+        self._core.add(request)
 
     def _greedy(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:

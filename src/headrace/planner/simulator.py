@@ -28,7 +28,7 @@ from headrace.planner.figures import check_limits, figures_of, promise_figures
 from headrace.planner.placement import ELEMENT_BYTES, place
 from headrace.planner.pricing import Pricing, choose_prices
 from headrace.planner.step_time import StepTime
-from headrace.planner.tenants import tenant_figures
+from headrace.planner.tenants import priority_figures, tenant_figures
 from headrace.planner.workload import Asked, Prompts, check_lengths
 from headrace.spec import DecoderSpec
 
@@ -89,6 +89,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     figures |= promise_figures(recorder)
     figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
     figures |= tenant_figures(outcome.samples, outcome.tenants, outcome.seconds, config.scheduler)
+    figures |= priority_figures(outcome.samples, outcome.priorities, outcome.seconds)
     decisions = (*decisions, Decision("dtype", placement.dtype, "as the engine would choose"))
     longest = max(each.prompt + each.output for each in load.asked)
     return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)

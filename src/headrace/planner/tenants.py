@@ -1,12 +1,12 @@
-"""Several tenants in one simulated load: whose request is whose, and what each of them got.
+"""Several tenants and priorities in one simulated load: whose request is whose, how urgent it is, and what each of them got.
 
-What lives here: sharing requests out, figures by tenant, how far services drift apart. What may not: what is promised (scheduler/policies/fair.py),
-running.
+What lives here: sharing requests out, figures by tenant and by priority, how far services drift apart. What may not: what is promised
+(scheduler/policies/fair.py), running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -33,6 +33,32 @@ def among(asked: Sequence[Asked], count: int, hog: float | None, seed: int) -> l
     return shared
 
 
+def with_priorities(asked: Sequence[Asked], shares: Mapping[int, float], seed: int) -> list[Asked]:
+    """The same requests, each of one of these priorities, drawn by their shares. Turns of a conversation have one priority."""
+    total = sum(shares.values())
+    drawn = np.random.default_rng((seed, 10)).choice(list(shares), len(asked), p=[share / total for share in shares.values()])
+    found: list[Asked] = []
+    for each, priority in zip(asked, drawn.tolist(), strict=True):
+        found.append(replace(each, priority=priority if each.follows is None else found[each.follows].priority))
+    return found
+
+
+def priority_figures(samples: Sequence[Sample], priorities: Sequence[int], seconds: float) -> dict[str, Any]:
+    """{} where all are alike."""
+    names = sorted(set(priorities))
+    of = {name: [sample for sample, each in zip(samples, priorities, strict=True) if each == name] for name in names}
+    return {} if len(names) < 2 else {key: value for name in names for key, value in _group_figures(f"priority{name}", of[name], seconds).items()}
+
+
+def _group_figures(name: str, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
+    good = [sample for sample in samples if sample.error is None and sample.arrivals]
+    return {
+        f"{name}_completed": len(good),
+        f"{name}_output_throughput": sum(sample.output_tokens for sample in good) / seconds,
+        f"{name}_mean_ttft_ms": float(np.mean([sample.ttft for sample in good])) * 1e3 if good else 0.0,
+    }
+
+
 def tenant_figures(samples: Sequence[Sample], tenants: Sequence[str], seconds: float, scheduler: SchedulerConfig) -> dict[str, Any]:
     """{} where there are fewer than two. ``tenants``: of each sample; ``scheduler``: resolved. Services and their bound by weight, in prices of
     the scheduler's."""
@@ -48,10 +74,7 @@ def tenant_figures(samples: Sequence[Sample], tenants: Sequence[str], seconds: f
         "service_drift_bound": _bound(samples, scheduler, min(weights.values())),
     }
     for name in names:
-        good = [sample for sample in of[name] if sample.error is None and sample.arrivals]
-        figures[f"{name}_completed"] = len(good)
-        figures[f"{name}_output_throughput"] = sum(sample.output_tokens for sample in good) / seconds
-        figures[f"{name}_mean_ttft_ms"] = float(np.mean([sample.ttft for sample in good])) * 1e3 if good else 0.0
+        figures |= _group_figures(name, of[name], seconds)
     return figures
 
 

@@ -40,6 +40,7 @@ class Asked:
     pieces: tuple[int, ...] = ()
     piece: int = 0
     tenant: str = ""
+    priority: int = 0
     expects: Expectations = NO_EXPECTATIONS
     follows: int | None = None
     think: float = 0.0
