@@ -37,7 +37,7 @@ def careless() -> Iterator[Server]:
         sampling_params.MAX_STOP_STRINGS = 10**9
         sampling_params.check_token_ids = inputs.check_token_ids = lambda *given: None
         SamplingParams.check_token_ids = lambda self, vocab_size: None
-        auth.Guard.check_browser = lambda self, headers: None
+        auth.Guard.check_browser = lambda self, headers: ()
     """
     with serving(*checks_boundary.HASH, command=planted(defects)) as running:
         yield running

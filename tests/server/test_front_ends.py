@@ -200,7 +200,7 @@ def test_a_front_end_that_is_killed_is_replaced_and_nobody_elses_stream_is_hurt(
     server.wait_idle(headers=ONE)
     page = server.ask("GET", "/metrics", headers=ONE).body.decode()
     assert counted(page, "vllm:generation_tokens_total") >= before
-    assert counted(page, 'vllm:request_success_total{model_name="demo",finished_reason="abort"}') >= lost
+    assert counted(page, 'headrace_request_success_total{model_name="demo",finished_reason="abort"}') >= lost
     assert any(re.search(r"Front end \d ended: signal 9 \(SIGKILL\).*the others' go on", line) for line in server.lines)
     assert victim not in fronts(server) and len(each_front(server)) == 2
     assert any(re.search(rf"debug front end \d has left; {lost} of its requests end", line) for line in server.lines), "--debug is the engine's, too"
