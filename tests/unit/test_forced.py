@@ -228,6 +228,15 @@ def test_beside_a_format_values_that_cannot_be_held_are_any_text() -> None:
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+def test_what_cannot_be_called_beside_a_format_is_refused_by_name() -> None:
+    for parameters, match in (({"anyOf": [{"type": "object"}]}, "beside this form"), ({"type": "array"}, "type object")):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        form = form_of(Dialect(TOOL_FORMATS["pythonic"]), "", functions_of([tool]))
+        with pytest.raises(InvalidRequest, match=match) as caught:
+            hold(form, [tool], ToolChoice(), StructuredOutputs(json_object=True), ())
+        assert (caught.value.param or "").startswith("tools")
+
+
 @pytest.mark.parametrize(
     "fields", [{"json": '{"type":"object"}'}, {"json_object": True}, {"regex": "[{]+}"}, {"choice": ("1", "{}")}, {"grammar": 'start: "{}"'}], ids=str
 )

@@ -671,7 +671,8 @@ RENDERED = {
 @pytest.mark.parametrize("name", RENDERED)
 def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> None:
     """However the signs may mislead: this template speaks of another's, too."""
-    source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED[name]) + "{# <tool_call> arguments #}"
+    misleading = "{# <tool_call> arguments #}" if name != "none" else ""
+    source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED[name]) + misleading
     template = ChatTemplate({"default": source}, {})
     try:
         dialect, decisions = choose_dialect(source, render=lambda messages, tools, begins: template.render(messages, tools, begins, {}))
@@ -681,6 +682,43 @@ def test_the_format_is_the_one_that_reads_a_rendered_call_back(name: str) -> Non
     assert (dialect.tools.name if dialect.tools is not None else "none") == name == decisions[0].value
     assert ("no known format reads" in decisions[0].reason) == (name == "none")
     assert named.tools is TOOL_FORMATS["hermes"] and "does not read back" in told[0].reason, "who names one gets it, and is told"
+
+
+def test_a_guess_that_does_not_read_back_is_kept_and_told() -> None:
+    source = TEMPLATE.replace("%%", "%").replace("%s", RENDERED["none"]) + "{# <tool_call> arguments #}"
+    dialect, decisions = choose_dialect(source, render=lambda *_: "What is 6 times 7? CALL multiply WITH {}")
+    assert dialect.tools is TOOL_FORMATS["hermes"] and "though a call that it renders does not read back" in decisions[0].reason
+
+
+def test_only_what_was_offered_is_called_where_nothing_else_is_allowed() -> None:
+    text = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    for only, calls in ((False, 1), (True, 0)):
+        parser = form_of(Dialect(TOOL_FORMATS["hermes"]), "", FUNCTIONS, only=only).create_parser()
+        assert parser is not None
+        found, _ = parse(parser, text)
+        assert (len(arguments(found)), content(found)) == (calls, "" if calls else text)
+
+
+def test_ids_are_the_models_own_where_it_writes_them_but_no_two_are_the_same() -> None:
+    call = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
+    ids = [each.id for each in make("kimi_k2").push(text) if isinstance(each, ToolCallStart)]
+    assert ids == ["functions.f:3", "functions.f:1"]
+    starts = [each for each in make("mistral_args").push("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") if isinstance(each, ToolCallStart)]
+    assert starts[0].id == "abcdefghi"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_that_is_cut_shows_no_half_markup(name: str) -> None:
+    """Wherever max_tokens may have ended it: what was no whole call is not content either. Bare calls are told from answers by their name."""
+    said = SAID.get(name, "" if TOOL_FORMATS[name].bare else "Let me see.\n\n")
+    text = said + written(name)
+    for cut in range(len(said) + 2, len(text)):
+        parser = make(name)
+        found = [*parser.push(text[:cut]), *parser.finish("length")]
+        shown = content(found)
+        assert shown == ("Let me see." if said else shown), (cut, shown)
+        assert not said or not shown.removeprefix("Let me see.")
 
 
 def test_a_name_that_two_formats_go_by_is_the_one_of_the_template() -> None:

@@ -61,12 +61,22 @@ def hold(
         return form, replace(calls, preface=_preface(form, special, "@answer")) if form.reasoning is not None else calls
     if wanted is None:
         return form, wanted
-    calls_too = _Calls(form.tools, tools, choice, special, beside=True) if form.tools is not None and tools else None
+    calls_too = _beside(form.tools, tools, choice, special) if form.tools is not None and tools else None
     answer = form.reasoning.answer if form.reasoning is not None else ("", "")
     first = " ".join([*_marked(answer[0], special), "@answer", *(f"({each})?" for each in _marked(answer[1], special))])
     if calls_too is None and form.reasoning is None:
         return form, wanted
     return form, replace(wanted, preface=_preface(form, special, first, calls_too))
+
+
+def _beside(format: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> _Calls:
+    """Calls that may come instead of an answer."""
+    check_arguments(tools, choice)
+    try:
+        return _Calls(format, tools, choice, special, beside=True)
+    except _Unwritable:
+        reason = "tools cannot be called beside this form of the answer: no grammar of this model's calls can hold their names or parameters"
+        raise InvalidRequest(f"{reason}; leave out one of both, or simplify the schemas.", param="tools") from None
 
 
 def _hold_to_calls(form: Form, tools: Sequence[Tool], choice: ToolChoice, special: Collection[str]) -> tuple[Form, StructuredOutputs]:

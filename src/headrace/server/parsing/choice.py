@@ -115,6 +115,9 @@ def _tried(guessed: ToolFormat | None, rendered: tuple[str, str], *, named: bool
     found = next((each for each in TOOL_FORMATS.values() if reads_back(each, *rendered)), None)
     if found is not None:
         return found, [Decision("tool_call_parser", found.name, "a call of the chat template's reads back")]
+    if guessed is not None:
+        why = f"the chat template writes {guessed.signs[0]}, though a call that it renders does not read back"
+        return guessed, [Decision("tool_call_parser", guessed.name, why)]
     why = "calls stay in the text: no known format reads the chat template's back; name one with --tool-call-parser"
     return None, [Decision("tool_call_parser", "none", why)]
 

@@ -225,7 +225,8 @@ class FormatParser:
                 return found[0]
             held = markers.held(text, begin)
             if cursor.ended:
-                give(cursor.take(_trimmed(text, begin, len(text) - held) if self._cut_off and held > 1 else len(text)))
+                half = self._cut_off and held >= (1 if self._complete else 2)  # a lone < may be anything, but after a call
+                give(cursor.take(_trimmed(text, begin, len(text) - held) if half else len(text)))
                 cursor.at = len(text)
                 return ""
             give(cursor.take(_trimmed(text, begin, len(text) - held) if markers.wanted else len(text)))
@@ -275,7 +276,7 @@ class FormatParser:
         if (yield from self._begins_call(tools, separated)):
             return True
         if separated:
-            raise Malformed
+            raise Ended if cursor.ended and not cursor.text[cursor.at :].strip() else Malformed
         cursor.head()
         return False
 
@@ -442,7 +443,9 @@ class FormatParser:
     def _end_early(self, *, header: bool = False) -> None:
         """The text ended inside of a call, or of what might have become one, or of a header."""
         call, cursor = self._call, self._cursor
-        if call.complete:
+        if call.complete:  # and what came after it
+            after = cursor.head() + cursor.take(len(cursor.text))
+            self._say("" if self._cut_off else after)
             return
         rest = cursor.take(len(cursor.text))
         if call.index is None:
