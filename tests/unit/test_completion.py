@@ -78,6 +78,7 @@ def test_fish_completes_by_place(scripts: Path) -> None:
 
     assert offered("headrace ser") == ["serve"] and offered("headrace models pu") == ["pull"]
     assert offered("headrace serve --por") == ["--port"] and offered("headrace bench serve --por") == []
+    assert offered("headrace doctor --block") == ["--block-size"]
     assert offered("headrace serve --dtype bf") == ["bfloat16"] and offered("headrace bench latency --batch-s") == ["--batch-size"]
 
 

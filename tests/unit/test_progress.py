@@ -52,7 +52,7 @@ def level() -> Iterator[logging.Logger]:
     logger.setLevel(before)
 
 
-def load(clock: Seconds, line: LoadingLine, seconds: int) -> None:
+def load(clock: Seconds, line: LoadingLine, seconds: float) -> None:
     """4 GB, evenly; eight layers behind an embedding of half a GB."""
     for _ in range(8):
         clock.now += seconds / 8
@@ -84,7 +84,7 @@ def test_elsewhere_there_are_few_lines_and_a_sum(clock: Seconds) -> None:
 def test_what_is_quick_says_nothing(clock: Seconds) -> None:
     for stream in (Terminal(), io.StringIO()):
         said: list[str] = []
-        load(clock, LoadingLine(4 * GB, ENDS, stream, said.append), 0)
+        load(clock, LoadingLine(4 * GB, ENDS, stream, said.append), 0.4)
         with waiting("Packing", "Packed", stream=stream, tell=said.append):
             pass
         assert stream.getvalue() == "" and said == []
