@@ -21,7 +21,7 @@ from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.tokenizer import Tokenizer
 from headrace.models.source import TokenizerFiles
 from headrace.sampling_params import StructuredOutputs
-from headrace.scheduler.events import AddRequest
+from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.hash_engine import request
 from tests.support.outside import shared
@@ -154,6 +154,26 @@ def test_a_space_that_is_dropped_may_begin_an_answer_and_must_where_the_text_has
     assert begun("pieces", StructuredOutputs(regex="ab[cd]")) == {" ", "a", "ab", " a", " ab"}
     assert begun("pieces-no-prefix", StructuredOutputs(regex="ab[cd]")) == {"ab"}
     assert begun("pieces", StructuredOutputs(regex=" ?ab[cd]")) == {" ", "  ", " a", " ab"}
+
+
+# --- what costs too much
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "^(\\S+\\s+){0,99}\\S+$", "maxLength": 5000}, {"pattern": "^(\\S+\\s+){0,99}\\S+$"}], ids=str)
+def test_what_the_lexer_cannot_hold_is_refused_before_an_answer_begins(schema: dict[str, object]) -> None:
+    """Or answered to its end."""
+    wanted = StructuredOutputs(json={"type": "string", **schema})  # type: ignore[arg-type]
+    masks, asked = MASKS["bytes"], request(1, [1], structured_outputs=wanted)
+    masks.keep(())
+    masks.begin(asked)
+    (taken,) = masks.take_compiled(10.0)
+    if "maxLength" in schema:
+        assert isinstance(taken, RefuseRequest) and "too many" in taken.message
+        return
+    sequence = LiveSequence(asked, 0, frozenset(), 999, (), SequenceKV("", None, []), array("i", [1]))
+    for token in [*KINDS["bytes"].encode('"the quick brown fox jumps over it and is gone"', False), VOCABULARIES["bytes"].eos[0]]:
+        assert token in allowed(masks.masks([(0, sequence)]).words)
+        sequence.token_ids.append(token)
 
 
 # --- real tokenizers

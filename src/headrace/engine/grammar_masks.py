@@ -9,6 +9,7 @@ What lives here: compiled grammars, matchers of live answers, masks. What may no
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
@@ -38,7 +39,7 @@ from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 _REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ _MAX_THREADS = 8
 # So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the interpreter, which a
 # busy thread then keeps for milliseconds; a matcher's own calls do not.
 _ROWS_ALONE = 32
+# A grammar is followed for some steps before it is taken, with this part of the work that it may cause later: what is too much for the
+# lexer mostly shows within a few tokens, and an answer that has begun cannot be refused.
+_MARGIN, _PROBED = 2, 12
+_CLOSING = (b'"', b",", b"]", b"}", b")")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,13 @@ class _Bridge:
     eos: tuple[int, ...]
     words: int  # of a mask
     spaced: tuple[int, ...]
+    closing: tuple[int, ...]  # tokens that begin with what ends a text or a list
+
+    def create_matcher(self, wanted: StructuredOutputs, limits: LLParserLimits) -> LLMatcher:
+        """Raises GrammarError."""
+        if self.spaced:
+            return create_spaced_matcher(self.tokenizer, wanted, limits, self.spaced)
+        return create_matcher(self.tokenizer, wanted, limits)
 
 
 @dataclass(slots=True)
@@ -182,10 +194,8 @@ class GrammarMasks:
         """Raises GrammarError."""
         bridge = self._bridge = self._bridge or self._load_bridge()
         begin = time.perf_counter()
-        if bridge.spaced:
-            matcher = create_spaced_matcher(bridge.tokenizer, wanted, create_limits(), bridge.spaced)
-        else:
-            matcher = create_matcher(bridge.tokenizer, wanted, create_limits())
+        _probe(bridge, bridge.create_matcher(wanted, create_limits(_MARGIN)))
+        matcher = bridge.create_matcher(wanted, create_limits())
         return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin)
 
     def _load_bridge(self) -> _Bridge:
@@ -194,7 +204,9 @@ class GrammarMasks:
             raise GrammarError("the model names no end-of-sequence token, which would end it")
         tokens, forced = vocabulary.tokens, ForcedText(vocabulary)
         spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if vocabulary.drops_first_space else []
-        return _Bridge(create_tokenizer(vocabulary, forced), forced, tuple(vocabulary.eos), -(-len(tokens) // 32), tuple(spaced))
+        closing = [id for id, token in enumerate(tokens) if token.startswith(_CLOSING)]
+        words = -(-len(tokens) // 32)
+        return _Bridge(create_tokenizer(vocabulary, forced), forced, tuple(vocabulary.eos), words, tuple(spaced), tuple(closing))
 
     # --- masks
 
@@ -267,6 +279,21 @@ def _end_character(bridge: _Bridge, matcher: LLMatcher, mask: NDArray[np.uint32]
     for token in following:
         mask[token >> 5] |= np.uint32(1 << (token & 31))
     return bool(following)
+
+
+def _probe(bridge: _Bridge, matcher: LLMatcher) -> None:
+    """Any tokens that may come, every other one of them ending something. Raises GrammarError where finding them takes too much."""
+    draw, closing = random.Random(0), np.array(bridge.closing, dtype=np.int64)
+    for step in range(_PROBED):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        reason = why_stuck(matcher)
+        if reason is not None:
+            raise GrammarError(reason)
+        ends = closing[bits[closing] > 0] if step % 2 else closing[:0]
+        fine = ends if len(ends) else np.flatnonzero(bits)
+        token = int(fine[draw.randrange(len(fine))]) if len(fine) else bridge.eos[0]
+        if token in bridge.eos or not matcher.validate_tokens([token]) or not matcher.consume_token(token):
+            return
 
 
 def _size(wanted: StructuredOutputs) -> int:
