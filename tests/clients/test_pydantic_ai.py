@@ -31,7 +31,8 @@ class Person(pydantic.BaseModel):  # type: ignore[misc]
 def agent(server: Server, kind: str, **fields: Any) -> Any:
     if kind == "messages":
         provider = anthropic_provider.AnthropicProvider(base_url=server.url, api_key="none")
-        model = ai_anthropic.AnthropicModel("demo", provider=provider)
+        knows = {"supports_json_schema_output": True}  # it knows so of Anthropic's own models only
+        model = ai_anthropic.AnthropicModel("demo", provider=provider, profile=knows)
     else:
         provider = openai_provider.OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
         model = {"chat": ai_openai.OpenAIChatModel, "responses": ai_openai.OpenAIResponsesModel}[kind]("demo", provider=provider)

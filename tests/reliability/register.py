@@ -364,7 +364,7 @@ ROWS = (
             "litellm a_chat_whole_and_streamed_is_one_answer errors_are_what_gateways_route_by; "
             "node a_chat_whole_and_streamed_is_one_answer errors_are_what_the_client_knows_them_by"
         ),
-        "openai and anthropic in CI; LangChain, LiteLLM and openai for Node by a command (testing.md)",
+        "openai and anthropic in every run of CI; the sixteen groups of tests/clients by a command (testing.md)",
     ),
     Row(58, "wire conformance", HELD, tests("traffic streams_of_both_routes_keep_the_rules; boundary streams_against_the_rules_are_seen")),
     Row(59, "soak", HELD, tests("soak a_soak_of_seconds_passes what_grows_is_noticed what_fails_is_noticed")),
