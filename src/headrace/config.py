@@ -285,10 +285,10 @@ class ServerConfig:
     reasoning_parser: str = option(
         "auto", "how the model writes reasoning; automatic by its chat template",
         choices=(
-            "auto", "none", "openai_gptoss", "gpt_oss", "muse_glimmer", "deepseek_r1", "step3", "ernie45", "qwen3",
-            "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "hunyuan_a13b", "kimi_k2", "mimo", "minimax_m2",
-            "nemotron_v3", "olmo3", "poolside_v1", "step3p5", "mistral", "seed_oss", "cohere_command3", "cohere",
-            "cohere_command4", "gemma4", "granite", "apertus", "apriel",
+            "auto", "none", "openai_gptoss", "gpt_oss", "muse_glimmer", "deepseek_r1", "step3", "ernie45",
+            "hunyuan_a13b", "qwen3", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "mimo",
+            "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3p5", "mistral", "seed_oss", "cohere_command3",
+            "cohere", "cohere_command4", "gemma4", "granite", "apertus", "apriel",
         ),
     )  # fmt: skip
     repetition_detection: bool = option(False, "end answers that loop, also where a request does not ask for it (it may say false)")

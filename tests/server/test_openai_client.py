@@ -208,6 +208,10 @@ def test_a_custom_tool_that_is_chosen_is_held_to_its_grammar(demo: Server, synta
     (call,) = choice["message"]["tool_calls"]
     assert call["custom"]["name"] == "query" and (pattern is None or re.fullmatch(pattern, call["custom"]["input"]))
     assert pattern is None or (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    if syntax == "regex":
+        bad = {**tools[0], "custom": {"name": "query", "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "("}}}}
+        answer = demo.ask("POST", "/v1/chat/completions", {**body, "tools": [WEATHER, bad]})
+        assert (answer.status, answer.error["param"]) == (400, "tools[1].custom.format")
     answer = demo.ask("POST", "/v1/chat/completions", {**body, "tool_choice": "required", "max_tokens": 2})
     assert answer.status == (400 if syntax == "lark" else 200) and (answer.status == 200 or answer.error["param"] == "tool_choice")
 

@@ -78,7 +78,8 @@ def offer(
             _check_offered(name, tools)
         given = [(index, tool) for index, tool in given if _name_of(tool) in allowed]
     read = _read_choice(mode, tools, parallel)
-    places = tuple(f"tools[{index}].{place}" for index, _ in given)
+    of_custom = "custom.format" if "." in place else "format"
+    places = tuple(f"tools[{index}].{of_custom if _name_of(tool) in (customs or ()) else place}" for index, tool in given)
     shown = [tool for _, tool in given] if read.shown else []
     twice = next((name for name in customs or () if names_of(tools).count(name) > 1), None)
     if twice is not None:

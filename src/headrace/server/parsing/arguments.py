@@ -1,4 +1,4 @@
-"""Arguments that are not written as JSON, given out as JSON while they come: values between tags, and Python's keyword arguments.
+"""Arguments that are not written as JSON, given out as JSON while they come: values between tags, and keys with literals.
 
 What lives here: these two ways of writing, as readers on a cursor. What may not: names of calls and what surrounds them (parser.py).
 

@@ -476,6 +476,12 @@ _REASONING_FORMATS = (
         wrappers=("<response>", "</response>"),
     ),
     ReasoningFormat(
+        name="hunyuan_a13b",
+        signs=(*_THINK, "<answer>"),
+        answer=("<answer>", "</answer>"),
+        wrappers=("<answer>", "</answer>"),
+    ),
+    ReasoningFormat(
         name="qwen3",
         aliases=(
             "deepseek_v3",
@@ -483,7 +489,6 @@ _REASONING_FORMATS = (
             "glm45",
             "glm47",
             "holo2",
-            "hunyuan_a13b",
             "kimi_k2",
             "mimo",
             "minimax_m2",

@@ -66,7 +66,9 @@ class _Text:
             self._begin()
         if self._state == "text":
             return self._take()
-        given, self._held = (self._held, "") if self._state == "other" else ("", "" if self._state == "after" else self._held)
+        given = self._held if self._state == "other" else ""
+        if self._state != "before":
+            self._held = ""
         return given
 
     def _begin(self) -> None:
