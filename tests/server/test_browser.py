@@ -388,7 +388,7 @@ def test_who_waits_sees_where_the_request_stands(visit: Open) -> None:
         body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
         with server.raw(post_bytes("/v1/completions", body)):
             wait_for(lambda: server.running() == 1)
-            say(page, "word " * 200, wait=False)
+            say(page, "word " * 800, wait=False)
             page.wait_for_selector(
                 ".waiting p:has-text('Waiting: number 1 of 1 in the queue. The first in the queue needs 1 of the rows')"
             )
@@ -519,6 +519,7 @@ SPANS = {
     "***a* b**": "<strong><em>a</em> b</strong>",
     "**a *b* c**": "<strong>a <em>b</em> c</strong>",
     "*a **b** c*": "<em>a <strong>b</strong> c</em>",
+    "*a**b*": "<em>a**b</em>",
     "***a***": "<em><strong>a</strong></em>",
     "_a __b__ c_ and snake_case_name": "<em>a <strong>b</strong> c</em> and snake_case_name",
     "a * b * c, 2**3**4": "a * b * c, 2<strong>3</strong>4",
@@ -597,6 +598,7 @@ UNITS = (
     "https://a.b/....", "<br>", "```\n", "```a\n", "~~~\nx\n", "\\", "\\*", "&", "\u2028", "\r\n", "é*",
 )  # fmt: skip
 LINES = [f"a\n{begin}{' ' * SIZE}x" for begin in ("#", "-", "|", "```", "- - -", "$$")]
+LINES += [f"```{' ' * SIZE}`", f"```{'a' * SIZE}`", f"# {'# ' * (SIZE // 2)}x"]
 CODE_UNITS = (
     '"', "'", '"\\"', "/*", "/* ", "a", "a ", "0x", "1.", "#", "=", "<a ", "<!--", "a=", "a:", "-", "$(", "${", "--[[", "`",
     "!", "\\", "a.b", "@", " ",

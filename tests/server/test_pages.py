@@ -80,6 +80,31 @@ def test_every_file_that_is_named_exists() -> None:
         assert set(named) <= set(WEB) == set(pages.pages()), (name, named)
 
 
+def _colours(theme: str) -> dict[str, str]:
+    """The palette of a theme, by name."""
+    start = {"light": ":root {", "dark": ':root[data-theme="dark"] {'}[theme]
+    blocks = [WEB[name].partition(start)[2].partition("}")[0] for name in ("base.css", "chat.css")]
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", "".join(blocks)))
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_stands_out_from_what_it_stands_on(theme: str) -> None:
+    """WCAG's 4.5 to 1, for every colour of text on every ground."""
+    colours = _colours(theme)
+    texts = [name for name in colours if name.startswith("t-")] + ["text", "muted", "faint", "bad", "accent-strong"]
+    assert len(texts) == 12
+    for text in texts:
+        for ground in ("surface", "page", "sunken"):
+            light, dark = sorted((_luminance(colours[text]), _luminance(colours[ground])), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground)
+
+
 # --- the dashboard's data
 
 

@@ -249,8 +249,9 @@ function operator(text) {
 }
 
 function named(name) {
-  const node = m("mi", { mathvariant: "normal" }, name.replace(/^(lim|arg)(?=sup|inf|max|min)/, "$1 "));
-  return /^(lim|max|min|sup|inf|arg|det|gcd|Pr)/.test(name) ? limited(node) : node;
+  const text = name.replace(/^(lim|arg)(?=sup|inf|max|min)/, "$1 ");
+  if (!/^(lim|max|min|sup|inf|arg(max|min)|det|gcd|Pr)/.test(name)) return m("mi", { mathvariant: "normal" }, text);
+  return limited(m("mo", { movablelimits: "true", form: "prefix", lspace: "0", rspace: "0" }, text)); // beside it in a line of text
 }
 
 function fence(text) {

@@ -60,7 +60,8 @@ export class Session {
     this.held.set(conversation.id, conversation);
     const painter = paint(view, around);
     try {
-      await receive(growing, requestBody(conversation.messages), work.controller.signal, view, painter.request);
+      const tell = (progress) => growing.chunks || around(() => view.tell(progress));
+      await receive(growing, requestBody(conversation.messages), work.controller.signal, tell, painter.request);
     } catch (error) {
       note(growing.message, error, work.controller);
     } finally {
@@ -85,12 +86,13 @@ export class Session {
   }
 }
 
-async function receive(growing, body, signal, view, changed) {
+/** ``tell(progress)`` until the first token, then ``changed()``. */
+async function receive(growing, body, signal, tell, changed) {
   const name = `page-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
   const waiting = new AbortController();
   const stop = () => waiting.abort();
   signal.addEventListener("abort", stop);
-  watch(name, waiting.signal, (progress) => !growing.chunks && view.tell(progress));
+  watch(name, waiting.signal, tell);
   try {
     const headers = { "Content-Type": "application/json", "X-Request-Id": name };
     const response = await ask("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
