@@ -20,6 +20,7 @@ from typing import Any
 from headrace import logs
 from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
+from headrace.portability import missing
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from headrace.server.household import Household
@@ -154,6 +155,8 @@ class _Greeting:
         self._open = not life.config.api_key
         self._any_page = self._open and "*" in life.config.allowed_origins
         self.say(f"Headrace {life.version} listens on {self._address} and loads {life.engine_config.model.model or 'the bundled demo model'}.")
+        if gone := missing():
+            self.say(f"This system lacks what Linux has: {'; '.join(gone)}.")
 
     def ready(self, lines: Sequence[str]) -> None:
         for line in lines:
