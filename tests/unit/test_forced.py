@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headrace.engine.grammar import Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
+from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
 from headrace.server.forced import hold
@@ -295,3 +295,20 @@ def test_a_structure_without_reasoning_is_left_alone() -> None:
     for dialect, prompt in ((Dialect(), ""), (Dialect(None, REASONING_FORMATS["qwen3"]), "<think>\n\n</think>\n\n")):
         form, held = hold(form_of(dialect, prompt, {}), None, ToolChoice(), wanted, ())
         assert held is wanted and form.create_parser() is None
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", None])
+def test_what_no_grammar_can_hold_a_call_to_is_left_to_the_model_unless_strict(name: str | None) -> None:
+    """A oneOf whose branches overlap is an anyOf."""
+    levels = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
+    properties = {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "t": levels}
+    for strict in (False, True):
+        parameters = {"type": "object", "properties": properties, "required": ["a", "t"], "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": "get_weather", "strict": strict, "parameters": parameters}}
+        form, wanted = formed(name, None, REQUIRED, offered=[tool])
+        if strict:
+            with pytest.raises(GrammarError, match="uniqueItems"):
+                create_matcher(TOKENIZER, wanted, create_limits())
+            continue
+        ((_, arguments),) = calls_of(read(form, next(text for seed in range(9) if (text := written(wanted, seed))), 5)[0])[:1]
+        assert isinstance(arguments["a"], int | float) and {*arguments["t"]} <= {1, 2}

@@ -21,7 +21,6 @@ from headrace.sampling_params import StructuredOutputs
 from headrace.server.parsing import Form
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, Literals, Style, Tags, ToolFormat
 from headrace.server.tools import (
-    SPACING,
     Tool,
     ToolChoice,
     call_schema,
@@ -29,6 +28,7 @@ from headrace.server.tools import (
     check_references,
     forced_schema,
     grammar_of,
+    guidance,
     parameters_of,
     types_of,
 )
@@ -202,6 +202,7 @@ class _Function:
         self._special = special
         self._beside = beside
         self._parameters = parameters_of(tool)
+        self._guidance = guidance([tool])
         self._inner: list[str] = []
         written: str = tool["function"]["name"]
         if not _NAME.fullmatch(written):
@@ -224,7 +225,7 @@ class _Function:
 
     def _arguments(self, format: ToolFormat) -> str:
         if format.style is Style.JSON:
-            return f"ws {self._rule(_json({**self._parameters, **SPACING}))}"
+            return f"ws {self._rule(_json({**self._parameters, **self._guidance}))}"
         try:
             properties, required = self._values(_KEY[format.style])
             if format.tags is None:
@@ -252,7 +253,7 @@ class _Function:
 
     def _value(self, schema: Mapping[str, Any]) -> str:
         places = {name: self._parameters[name] for name in ("$defs", "definitions") if name in self._parameters}
-        return self._rule(_json({**places, **schema, **SPACING}))
+        return self._rule(_json({**places, **schema, **self._guidance}))
 
     def _tagged(self, tags: Tags, properties: Mapping[str, Any], required: Collection[str]) -> str:
         parts = []

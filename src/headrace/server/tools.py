@@ -21,7 +21,7 @@ Tool = Mapping[str, Any]
 
 _PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
-SPACING = {"x-guidance": {"whitespace_pattern": " ?"}}
+_SPACING = {"whitespace_pattern": " ?", "coerce_one_of": True}
 
 
 class Mode(Enum):
@@ -164,20 +164,28 @@ def types_of(schema: Any) -> frozenset[str]:
     return frozenset().union(*found) if found and len(found) == len(branches) and all(found) else frozenset()
 
 
+def guidance(tools: Sequence[Tool]) -> dict[str, Any]:
+    """How llguidance is to read schemas of calls: ``oneOf`` as ``anyOf``, and what it cannot hold a call to (``uniqueItems``, ``not``) as
+    advice to the model, unless a function is ``strict``.
+    """
+    strict = any(tool["function"].get("strict") is True for tool in tools)
+    return {"x-guidance": _SPACING if strict else {**_SPACING, "lenient": True}}
+
+
 def forced_schema(tools: Sequence[Tool], choice: ToolChoice) -> str:
     """What the answer must be: the named function's arguments, or a list of calls."""
     if choice.mode is Mode.NAMED:
-        parameters = next(parameters_of(tool) for tool in tools if tool["function"]["name"] == choice.name)
-        return json.dumps({**parameters, **SPACING})
+        tool = next(tool for tool in tools if tool["function"]["name"] == choice.name)
+        return json.dumps({**parameters_of(tool), **guidance([tool])})
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
     if not choice.parallel:
         calls["maxItems"] = 1
-    return json.dumps({**calls, **_definitions(tools, choice), **SPACING})
+    return json.dumps({**calls, **_definitions(tools, choice), **guidance(tools)})
 
 
 def call_schema(tools: Sequence[Tool], choice: ToolChoice, format: ToolFormat) -> dict[str, Any]:
     """One call of one of them, as an object."""
-    return {"anyOf": [_call(tool, format) for tool in tools], **_definitions(tools, choice), **SPACING}
+    return {"anyOf": [_call(tool, format) for tool in tools], **_definitions(tools, choice), **guidance(tools)}
 
 
 def parameters_of(tool: Tool) -> Mapping[str, Any]:

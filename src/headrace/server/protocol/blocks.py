@@ -75,6 +75,8 @@ def function_tool(where: str, tool: dict[str, Any], schema_name: str) -> dict[st
         function["description"] = read_text(where, tool, "description")
     if tool.get(schema_name) is not None:
         function["parameters"] = read_object(f"{where}.{schema_name}", tool[schema_name])
+    if tool.get("strict") is True:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 
