@@ -47,7 +47,7 @@ class HostPrices:
     """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of that.
 
     ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it already; such a step ends
-    no sooner. ``record``: of making a graph of one, behind it.
+    no sooner. ``record``: of making a graph of one, behind it. ``graphed``: of handing over one that a graph computes, more than of a decode step.
     """
 
     step: float = 0.0
@@ -56,10 +56,11 @@ class HostPrices:
     token: float = 0.0
     launch: float = 0.0
     record: float = 0.0
+    graphed: float = 0.0
 
-    def seconds(self, rows: int, added: int = 0, tokens: int = 0) -> float:
+    def seconds(self, rows: int, added: int = 0, tokens: int = 0, *, graphed: bool = False) -> float:
         """``added`` new sequences that begin with so many ``tokens``."""
-        return self.step + self.row * rows + self.added * added + self.token * tokens
+        return self.step + self.row * rows + self.added * added + self.token * tokens + (self.graphed if graphed else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

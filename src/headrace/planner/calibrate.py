@@ -150,9 +150,12 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     none = "" if launched else "no step was launched kernel by kernel beside the device; taken to be nothing"
     parameters.append(Parameter("launching a step, seconds", launch, spread, launched, none))
     record, times = _record_seconds(steps)
+    graphed, replayed = _graphed_seconds(steps)
+    none = "" if replayed else "no graph computed a step with prompts; taken to be nothing"
+    parameters.append(Parameter("handing over a graph with prompts, seconds", graphed, 0.0, replayed, none))
     parameters.append(Parameter("recording a graph, seconds", record, 0.0, times, "" if times else "no step was recorded; taken to be nothing"))
     step, row, added, token = (float(each) for each in values)
-    return HostPrices(step, row, added, token, launch, record), tuple(parameters)
+    return HostPrices(step, row, added, token, launch, record, graphed), tuple(parameters)
 
 
 def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
@@ -166,7 +169,7 @@ def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
             continue
         taken = collected.get(step.step_id - depth, 0.0)
         taken += step.seconds if run.facts.inline else 0.0
-        taken += step.queued - step.submitted if _launched(step, run.facts) else 0.0
+        taken += step.queued - step.submitted if _launched(step, run.facts) or step.load.filled else 0.0
         found.append((step, max(0.0, following.scheduled - step.scheduled - taken)))
     return found
 
@@ -189,11 +192,18 @@ def _record_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
     return max(0.0, median(recorded) - (median(plain) if plain else 0.0)) if recorded else 0.0, len(recorded)
 
 
+def _graphed_seconds(steps: Sequence[RecordedStep]) -> tuple[float, int]:
+    """What handing over takes longer, in the middle, where a graph computes prompts than where it computes single tokens; how many do."""
+    graphed = [step.queued - step.submitted for step in steps if step.load.filled]
+    plain = [step.queued - step.submitted for step in steps if step.alone]
+    return max(0.0, median(graphed) - (median(plain) if plain else 0.0)) if graphed else 0.0, len(graphed)
+
+
 def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
-    """What handing over takes in the middle; how far half of them lie from that; and how many they are. (Not the mean: what is launched for the
-    first time takes twice as long.)"""
+    """The lower quartile of what handing over takes, for half of what a load of all sizes launches is launched for the first time, which takes
+    twice as long and does not come again; how far half of them lie from that; and how many they are."""
     if not steps:
         return 0.0, 0.0, 0
     taken = [step.queued - step.submitted for step in steps]
-    found = median(taken)
+    found = float(np.percentile(taken, 25))
     return found, median(abs(each - found) for each in taken), len(taken)

@@ -78,10 +78,11 @@ class StepTime:
         saved = self._sharing.observe(plan) if self._sharing is not None else ()
         load = self._cost_model.load_of(plan, saved)
         rows = len(plan.rows)
-        host = self._prices.host.seconds(rows, len(plan.rows_added), sum(len(new.token_ids) for new in plan.rows_added))
         alone, recorded = plan.counts.count(1) == rows, False
         if not alone and not plan.prompt_logprobs:
             load, recorded = self._graphed(load, rows)
+        tokens = sum(len(new.token_ids) for new in plan.rows_added)
+        host = self._prices.host.seconds(rows, len(plan.rows_added), tokens, graphed=load.filled > 0)
         return self._price(load, rows, alone, host, self._prices.host.record if recorded else 0.0)
 
     def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
