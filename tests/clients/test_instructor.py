@@ -11,6 +11,7 @@ from tests.clients import questions as q
 from tests.support.serving import Server
 
 instructor: Any = pytest.importorskip("instructor", reason=q.ABSENT)
+instructor_errors: Any = pytest.importorskip("instructor.core", reason=q.ABSENT)
 openai: Any = pytest.importorskip("openai", reason=q.ABSENT)
 anthropic: Any = pytest.importorskip("anthropic", reason=q.ABSENT)
 pydantic: Any = pytest.importorskip("pydantic", reason=q.ABSENT)
@@ -33,13 +34,22 @@ class Weather(pydantic.BaseModel):  # type: ignore[misc]
     city: str
 
 
+class Refused(Person):
+    """A person"""
+
+    @pydantic.field_validator("age")  # type: ignore[untyped-decorator]
+    @classmethod
+    def too_young(cls, age: int) -> int:
+        raise ValueError(f"{age} is too young")
+
+
 def made(server: Server, mode: str, **fields: Any) -> Any:
     kind = instructor.Mode[mode]
     if mode.startswith("ANTHROPIC"):
         client = instructor.from_anthropic(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0), mode=kind)
-        return client.create(model="demo", max_tokens=200, max_retries=0, **SURE, **fields)
+        return client.create(model="demo", max_tokens=200, **SURE, **{"max_retries": 0, **fields})
     client = instructor.from_openai(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0), mode=kind)
-    return client.create(model="demo", temperature=0, max_retries=0, **fields)
+    return client.create(model="demo", temperature=0, **{"max_retries": 0, **fields})
 
 
 SURE: dict[str, Any] = {"extra_body": {"temperature": 0}}
@@ -70,3 +80,18 @@ def test_a_streamed_object_grows_to_the_whole_one(demo: Server, mode: str) -> No
 def test_calls_side_by_side(demo: Server, mode: str) -> None:
     found = list(made(demo, mode, messages=[{"role": "user", "content": q.TWO_CITIES}], response_model=Iterable[Weather]))
     assert [each.city for each in found] == list(q.REPORTS)
+
+
+@pytest.mark.parametrize("mode", OPENAI + ANTHROPIC)
+def test_what_was_wrong_is_sent_back(demo: Server, mode: str) -> None:
+    """The server takes the refused answer, and what was wrong with it, in the shape that each mode gives them.
+
+    What the small model makes of that is its own affair: it may go on until its answer is cut.
+    """
+    with pytest.raises(instructor_errors.InstructorError) as caught:
+        made(demo, mode, messages=HENRY, response_model=Refused, max_retries=2)
+    if isinstance(caught.value, instructor_errors.IncompleteOutputException):
+        return
+    first, *others = [attempt.exception for attempt in caught.value.failed_attempts]
+    assert "64 is too young" in str(first)
+    assert others and not [each for each in others if isinstance(each, openai.APIError | anthropic.APIError)]

@@ -81,6 +81,12 @@ def test_a_graph_of_ones_own(demo: Server) -> None:
     assert [message.type for message in messages] == ["human", "ai", "tool", "ai"] and messages[-1].content == q.WEATHER_ANSWER
 
 
+def test_the_server_keeps_the_conversation(demo: Server) -> None:
+    llm = model(demo, "responses").model_copy(update={"use_previous_response_id": True})
+    messages = lc_agents.create_agent(llm, [get_weather]).invoke({"messages": [("user", q.WEATHER)]})["messages"]
+    assert called(messages) == [q.WEATHER_CALL] and messages[-1].text == q.WEATHER_ANSWER
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("strategy", ["ToolStrategy", "ProviderStrategy"])
 def test_an_agent_answers_with_an_object(demo: Server, strategy: str, kind: str) -> None:

@@ -89,3 +89,18 @@ def test_a_conversation_goes_on(demo: Server, kind: str) -> None:
     asked = [*first.to_input_list(), {"role": "user", "content": "What is the weather in Tokyo?"}]
     second = agents.Runner.run_sync(maker, asked)
     assert calls_of(second) == [("get_weather", {"city": "Tokyo"})] and "Tokyo" in second.final_output
+
+
+def test_the_server_keeps_the_conversation(demo: Server) -> None:
+    """Only what is new is sent; what was said before is the server's to know."""
+    maker = agent(demo, "OpenAIResponsesModel", tools=[get_weather])
+    first = agents.Runner.run_sync(maker, q.WEATHER)
+    second = agents.Runner.run_sync(maker, "What is the weather in Tokyo?", previous_response_id=first.last_response_id)
+    assert calls_of(second) == [("get_weather", {"city": "Tokyo"})] and "Tokyo" in second.final_output
+    assert second.raw_responses[0].usage.input_tokens > first.raw_responses[0].usage.input_tokens
+
+
+def test_a_session_keeps_the_conversation_here(demo: Server) -> None:
+    maker, session = agent(demo, "OpenAIChatCompletionsModel", tools=[get_weather]), agents.SQLiteSession("one")
+    agents.Runner.run_sync(maker, q.WEATHER, session=session)
+    assert "Tokyo" in agents.Runner.run_sync(maker, "What is the weather in Tokyo?", session=session).final_output

@@ -36,7 +36,7 @@ def agent(server: Server, kind: str, **fields: Any) -> Any:
     else:
         provider = openai_provider.OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
         model = {"chat": ai_openai.OpenAIChatModel, "responses": ai_openai.OpenAIResponsesModel}[kind]("demo", provider=provider)
-    return ai.Agent(model, model_settings={"temperature": 0, "max_tokens": 200}, retries=0, **fields)
+    return ai.Agent(model, model_settings={"temperature": 0, "max_tokens": 200}, **{"retries": 0, **fields})
 
 
 def get_weather(city: str) -> dict[str, Any]:
@@ -91,3 +91,17 @@ def test_a_tool_beside_an_object(demo: Server, kind: str) -> None:
 
     found = agent(demo, kind, tools=[get_weather], output_type=ai.ToolOutput(Report)).run_sync(q.WEATHER)
     assert found.output.city == "Rome"
+
+
+@apis
+def test_what_was_wrong_is_sent_back(demo: Server, kind: str) -> None:
+    maker, seen = agent(demo, kind, output_type=ai.ToolOutput(Person), retries=1), []
+
+    @maker.output_validator  # type: ignore[untyped-decorator]
+    def once(person: Any) -> Any:
+        seen.append(person)
+        if len(seen) == 1:
+            raise ai.ModelRetry("Say it again.")
+        return person
+
+    assert isinstance(maker.run_sync(q.EXTRACT).output, Person) and len(seen) == 2
