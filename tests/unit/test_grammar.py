@@ -340,14 +340,17 @@ def test_what_this_vocabulary_cannot_write_ends_with_a_reason_and_nobody_else_do
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(
     ("fields", "written"),
-    [({"regex": "ab☃b"}, 2), ({"grammar": 'start: "ab" X\nX: "☃"'}, 2), ({"json": {"enum": ["☃"]}}, 1), ({"regex": "[☃é]"}, 0)],
+    [
+        *(({"regex": "ab☃b"}, 0), ({"grammar": 'start: "ab" X\nX: "☃"'}, 0), ({"json": {"enum": ["☃"]}}, 0), ({"regex": "[☃é]"}, 0)),
+        ({"regex": "(ab){20}☃b"}, 40),  # further on than grammars are tried
+    ],
 )
 def test_where_no_token_leads_on_an_answer_neither_ends_nor_leaves_its_grammar(fields: dict[str, object], written: int, depth: int) -> None:
     """A vocabulary of ASCII alone, as of a model whose tokens do not hold every byte."""
     ascii_alone = replace(vocabulary(), tokens=[token if token.isascii() else b"" for token in vocabulary().tokens])
     masks = GrammarMasks(lambda: ascii_alone)
     core = engine(masks=masks, depth=depth)
-    core.add(request(0, [1, 2], n=2, structured_outputs=StructuredOutputs(**fields)))  # type: ignore[arg-type]
+    core.add(request(0, [1, 2], n=2, max_tokens=60, structured_outputs=StructuredOutputs(**fields)))  # type: ignore[arg-type]
     core.add(request(1, [1, 2], structured_outputs=StructuredOutputs(regex="[ab]+")))
     core.add(request(2, [1, 2]))
     answers = run(core)

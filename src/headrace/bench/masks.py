@@ -14,7 +14,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -103,7 +103,7 @@ def widened(tokenizer: Tokenizer, size: int) -> Vocabulary:
     assert tokenizer.eos_token_id is not None
     own = vocabulary_of(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
     further = [_word(index).encode() for index in range(max(0, size - tokenizer.vocab_size))]
-    return Vocabulary([*own.tokens, *further], own.special, own.eos)
+    return replace(own, tokens=[*own.tokens, *further])
 
 
 def _word(index: int) -> str:

@@ -38,19 +38,19 @@ class GrammarError(Exception):
     """The constraint cannot be followed; the text says why, as a clause."""
 
 
-def create_limits(share: int = 1) -> LLParserLimits:
+def create_limits() -> LLParserLimits:
     """Work that one grammar may cause: about 20 ms to build its lexer, and about 15 ms for a mask, whatever the grammar.
 
-    A state of the lexer takes one to two kB. ``share``: a mask and what is kept may take this part of it only.
+    A state of the lexer takes one to two kB.
     """
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000 // share,
-        step_max_items=50_000 // share,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
         max_items_in_row=2_000,
-        max_lexer_states=50_000 // share,
+        max_lexer_states=50_000,
         max_grammar_size=500_000,
         verbose_errors=False,
     )

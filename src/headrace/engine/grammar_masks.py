@@ -39,7 +39,7 @@ from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.sequence import Sequence as LiveSequence
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _REFUSAL = "the grammar cannot be followed with this model's tokens"
 _log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ _MAX_THREADS = 8
 # So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the interpreter, which a
 # busy thread then keeps for milliseconds; a matcher's own calls do not.
 _ROWS_ALONE = 32
-# A grammar is followed for some steps before it is taken, with this part of the work that it may cause later: what is too much for the
-# lexer mostly shows within a few tokens, and an answer that has begun cannot be refused.
-_MARGIN, _PROBED = 2, 12
+# So many tokens a grammar is followed before it is taken: what is too much for the lexer mostly shows within a few, and an answer that has
+# begun cannot be refused.
+_PROBED = 12
 _CLOSING = (b'"', b",", b"]", b"}", b")")
 
 
@@ -67,11 +67,11 @@ class _Bridge:
     spaced: tuple[int, ...]
     closing: tuple[int, ...]  # tokens that begin with what ends a text or a list
 
-    def create_matcher(self, wanted: StructuredOutputs, limits: LLParserLimits) -> LLMatcher:
+    def create_matcher(self, wanted: StructuredOutputs) -> LLMatcher:
         """Raises GrammarError."""
         if self.spaced:
-            return create_spaced_matcher(self.tokenizer, wanted, limits, self.spaced)
-        return create_matcher(self.tokenizer, wanted, limits)
+            return create_spaced_matcher(self.tokenizer, wanted, create_limits(), self.spaced)
+        return create_matcher(self.tokenizer, wanted, create_limits())
 
 
 @dataclass(slots=True)
@@ -194,8 +194,8 @@ class GrammarMasks:
         """Raises GrammarError."""
         bridge = self._bridge = self._bridge or self._load_bridge()
         begin = time.perf_counter()
-        _probe(bridge, bridge.create_matcher(wanted, create_limits(_MARGIN)))
-        matcher = bridge.create_matcher(wanted, create_limits())
+        matcher = bridge.create_matcher(wanted)
+        _probe(bridge, matcher.deep_copy())
         return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin)
 
     def _load_bridge(self) -> _Bridge:
