@@ -119,6 +119,20 @@ def test_any_token_that_may_come_leads_to_a_choice(kind: str, texts: list[str], 
     assert KINDS[kind].decode(sequence.token_ids[1:-1], False) in texts
 
 
+@pytest.mark.parametrize("text", ["\U0001f600xy", "\U00010348xy"])
+def test_what_is_forced_may_begin_within_a_character(text: str) -> None:
+    """Two characters whose first byte is one: the second byte decides, and the third and all behind it are certain."""
+    wanted = StructuredOutputs(choice=("\U0001f600xy", "\U00010348xy"))
+    masks, asked = GrammarMasks(lambda: Vocabulary([*(bytes([byte]) for byte in range(256)), b"<eos>"], (256,), (256,))), request(1, [1])
+    masks.begin(replace(asked, params=replace(asked.params, structured_outputs=wanted)))
+    assert isinstance(masks.take_compiled(10.0)[0], AddRequest)
+    sequence = LiveSequence(asked, 0, frozenset(), 999, (), SequenceKV("", None, []), array("i", [1]))
+    for byte in (*text.encode(), 256):
+        assert byte in allowed(masks.masks([(0, sequence)]).words), sequence.token_ids
+        sequence.token_ids.append(byte)
+    masks.close()
+
+
 def test_a_key_is_a_word_and_no_letters() -> None:
     schema = {"type": "object", "properties": {"temperature": {"type": "integer"}}, "required": ["temperature"], "additionalProperties": False}
     matcher = create_matcher(BRIDGED["bytes"], StructuredOutputs(json=schema), create_limits())  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ class PieceDecoder:
         self._first = False
         if len(self._run) <= MAX_BYTE_RUN:
             return ""
-        whole = len(self._run) - incomplete_tail(self._run)
+        whole = len(self._run) - _incomplete_tail(self._run)
         text = _run_text(self._run[:whole])
         del self._run[:whole]
         return text
@@ -142,7 +142,7 @@ def _run_text(run: bytes | bytearray) -> str:
         return "\ufffd" * len(run)
 
 
-def incomplete_tail(run: bytes | bytearray) -> int:
+def _incomplete_tail(run: bytes | bytearray) -> int:
     """How many bytes at the end are the beginning of a character that could still become whole."""
     for back in range(1, min(3, len(run)) + 1):
         byte = run[-back]

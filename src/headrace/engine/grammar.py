@@ -17,7 +17,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.engine.detokenizer import incomplete_tail
 from headrace.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -136,15 +135,6 @@ class ForcedText:
             self._long.popitem(last=False)
         return ids
 
-    def ends_within_character(self, ids: Sequence[int]) -> bool:
-        """Whether bytes of the last character that these tokens write are still missing."""
-        return incomplete_tail(b"".join([self._tokens[id] for id in ids[-4:] if id not in self._special])) > 0
-
-    def beginnings(self, forced: bytes) -> list[int]:
-        """All tokens that ``forced`` may begin with: within a character llguidance would take what is missing of it for U+FFFD."""
-        ends = range(1, min(len(forced), self._longest) + 1)
-        return [self._ids[forced[:end]] for end in ends if forced[:end] in self._ids]
-
     def _of(self, text: str) -> list[int]:
         if self._encode is not None:
             for before in _BEFORE:
@@ -194,14 +184,14 @@ class _Wrapped:
         return self.encode(text)
 
 
-def create_tokenizer(vocabulary: Vocabulary, forced: ForcedText | None = None) -> LLTokenizer:
+def create_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     special = sorted(set(vocabulary.special))
     tokens = list(vocabulary.tokens)
     for id in special:
         tokens[id] = special_name(tokens[id].decode("utf-8", "replace")).encode() if tokens[id] else b""
-    wrapped = _Wrapped(tokens, special, vocabulary.eos[0], forced or ForcedText(vocabulary))
+    wrapped = _Wrapped(tokens, special, vocabulary.eos[0], ForcedText(vocabulary))
     return LLTokenizer(TokenizerWrapper(wrapped), eos_token=list(vocabulary.eos))
 
 

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.grammar import (
-    ForcedText,
     GrammarError,
     Vocabulary,
     check_start,
@@ -61,7 +60,6 @@ class _Bridge:
     """The model's vocabulary, as all its grammars use it. ``spaced``: tokens that begin with a space, where a text's first one is dropped."""
 
     tokenizer: LLTokenizer
-    forced: ForcedText
     eos: tuple[int, ...]
     words: int  # of a mask
     spaced: tuple[int, ...]
@@ -76,11 +74,10 @@ class _Bridge:
 
 @dataclass(slots=True)
 class _Follower:
-    """One answer's matcher and how many of its tokens it has seen, the last of which may end ``within`` a character."""
+    """One answer's matcher and how many of its tokens it has seen."""
 
     matcher: LLMatcher
     seen: int = 0
-    within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +199,11 @@ class GrammarMasks:
         vocabulary = self._vocabulary()
         if not vocabulary.eos:
             raise GrammarError("the model names no end-of-sequence token, which would end it")
-        tokens, forced = vocabulary.tokens, ForcedText(vocabulary)
+        tokens = vocabulary.tokens
         spaced = [id for id, token in enumerate(tokens) if token.startswith(b" ")] if vocabulary.drops_first_space else []
         closing = [id for id, token in enumerate(tokens) if token.startswith(_CLOSING)]
         words = -(-len(tokens) // 32)
-        return _Bridge(create_tokenizer(vocabulary, forced), forced, tuple(vocabulary.eos), words, tuple(spaced), tuple(closing))
+        return _Bridge(create_tokenizer(vocabulary), tuple(vocabulary.eos), words, tuple(spaced), tuple(closing))
 
     # --- masks
 
@@ -217,10 +214,10 @@ class GrammarMasks:
         words = np.zeros((len(wanted), bridge.words), dtype=np.uint32)
         jobs = []
         for row, (_, sequence) in enumerate(wanted):
-            live, follower = self._caught_up(bridge, sequence)
+            live, follower = self._caught_up(sequence)
             if not follower.seen:
                 words[row] = np.frombuffer(live.start.mask, dtype=np.uint32, count=bridge.words)
-            elif not follower.matcher.is_error() and not (follower.within and _end_character(bridge, follower.matcher, words[row])):
+            elif not follower.matcher.is_error():
                 jobs.append((follower.matcher, row))
         self._fill(words, jobs)
         for row, (_, sequence) in enumerate(wanted):
@@ -229,7 +226,7 @@ class GrammarMasks:
         self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
         return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
 
-    def _caught_up(self, bridge: _Bridge, sequence: LiveSequence) -> tuple[_Live, _Follower]:
+    def _caught_up(self, sequence: LiveSequence) -> tuple[_Live, _Follower]:
         live = self._live[sequence.request_id]
         follower = live.followers.get(sequence.index)
         if follower is None:
@@ -238,7 +235,6 @@ class GrammarMasks:
         if known:
             follower.matcher.consume_tokens(known)
             follower.seen += len(known)
-            follower.within = bridge.forced.ends_within_character(sequence.token_ids[-min(4, follower.seen) :])
         return live, follower
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
@@ -271,14 +267,6 @@ class GrammarMasks:
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
         if not mask.any():
             mask[:] = before
-
-
-def _end_character(bridge: _Bridge, matcher: LLMatcher, mask: NDArray[np.uint32]) -> bool:
-    """Allows whatever goes on with the text that is certain; False: nothing is."""
-    following = bridge.forced.beginnings(matcher.compute_ff_bytes())
-    for token in following:
-        mask[token >> 5] |= np.uint32(1 << (token & 31))
-    return bool(following)
 
 
 def _probe(bridge: _Bridge, matcher: LLMatcher) -> None:
