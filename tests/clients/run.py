@@ -56,9 +56,9 @@ def main() -> int:
         parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
     chosen = {name: GROUPS[name] for name in given.groups or GROUPS}
     if given.list:
-        print("\n".join(f"{name:18} {' '.join(group.clients)}" for name, group in chosen.items()))
+        print("\n".join(f"{name:18} {' '.join(group.clients + group.npm)}" for name, group in chosen.items()))
         return 0
-    verdicts = [verdict for name, group in chosen.items() for verdict in tried(name, group, given.environments / name, given.fresh)]
+    verdicts = [verdict for name, group in chosen.items() for verdict in tried(name, group, given.environments.resolve() / name, given.fresh)]
     print_table(verdicts)
     return 1 if any(verdict.bad for verdict in verdicts) else 0
 
@@ -68,8 +68,8 @@ def tried(name: str, group: Group, folder: Path, fresh: bool) -> list[Verdict]:
     begun = time.monotonic()
     try:
         environment(folder, group, fresh)
-    except subprocess.CalledProcessError as error:
-        return [Verdict(name, " ".join(group.clients[:1]), "installing", "failed", (error.stderr or "").strip()[-400:])]
+    except (subprocess.CalledProcessError, OSError) as error:  # OSError: there is no npm
+        return [Verdict(name, versions_of(group), "installing", "failed", str(getattr(error, "stderr", None) or error).strip())]
     installed = time.monotonic()
     found = list(verdicts_of(name, group, folder))
     took = f"{installed - begun:.0f} s to install, {time.monotonic() - installed:.0f} s to try"
