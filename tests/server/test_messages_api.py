@@ -98,7 +98,7 @@ def test_tools_reach_the_template_in_its_form() -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": "no"}}, "tool_choice.disable_parallel_tool_use"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 0}}, "tool_choice.disable_parallel_tool_use"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"cache_salt": 5}, "cache_salt"),

@@ -41,14 +41,14 @@ _ZSH = "#compdef headrace\nautoload -U +X compinit bashcompinit && compinit -u &
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = 'in the shell\'s start file: eval "$(headrace completion bash)", or for fish: headrace completion fish | source'
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help=help_text)
+    parser.add_argument("dialect", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
     from headrace.cli import COMMANDS, command_parser
 
     parsers = dict(_tree({name: command_parser(name) for name in COMMANDS}))
-    print(_fish(parsers) if args.shell == "fish" else (_ZSH if args.shell == "zsh" else "") + _bash(parsers), end="")
+    print(_fish(parsers) if args.dialect == "fish" else (_ZSH if args.dialect == "zsh" else "") + _bash(parsers), end="")
     return 0
 
 
