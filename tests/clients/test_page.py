@@ -23,7 +23,7 @@ NODE = Path(os.environ.get("HEADRACE_TEST_NODE", Path(__file__).parent / "node")
 
 
 def program(name: str, folder: Path) -> list[str]:
-    """What runs the example, below whose folder Node looks for packages; skips where it cannot."""
+    """What runs the example once it is written there, in whose folder Node looks for packages; skips where nothing can."""
     if EXAMPLES[name][0] == "javascript":
         if shutil.which("node") is None or not all((NODE / "node_modules" / package).is_dir() for package in imports(name)):
             pytest.skip(q.ABSENT)
@@ -31,7 +31,7 @@ def program(name: str, folder: Path) -> list[str]:
         return ["node", str(folder / "example.mjs")]
     for package in imports(name):
         pytest.importorskip(package, reason=q.ABSENT)
-    return [sys.executable, str(folder / "example.mjs")]
+    return [sys.executable, str(folder / "example.py")]
 
 
 def imports(name: str) -> list[str]:
@@ -43,7 +43,7 @@ def imports(name: str) -> list[str]:
 def test_the_example_works(demo: Server, tmp_path: Path, name: str) -> None:
     command, text = program(name, tmp_path), EXAMPLES[name][1]
     assert "http://localhost:8000" in text
-    (tmp_path / "example.mjs").write_text(text.replace("http://localhost:8000", demo.url))
+    Path(command[-1]).write_text(text.replace("http://localhost:8000", demo.url))
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Paris" in done.stdout
