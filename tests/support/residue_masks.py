@@ -5,7 +5,7 @@ What lives here: the stand-ins for whoever follows grammars. What may not: tests
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from headrace import LLM, SamplingParams, StructuredOutputs
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
+from headrace.scheduler.planner import NO_MASKS
 from headrace.sequence import Sequence as LiveSequence
 
 PLAIN = 8000  # ids below are text in the demo model's vocabulary; an end of answer would end it whatever --ignore-eos says
@@ -33,6 +34,7 @@ class ResidueMasks:
     """Follows what ``masked`` asks for; see engine/masks.py. ``given`` counts masks."""
 
     stats = GrammarStats()
+    seconds: Mapping[int, float] = NO_MASKS
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)

@@ -4,7 +4,8 @@ It keeps a FIFO of at most ``depth`` + 1 submitted steps. Depth 0 is synchronous
 before step N is collected, so the device never waits for the host.
 
 A step with rows that follow a grammar is two submissions: it is computed at once, and samples when the step before is collected and
-its masks are made, while the device computes. Until then nothing else is submitted.
+its masks are made, while the device computes. Until then nothing else is submitted, so a step has only so much time for masks: rows whose
+masks do not fit in are left out of it (scheduler/planner.py), and come the next.
 
 What lives here: the loop and its bookkeeping. What may not: torch, policy, text, threads.
 """
@@ -30,6 +31,7 @@ from headrace.request import FinishReason, Request, SequenceOutput, SequenceStat
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes
 from headrace.scheduler.explain import RequestState, explain, explain_arriving
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
+from headrace.scheduler.planner import NO_MASKS
 from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
 
@@ -195,9 +197,10 @@ class EngineCore:
             self._host_mark = self.clock.thread_seconds()
         events, self._events = self._events, []
         speed = self._speed() if self._speed is not None else None
+        mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
         if self._journal is not None:
-            self._journal.scheduled(begin, events, speed)
-        plan = self.scheduler.schedule(begin, events, speed)
+            self._journal.scheduled(begin, events, speed, mask_seconds)
+        plan = self.scheduler.schedule(begin, events, speed, mask_seconds)
         if self._masks is not None:
             self._masks.keep(self.scheduler.requests)
         if plan is None:

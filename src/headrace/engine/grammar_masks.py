@@ -12,9 +12,10 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +50,7 @@ _MAX_THREADS = 8
 # So many masks one thread makes sooner than threads are woken for them. Besides, llguidance's executor lets go of the interpreter, which a
 # busy thread then keeps for milliseconds; a matcher's own calls do not.
 _ROWS_ALONE = 32
+_FADING = 0.25  # of what a mask took less than expected
 # So many tokens a grammar is followed before it is taken: what is too much for the lexer mostly shows within a few, and an answer that has
 # begun cannot be refused.
 _PROBED = 12
@@ -87,6 +89,7 @@ class _Compiled:
     matcher: LLMatcher
     mask: bytes
     seconds: float = 0.0  # 0: it was there already
+    mask_seconds: float = 0.0  # the longest of the first
 
 
 @dataclass(slots=True)
@@ -110,6 +113,7 @@ class GrammarMasks:
         self._cache_bytes = cache_bytes
         self._compiling: dict[int, tuple[Request, Future[_Compiled]]] = {}
         self._live: dict[int, _Live] = {}
+        self._seconds: dict[int, float] = {}
         self._stats = GrammarStats()
 
     @property
@@ -150,7 +154,7 @@ class GrammarMasks:
 
     def keep(self, request_ids: Container[int]) -> None:
         for request_id in [each for each in self._live if each not in request_ids]:
-            del self._live[request_id]
+            del self._live[request_id], self._seconds[request_id]
 
     def dead_end(self, request_id: int, index: int) -> str | None:
         live = self._live.get(request_id)
@@ -170,6 +174,7 @@ class GrammarMasks:
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
         self._live[request.request_id] = _Live(compiled)
+        self._seconds[request.request_id] = compiled.mask_seconds
         return AddRequest(request)
 
     def _remember(self, wanted: StructuredOutputs, compiled: _Compiled) -> None:
@@ -192,8 +197,8 @@ class GrammarMasks:
         bridge = self._bridge = self._bridge or self._load_bridge()
         begin = time.perf_counter()
         matcher = bridge.create_matcher(wanted)
-        _probe(bridge, matcher.deep_copy())
-        return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin)
+        mask_seconds = _probe(bridge, matcher.deep_copy())
+        return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin, mask_seconds)
 
     def _load_bridge(self) -> _Bridge:
         vocabulary = self._vocabulary()
@@ -207,21 +212,29 @@ class GrammarMasks:
 
     # --- masks
 
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        return self._seconds
+
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         assert self._bridge is not None
         begin = time.perf_counter()
         bridge = self._bridge
         words = np.zeros((len(wanted), bridge.words), dtype=np.uint32)
-        jobs = []
+        jobs, spent = [], []
         for row, (_, sequence) in enumerate(wanted):
+            since = time.perf_counter()
             live, follower = self._caught_up(sequence)
             if not follower.seen:
                 words[row] = np.frombuffer(live.start.mask, dtype=np.uint32, count=bridge.words)
             elif not follower.matcher.is_error():
                 jobs.append((follower.matcher, row))
-        self._fill(words, jobs)
+            spent.append(time.perf_counter() - since)
+        for (_, row), seconds in zip(jobs, self._fill(words, jobs), strict=True):
+            spent[row] += seconds
         for row, (_, sequence) in enumerate(wanted):
             self._hold_open(words[row], sequence, bridge.eos)
+            self._note_seconds(sequence.request_id, spent[row])
         stats = self._stats
         self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
         return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
@@ -237,20 +250,30 @@ class GrammarMasks:
             follower.seen += len(known)
         return live, follower
 
-    def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> None:
-        """A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""
+    def _note_seconds(self, request_id: int, seconds: float) -> None:
+        """What takes long may do so again: the figure rises at once and falls slowly."""
+        known = self._seconds[request_id]
+        self._seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
+
+    def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> list[float]:
+        """Returns seconds of each. A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""
         start, size = words.ctypes.data, words.shape[1] * 4
+        times = [time.perf_counter()]
         if len(jobs) <= _ROWS_ALONE or self._threads == 1:
             for matcher, row in jobs:
                 matcher.unsafe_compute_mask_ptr(start + row * size, size)
+                times.append(time.perf_counter())
         else:
             from llguidance import LLExecutor
 
             self._executor = self._executor or LLExecutor(self._threads)
             self._executor.unsafe_compute_mask_ptr(jobs, start, size, len(words))
+            each = (time.perf_counter() - times[0]) / len(jobs)
+            times += [times[0] + each * count for count in range(1, len(jobs) + 1)]
         for matcher, row in jobs:
             if matcher.is_error():
                 words[row] = 0
+        return [after - before for before, after in pairwise(times)]
 
     def _hold_open(self, mask: NDArray[np.uint32], sequence: LiveSequence, eos: tuple[int, ...]) -> None:
         """Takes back the ends where the request wants more (min_tokens, ignore_eos), unless nothing else is left."""
@@ -269,11 +292,17 @@ class GrammarMasks:
             mask[:] = before
 
 
-def _probe(bridge: _Bridge, matcher: LLMatcher) -> None:
-    """Any tokens that may come, every other one of them ending something. Raises GrammarError where finding them takes too much."""
+def _probe(bridge: _Bridge, matcher: LLMatcher) -> float:
+    """Any tokens that may come, every other one of them ending something; returns the CPU seconds of the longest mask.
+
+    Raises GrammarError where finding them takes too much.
+    """
     draw, closing = random.Random(0), np.array(bridge.closing, dtype=np.int64)
+    longest = 0.0
     for step in range(_PROBED):
+        begin = time.thread_time()
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        longest = max(longest, time.thread_time() - begin)
         reason = why_stuck(matcher)
         if reason is not None:
             raise GrammarError(reason)
@@ -281,7 +310,8 @@ def _probe(bridge: _Bridge, matcher: LLMatcher) -> None:
         fine = ends if len(ends) else np.flatnonzero(bits)
         token = int(fine[draw.randrange(len(fine))]) if len(fine) else bridge.eos[0]
         if token in bridge.eos or not matcher.validate_tokens([token]) or not matcher.consume_token(token):
-            return
+            break
+    return longest
 
 
 def _size(wanted: StructuredOutputs) -> int:

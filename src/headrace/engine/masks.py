@@ -5,7 +5,7 @@ What lives here: the protocol and its figures. What may not: llguidance, tokeniz
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class Masks(Protocol):
 
     def keep(self, request_ids: Container[int]) -> None:
         """Forgets the requests that have been taken and are none of these."""
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """What one mask is likely to take, for each request that has been taken."""
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         """What each sample may be, after all that is known of its sequence."""

@@ -9,8 +9,10 @@ What lives here: order, budgets, admission, preemption. What may not: what resul
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
@@ -22,6 +24,10 @@ from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
+
+# Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a fast device.
+MASK_SECONDS = 0.008
+NO_MASKS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +63,18 @@ class Planner:
         self._in_want_since = 0  # the step that it found none in first
         self._batch_quota = 0  # static batching: how many the current batch may still admit
 
-    def fill(self, plan: PlanBuilder, now: float, *, idle: bool) -> None:
-        """``idle``: nothing is in flight."""
+    def fill(self, plan: PlanBuilder, now: float, *, idle: bool, mask_seconds: Mapping[int, float] = NO_MASKS) -> None:
+        """``idle``: nothing is in flight. ``mask_seconds``: as Scheduler.schedule has them."""
         self._push_out(plan)
         self._give_room(plan)
+        late = self._late(mask_seconds) if mask_seconds else ()
         if self.config.chunked_prefill:
-            self._plan_running(plan)
+            self._plan_running(plan, late)
             self._plan_waiting(plan, now, idle)
         else:  # whole prompts first; decoding waits for them
             self._plan_waiting(plan, now, idle)
             if plan.is_empty:
-                self._plan_running(plan)
+                self._plan_running(plan, late)
 
     # --- those who run
 
@@ -92,7 +99,20 @@ class Planner:
         self._plan_waiting(plan, now, idle=False)  # it only says why they wait
         return due
 
-    def _plan_running(self, plan: PlanBuilder) -> None:
+    def _late(self, mask_seconds: Mapping[int, float]) -> Container[Sequence]:
+        """Those who are left out of this step because their masks would hold up all others: whoever was planned longest ago goes first, and
+        one always goes. A request that is alone holds up nobody."""
+        if len(self.roster.requests) == 1:
+            return ()
+        wanted = [each for each in self.roster.running if each.structured and each.num_tokens > each.num_prompt_tokens]
+        left, late = MASK_SECONDS, []
+        for place, sequence in enumerate(sorted(wanted, key=lambda each: each.last_step)):
+            left -= mask_seconds.get(sequence.request_id, 0.0)
+            if left < 0 and place:
+                late.append(sequence)
+        return frozenset(late)
+
+    def _plan_running(self, plan: PlanBuilder, late: Container[Sequence] = ()) -> None:
         """One token for each sequence that needs one, then what is left of the budget for prompts under way.
 
         The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
@@ -111,6 +131,8 @@ class Planner:
                 sequence.last_step = step_id
                 work.append(sequence)
                 sampled.append(sequence)
+            elif sequence.structured and sequence in late:
+                continue
             elif total - sequence.num_computed_tokens == 1 and self.limits.kv_caching and not sequence.sibling_rows:
                 plan.complete_plain_work()
                 self._plan_decode(sequence, plan)

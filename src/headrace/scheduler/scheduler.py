@@ -6,7 +6,7 @@ A sequence has tokens, some of them computed; each step gives it some more to co
     update(result, now)   → outputs       the result is collected, up to D steps later
     fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over
 
-It reads no clock: ``now`` is an input, and so is how fast steps have been going, so a journal of the calls replays exactly.
+It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls replays exactly.
 
 What lives here: the face of the control plane. What may not: its parts (planner.py, roster.py, results.py), blocks, torch, text.
 """
@@ -31,7 +31,7 @@ from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog, Kind
 from headrace.scheduler.longest_first import longest_first
 from headrace.scheduler.plan_builder import PlanBuilder
-from headrace.scheduler.planner import Planner
+from headrace.scheduler.planner import NO_MASKS, Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result, take_unseen
@@ -135,8 +135,13 @@ class Scheduler:
 
     # --- planning
 
-    def schedule(self, now: float, events: Iterable[Event] = (), speed: StepSpeed | None = None) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result). ``speed`` None: as before."""
+    def schedule(
+        self, now: float, events: Iterable[Event] = (), speed: StepSpeed | None = None, mask_seconds: Mapping[int, float] = NO_MASKS
+    ) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now (nothing to do, or it waits for a result).
+
+        ``speed`` None: as before. ``mask_seconds``: what one mask is likely to take, of the requests that want some.
+        """
         self._roster.now = self._roster.log.now = now
         if speed is not None:
             self._roster.speed = speed
@@ -158,7 +163,7 @@ class Scheduler:
             self._rows_lost = False
         if self._dynamic is not None and self.limits.max_step_seconds is not None:
             self._planner.max_step_seconds = min(self.limits.max_step_seconds, self._dynamic.max_step_seconds)
-        self._planner.fill(plan, now, idle=not self.in_flight)
+        self._planner.fill(plan, now, idle=not self.in_flight, mask_seconds=mask_seconds)
         return None if plan.is_empty else self._submit(plan)
 
     def _begin_plan(self) -> PlanBuilder:

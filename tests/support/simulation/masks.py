@@ -5,11 +5,12 @@ What lives here: the double of engine/grammar_masks.py. What may not: llguidance
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from headrace.engine.masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
+from headrace.scheduler.planner import MASK_SECONDS
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
 from tests.support.simulation.oracle import WORDS, chain, mask_words
@@ -61,6 +62,11 @@ class HashMasks:
 
     def dead_end(self, request_id: int, index: int) -> str | None:
         return None
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """From nothing to more than a step has time for."""
+        return {each: (each % 4) * 0.6 * MASK_SECONDS for each in self._followed}
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         for _, sequence in wanted:
