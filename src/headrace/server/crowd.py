@@ -17,6 +17,7 @@ from headrace.server.ledger import Page
 MAX_CONNECTIONS = 4096
 _OTHER_FILES = 64  # descriptors for everything that is no client
 _FEWEST = 16
+_TURNED_AWAY = 16  # of those who found no room, that may stay until they have read it
 
 
 class Member(Protocol):
@@ -35,6 +36,7 @@ class Crowd:
         self._page = page or Page()
         self._members: set[Member] = set()
         self._waiting: dict[Member, None] = {}  # in the order in which they began to wait
+        self._turned_away: set[Member] = set()
 
     def __len__(self) -> int:
         return len(self._members)
@@ -66,8 +68,16 @@ class Crowd:
         """It has sent a whole request."""
         self._waiting.pop(member, None)
 
+    def may_linger(self, member: Member) -> bool:
+        """It has its answer and is still sending: it is the next to go, or one of few that never were in."""
+        if member not in self._members and len(self._turned_away) < _TURNED_AWAY:
+            self._turned_away.add(member)
+        self.wait(member)
+        return member in self._members or member in self._turned_away
+
     def leave(self, member: Member) -> None:
         self._members.discard(member)
+        self._turned_away.discard(member)
         self._waiting.pop(member, None)
         self._page.connections = len(self._members)
 
