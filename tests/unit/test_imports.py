@@ -73,7 +73,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "commands.doctor": {"torch"},
     "bench": CORE | {"matplotlib"},
     "bench.rival_llama_cpp": {"llama_cpp"},  # what it measures
-    "server": {"uvicorn", "uvloop", "msgspec"},
+    "server": {"uvicorn", "httptools", "uvloop", "msgspec"},
     "planner": {"numpy"},
     "engine": {"tokenizers", "jinja2", "llguidance", "numpy"},
     "engine.core": set(),
