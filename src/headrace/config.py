@@ -267,7 +267,7 @@ class ServerConfig:
         "refuse", "a request's fields that its route does not know: a 400 that names them, or left out and counted",
         choices=("refuse", "ignore"),
     )  # fmt: skip
-    max_queue: int = option(1024, "requests waiting or running before new ones get 429", minimum=1)
+    max_queue: int = option(1024, "requests waiting or running before new ones get 429; of several keys, each gets a share", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
     tool_call_parser: str = option(
         "auto", "how the model writes tool calls; automatic by its chat template",

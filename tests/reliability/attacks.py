@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.reliability import attacks_fair as fair
 from tests.support.planted import Command
 from tests.support.serving import SERVE, Answer, Server, post_bytes, serving
 from tests.support.snapshot import private_bytes
@@ -40,17 +41,21 @@ QUIET_SECONDS = 3.0
 
 Work = Callable[[Server], str]
 
-# argv: port, headers as JSON. Ends when its stdin does; prints the seconds of each kind of answer.
+# argv: port, headers as JSON, what else it asks for as JSON. Ends when its stdin does; prints the seconds of each kind of answer.
 # A process of its own: it measures the server, not threads beside it.
 _POLITE = """
 import http.client, json, select, sys, time
 asked = {"health": ("GET", "/health", None), "tokens": ("POST", "/v1/completions", json.dumps({"prompt": [9], "max_tokens": 4, "ignore_eos": True}))}
 headers, taken = {"Content-Type": "application/json", **json.loads(sys.argv[2])}, {name: [] for name in asked}
 connection, wrong = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=120), []
+for name, (path, body) in json.loads(sys.argv[3]).items():
+    asked[name], taken[name] = ("POST", path, body), []
+number = 0
 while not select.select([sys.stdin], [], [], 0.01)[0]:
+    number += 1
     for name, (method, path, body) in asked.items():
         begun = time.perf_counter()
-        connection.request(method, path, body, headers)
+        connection.request(method, path, body and body.replace("@", str(number)), headers)
         answer = connection.getresponse()
         text = answer.read()
         taken[name].append(time.perf_counter() - begun)
@@ -70,11 +75,12 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(server: Server, headers: Mapping[str, str] | None = None) -> Iterator[Watched]:
-    """A polite client beside the block, which sends ``headers`` (its key), and a look at memory twenty times a second."""
+def watched(server: Server, headers: Mapping[str, str] | None = None, asks: Mapping[str, tuple[str, str]] | None = None) -> Iterator[Watched]:
+    """A polite client beside the block, which sends ``headers`` (its key), and a look at memory twenty times a second. ``asks``: what it
+    asks for besides, by name: a path and a body, in which @ is another number each time."""
     found, over = Watched(), threading.Event()
     looker = threading.Thread(target=_look, args=(server, found, over), daemon=True)
-    command = [sys.executable, "-c", _POLITE, str(server.port), json.dumps(dict(headers or {}))]
+    command = [sys.executable, "-c", _POLITE, str(server.port), json.dumps(dict(headers or {})), json.dumps(dict(asks or {}))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as polite:
         looker.start()
         try:
@@ -103,13 +109,13 @@ def _memory(server: Server) -> int:
 
 def held(
     attack: Work, flags: Sequence[str] = (), *, slack: float = 1.0, more_bytes: int = MORE_BYTES, quiet: float = QUIET_SECONDS,
-    command: Command = SERVE, headers: Mapping[str, str] | None = None,
+    command: Command = SERVE, headers: Mapping[str, str] | None = None, asks: Mapping[str, tuple[str, str]] | None = None,
 ) -> str:  # fmt: skip
     """Starts a server and attacks it. ``slack``: by how much the figure in time may be missed where the machine does other things too."""
     with serving(*flags, command=command) as server:
-        with watched(server, headers) as before:
+        with watched(server, headers, asks) as before:
             time.sleep(quiet)
-        with watched(server, headers) as beside:
+        with watched(server, headers, asks) as beside:
             time.sleep(0.2)
             happened = attack(server)
         assert server.process.poll() is None, f"the server is gone: {server.lines[-3:]}"
@@ -174,9 +180,12 @@ class Attack:
     name: str
     work: Work
     flags: tuple[str, ...] = ()
+    headers: Mapping[str, str] | None = None  # of the polite client
+    asks: Mapping[str, tuple[str, str]] | None = None  # as ``watched`` has it
 
 
 COMPLETIONS = "/v1/completions"
+HASHED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "64", "--max-queue", "64", "--scheduling-policy", "fair")
 ATTACKS = (
     Attack("scores-per-choice", one(COMPLETIONS, _scored(), (200, 400))),
     Attack("scores-once", one(COMPLETIONS, _scored(n=1), (200, 400))),
@@ -189,12 +198,21 @@ ATTACKS = (
     Attack("many-scores", one("/v1/chat/completions", {
         "messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "ignore_eos": True,
     }, (200, 400))),
+    Attack("many-messages", fair.crowd(fair.CHAT, fair.talk(10_000), 16, 15.0), asks=fair.TALK),
+    Attack("many-messages-key", fair.crowd(fair.CHAT, fair.talk(2_000), 64, 15.0, fair.HOG), fair.TWO_KEYS, fair.POLITE, fair.TALK),
+    Attack("mask-rows", fair.crowd(COMPLETIONS, fair.many_rows(128), 1, 15.0)),
+    Attack("grammar-bombs", fair.crowd(COMPLETIONS, fair.bomb, 16, 15.0), asks=fair.NEW_SCHEMA),
+    Attack("queue-hog", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG), (*HASHED, *fair.TWO_KEYS), fair.POLITE, fair.TALK),
+    Attack(
+        "queue-hog-two", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG),
+        (*HASHED, *fair.TWO_KEYS, "--api-server-count", "2"), fair.POLITE, fair.TALK,
+    ),
 )  # fmt: skip
 
 
 def attempt(attack: Attack) -> tuple[bool, str]:
     try:
-        return True, held(attack.work, attack.flags)
+        return True, held(attack.work, attack.flags, headers=attack.headers, asks=attack.asks)
     except Exception as error:
         if not isinstance(error, AssertionError):
             traceback.print_exc(limit=-4)

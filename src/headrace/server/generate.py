@@ -76,7 +76,7 @@ async def converse(
     request = await service.bodies.read(exchange, lambda raw: parse(raw, service.defaults))
     model = service.check_model(request.options.model)
     exchange.watch_disconnect()
-    with service.admit(exchange, 1):
+    with service.admit(exchange, 1, request.options.user):
         request = request if complete is None else await complete(request)
         parsed = await render_chat(service, request.messages, request.conversation, param)
         form, params, options = _formed(service, request, parsed.text or "")
@@ -142,7 +142,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if options.stream and request.echo and params.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
     exchange.watch_disconnect()
-    with service.admit(exchange, len(request.prompts)):
+    with service.admit(exchange, len(request.prompts), options.user):
         prepared = []
         for prompt in request.prompts:
             parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from headrace.portability import shared_file
 
 _INTS, _FLOATS = 960, 64
-_PAGE_BYTES = 8 * (_INTS + _FLOATS)
+CELLS = 1024  # of tenants' places
+_PAGE_BYTES = 8 * (_INTS + _FLOATS + CELLS)
+_SHARE = 8  # a tenant holds at most so many times as many places as are left free
 _LIVE, _CONNECTIONS, _TURNS, _UP, _FIRST = range(5)  # cells with names; others are handed out from _FIRST on
 STAMP_SECONDS = 0.5
 
@@ -26,7 +28,8 @@ class Page:
     def __init__(self, memory: memoryview | None = None) -> None:
         whole = memoryview(bytearray(_PAGE_BYTES)) if memory is None else memory
         self.ints: memoryview[int] = whole[: 8 * _INTS].cast("q")
-        self.floats: memoryview[float] = whole[8 * _INTS :].cast("d")
+        self.floats: memoryview[float] = whole[8 * _INTS : 8 * (_INTS + _FLOATS)].cast("d")
+        self.held: memoryview[int] = whole[8 * (_INTS + _FLOATS) :].cast("q")  # of ``live``, by tenant
         self._next_int, self._next_float = _FIRST, 0
 
     def take_ints(self, count: int) -> memoryview[int]:
@@ -82,6 +85,7 @@ class Page:
     def vacate(self) -> None:
         """Whoever wrote here is gone, and holds nothing any more. What it counted stays."""
         self.live = self.connections = 0
+        self.held[:] = memoryview(bytes(8 * CELLS)).cast("q")
         self.up = False
 
 
@@ -109,13 +113,32 @@ class Ledger:
     def live(self) -> int:
         return sum(page.live for page in self.pages)
 
-    def try_hold(self, page: Page, count: int, limit: int) -> bool:
-        """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused, never let in."""
-        page.live += count
-        if self.live <= limit:
+    def held_by(self, cell: int) -> int:
+        return sum(page.held[cell] for page in self.pages)
+
+    def try_hold(self, page: Page, count: int, limit: int, cell: int | None = None) -> bool:
+        """Takes ``count`` places for ``page``. They are taken first and counted then: two at once may both be refused, never let in.
+
+        ``cell``: of the tenant, where there are several. A tenant may hold _SHARE times as many places as it leaves free: alone nearly all,
+        k that want more equal parts, and there is always something left for one that comes (the dynamic thresholds of shared switch
+        buffers, Choudhury and Hahne 1998). Whoever has nothing gets a place as long as there is one.
+        """
+        self.give_back(page, -count, cell)
+        free = limit - self.live
+        if free >= 0 and (cell is None or (held := self.held_by(cell)) == 1 or held <= _SHARE * free):
             return True
-        page.live -= count
+        self.give_back(page, count, cell)
         return False
+
+    def give_back(self, page: Page, count: int, cell: int | None = None) -> None:
+        page.live -= count
+        if cell is not None:
+            page.held[cell] -= count
+
+
+def most_places(limit: int, cell: int | None) -> int:
+    """That one tenant can ever hold."""
+    return limit if cell is None else max(1, limit * _SHARE // (_SHARE + 1))
 
 
 class Watch:

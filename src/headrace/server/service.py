@@ -30,7 +30,7 @@ from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
 from headrace.server.ignored_fields import IgnoredFields
 from headrace.server.inflight import Inflight
-from headrace.server.ledger import Ledger
+from headrace.server.ledger import Ledger, most_places
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.choice import dialect_of
@@ -38,6 +38,7 @@ from headrace.server.parsing.formats import Dialect, ReasoningFormat
 from headrace.server.parsing.segments import OutputParser
 from headrace.server.stored import StoredResponses
 from headrace.server.stream import Pulse
+from headrace.server.tenants import cell_of
 from headrace.server.threads import INLINE_BYTES, Threads
 from headrace.server.tools import Tool, ToolChoice, functions_of
 
@@ -287,21 +288,32 @@ class Service:
         return name
 
     @contextlib.contextmanager
-    def admit(self, exchange: Exchange, count: int) -> Iterator[None]:
-        """Holds ``count`` places of the queue. Raises Overloaded when there are not so many."""
-        if count > self.max_queue:
-            raise InvalidRequest(f"{count} prompts are more than the whole queue takes ({self.max_queue}); send fewer at once.", param="prompt")
-        if not self.ledger.try_hold(self.page, count, self.max_queue):
-            wait = min(max(math.ceil(self._mean_seconds), 1), 30)
-            raise Overloaded(f"The queue is full ({self.ledger.live} of {self.max_queue} requests); try again in {wait} s.", retry_after=wait)
+    def admit(self, exchange: Exchange, count: int, user: str = "") -> Iterator[None]:
+        """Holds ``count`` places of the queue. Raises Overloaded when there are not so many for this tenant."""
+        cell = cell_of(self.config, exchange.key_name, user)
+        most = most_places(self.max_queue, cell)
+        if count > most:
+            whose = "the whole queue takes" if cell is None else "one client gets of the queue"
+            raise InvalidRequest(f"{count} prompts are more than {whose} ({most}); send fewer at once.", param="prompt")
+        if not self.ledger.try_hold(self.page, count, self.max_queue, cell):
+            raise self._overloaded(cell)
         begun = time.perf_counter()
         self.exchanges.add(exchange)
         try:
             yield
         finally:
-            self.page.live -= count
+            self.ledger.give_back(self.page, count, cell)
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
+
+    def _overloaded(self, cell: int | None) -> Overloaded:
+        """Of this tenant's own share, where the queue itself has room."""
+        wait, live = min(max(math.ceil(self._mean_seconds), 1), 30), self.ledger.live
+        held = 0 if cell is None else self.ledger.held_by(cell)
+        told = f"The queue is full ({live} of {self.max_queue} requests)"
+        if held and live < self.max_queue:
+            told = f"Your share of the queue is full ({held} of {self.max_queue} requests are yours, {live} in all; the rest is kept for others)"
+        return Overloaded(f"{told}; try again in {wait} s.", retry_after=wait)
 
     def judged(self, stream: EngineStream, request: Request) -> DeltaStream:
         """The stream as moderation lets it through."""

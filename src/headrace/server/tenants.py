@@ -1,18 +1,23 @@
 """Who is a tenant to policies that share out: a key by its place among --api-key, or the user that a request names.
 
-What lives here: that name, whose requests a key may see, and whether settings name anybody.
-What may not: checking keys (auth.py), sharing (scheduler/policies/fair.py).
+What lives here: that name, whose places of the queue a request takes, whose requests a key may see, and whether settings name anybody.
+What may not: checking keys (auth.py), sharing (scheduler/policies/fair.py, ledger.py).
 """
 
 from __future__ import annotations
 
+import zlib
+
 from headrace.config import SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError
+from headrace.server.ledger import CELLS
+
+_KEY = "key"
 
 
 def key_name(number: int) -> str:
     """Of the key that is number ``number``, from 1: it tells nothing of the key."""
-    return f"key{number}"
+    return f"{_KEY}{number}"
 
 
 def are_keys(config: ServerConfig) -> bool:
@@ -24,6 +29,14 @@ def tenant_of(config: ServerConfig, key: str, user: str) -> str:
     if are_keys(config):
         return key
     return f"{key}/{user}" if len(config.api_key) > 1 else user
+
+
+def cell_of(config: ServerConfig, key: str, user: str) -> int | None:
+    """Whose places of the queue a request takes; None where all clients are one. Anybody may call itself many users, so they are told apart
+    only where the operator says that users are the tenants, and never within a key among others."""
+    if len(config.api_key) > 1:
+        return int(key.removeprefix(_KEY)) % CELLS
+    return zlib.crc32(user.encode("utf-8", "surrogatepass")) % CELLS if config.tenant_by == "user" else None
 
 
 def sees_all(config: ServerConfig, key: str) -> bool:
