@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from pathlib import Path
 
 import gguf
@@ -148,6 +149,36 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(whole[:-100])
     with pytest.raises(ModelError, match=r"truncated: .* ends at"):
         open_checkpoint(source_of(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(("kind", "sentence"), [("trailing", "the end lies behind"), ("overlap", "overlaps the tensor before it by")])
+def test_bytes_of_two_tensors_or_of_none_are_refused(kind: str, sentence: str, tmp_path: Path) -> None:
+    file = write_gguf(tiny.save("llama", tmp_path / "folder"), tmp_path / "m.gguf")
+    whole = bytearray(file.read_bytes())
+    if kind == "trailing":
+        whole += bytes(100)
+    else:  # the last tensor of the table lies where the first does
+        last = max(read_gguf(file).tensors, key=lambda name: read_gguf(file).tensors[name].start)
+        at = whole.rindex(last.encode()) + len(last)
+        dims = struct.unpack_from("<I", whole, at)[0]
+        struct.pack_into("<Q", whole, at + 4 + 8 * dims + 4, 0)
+    file.write_bytes(whole)
+    with pytest.raises(ModelError, match=sentence):
+        open_checkpoint(source_of(file))
+
+
+def test_a_head_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
+    """Arrays and texts that the file has room for and no model needs; the file has holes, so it takes no disk."""
+    key = struct.pack("<Q", 1) + b"k"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key
+    for value in (struct.pack("<IIQ", 9, 0, 1 << 29), struct.pack("<IIQ", 9, 8, 1 << 27), struct.pack("<IQ", 8, 1 << 29)):
+        with (tmp_path / "m.gguf").open("wb") as stream:
+            stream.write(head + value)
+            stream.truncate(2 << 30)
+        begun = time.perf_counter()
+        with pytest.raises(ModelError, match="damaged or truncated"):
+            read_gguf(tmp_path / "m.gguf")
+        assert time.perf_counter() - begun < 0.5
 
 
 def test_damaged_heads_are_refused_and_never_crash(tmp_path: Path) -> None:

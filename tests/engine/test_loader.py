@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,48 @@ def test_a_dtype_that_is_not_known_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="tensor 'x' has dtype 'F4', which is not known"):
         open_checkpoint(find(tmp_path))
+
+
+def write_raw(folder: Path, header: bytes, data: bytes) -> Path:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+LAYOUTS = {
+    "overlap": ([(0, 4), (2, 6)], 6, "'t1' overlaps the tensor before it"),
+    "same bytes": ([(0, 4), (0, 4)], 4, "'t1' overlaps the tensor before it"),
+    "hole": ([(0, 4), (6, 10)], 10, "'t1' lies behind 2 bytes of no tensor"),
+    "hole in front": ([(2, 6)], 6, "'t0' lies behind 2 bytes"),
+    "trailing": ([(0, 4)], 5000, "4996 bytes follow the last tensor"),
+    "only trailing": ([], 3, "3 bytes follow"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_bytes_of_two_tensors_or_of_none_are_refused(kind: str, tmp_path: Path) -> None:
+    places, size, sentence = LAYOUTS[kind]
+    header = {f"t{index}": {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]} for index, (start, end) in enumerate(places)}
+    with pytest.raises(ModelError, match=sentence):
+        open_checkpoint(find(write_raw(tmp_path, json.dumps(header).encode(), bytes(size))))
+
+
+def test_tensors_without_elements_may_lie_anywhere_between(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(0, 3), "b": torch.ones(2), "c": torch.ones(3, 0)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert set(open_checkpoint(find(tmp_path)).keys()) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("megabytes", [8, 15, 40])
+def test_a_header_that_would_take_seconds_is_refused_at_once(megabytes: int, tmp_path: Path) -> None:
+    """All within the format's own limit of 100 MB, and each of its tensors would do."""
+    count = (megabytes << 20) // 60
+    header = ",".join(f'"t{index:07}":{{"dtype":"U8","shape":[],"data_offsets":[0,1]}}' for index in range(count))
+    folder = write_raw(tmp_path, b"{%b}" % header.encode(), b"\0")
+    begun = time.process_time()
+    with pytest.raises(ModelError):
+        open_checkpoint(find(folder))
+    assert time.process_time() - begun < 1.5
 
 
 def test_damaged_headers_are_refused_and_never_crash(tmp_path: Path) -> None:

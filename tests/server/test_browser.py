@@ -390,7 +390,7 @@ def test_who_waits_sees_where_the_request_stands(visit: Open) -> None:
             wait_for(lambda: server.running() == 1)
             say(page, "word " * 800, wait=False)
             page.wait_for_selector(
-                ".waiting p:has-text('Waiting: number 1 of 1 in the queue. The first in the queue needs 1 of the rows')"
+                ".waiting p:has-text('Waiting: number 1 of 1 in the queue. The first that cannot start needs 1 of the rows')"
             )
         page.wait_for_selector(".waiting p:has-text('Reading the prompt: ')")
         assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,34 @@ def test_a_request_that_has_just_come_and_one_that_is_gone() -> None:
     assert core.explain(0) is None and core.explain(99) is None
 
 
+def test_a_request_that_has_just_come_waits_for_what_those_wait_for_that_came_before() -> None:
+    core = filled(3, max_num_seqs=2)
+    core.add(request(7, [1, 2]))
+    core.add(request(8, [1, 2]))
+    for number, position in ((2, 1), (7, 2), (8, 3)):
+        state = state_of(core, number)
+        assert state.wait is not None and (state.wait.kind, state.position, state.num_waiting) == ("rows", position, 3)
+    full = filled(2, max_num_seqs=2)
+    full.add(request(7, [1, 2]))
+    wait = state_of(full, 7).wait
+    assert wait is not None and (wait.kind, wait.needed, wait.available) == ("rows", 1, 0)
+
+
+def test_who_starts_behind_others_is_told_so_and_who_does_not_is_told_why() -> None:
+    core = engine(budget=16, max_num_seqs=8)
+    for number in range(4):
+        core.add(request(number, range(20 * number, 20 * number + 7), max_tokens=4))
+    kinds = [wait.kind for number in range(4) if (wait := state_of(core, number).wait) is not None]
+    assert kinds == ["next_step", "next_step", "next_step", "token_budget"], "7 + 7 + 2 of 16 tokens"
+
+
+def test_tokens_of_a_shared_beginning_are_counted_once() -> None:
+    core = engine(budget=16, max_num_seqs=8, num_blocks=200)
+    for number in range(3):
+        core.add(request(number, [*range(60), 100 + number], max_tokens=4))
+    assert [state_of(core, number).tokens_before for number in range(3)] == [0, 61, 62]
+
+
 def test_running_ones_say_how_far_their_prompt_is() -> None:
     core = engine(budget=8)
     core.add(request(0, range(1, 31), max_tokens=4))
@@ -60,7 +89,7 @@ def test_no_free_row_is_the_reason_and_the_place_in_the_queue_counts_from_one() 
         assert state.wait is not None and (state.wait.kind, state.wait.needed, state.wait.available) == ("rows", 1, 0)
         assert (state.position, state.num_waiting) == (position, 3)
     assert state_of(core, 2).steps_at_most == state_of(core, 3).steps_at_most == 29
-    assert state_of(core, 4).steps_at_most is None  # those before it must have run, too
+    assert state_of(core, 4).steps_at_most == 29 + 30, "those before it must have run, too"
 
 
 def test_an_answer_of_many_waits_for_all_its_rows() -> None:
@@ -87,7 +116,7 @@ def test_a_step_full_of_others_is_the_reason() -> None:
     core.step()
     state = state_of(core, 1)
     assert state.wait is not None and state.wait.kind == "token_budget"
-    assert state.tokens_ahead == 59 - 8 + 2 and state.steps_at_most == 0
+    assert state.tokens_ahead == 59 - 8 + 2 and state.steps_at_most == 0 and state.tokens_before == 59 - 8
 
 
 def test_static_batching_waits_for_its_batch() -> None:
@@ -133,13 +162,18 @@ def test_pinned_rows_of_a_cache_without_paging() -> None:
 # --- seconds
 
 
-STATE = RequestState(1, False, 3, 5, 0, 10, 0, 0, (0,), 0, None, 100, 20, 40)
+STATE = RequestState(1, False, 3, 5, 0, 10, 0, 0, (0,), 0, None, 100, 90, 0, 20, 40, 30)
+PACE = Pace(quick=0.1, slow=0.2, full_quick=0.4, full=0.5, token=0.01, steps=64)
 
 
 def test_a_start_is_predicted_between_two_bounds() -> None:
-    found = outlook(STATE, Pace(0.1, 0.5, 64))
-    assert found["earliest"] == pytest.approx(1.0) and found["latest"] == pytest.approx(3 * 0.5 + 20 * 0.1)
-    assert outlook(STATE, None)["earliest"] is None and pace_of([]) is None
+    found = outlook(STATE, PACE)
+    assert found["earliest"] == pytest.approx(2 * 0.4), "steps that tokens of others fill: 90 of 40 each"
+    assert found["latest"] == pytest.approx(4 * 0.5 + 21 * 0.2), "prompts get 30 tokens a step"
+    assert outlook(STATE, None)["earliest"] is None and pace_of([], 40) is None
+    assert outlook(replace(STATE, steps_at_least=9), PACE)["earliest"] == pytest.approx(0.9)
+    assert outlook(replace(STATE, steps_at_most=None), PACE)["latest"] is outlook(replace(STATE, share=0), PACE)["latest"] is None
+    assert outlook(replace(STATE, timed=True), replace(PACE, token=0.1))["latest"] == pytest.approx(15.0 + 21 * 0.2)
 
 
 # --- what the steps of a request were

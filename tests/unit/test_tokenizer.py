@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ from tokenizers import decoders, models
 
 from headrace.config import ModelConfig
 from headrace.engine.detokenizer import MAX_BYTE_RUN, ByteDecoder, PieceDecoder, WindowDecoder
+from headrace.engine.text_growth import check_normalizer
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import TokenizerFiles, find_model
@@ -243,6 +245,48 @@ def test_a_model_may_have_no_tokenizer(tmp_path: Path) -> None:
 def test_a_damaged_tokenizer_is_one_sentence(content: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         load_tokenizer(find_model(folder_of(tmp_path, vocab_size=4, tokenizer=content)))
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def charsmap(longest: int) -> dict[str, Any]:
+    data = struct.pack("<I", 4) + bytes(4) + b"a\0" + b"b" * longest + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+DOUBLE = replace({"String": "a"}, "aa")
+GROWING = {
+    "normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40},
+    "normalizer nested": {"type": "Sequence", "normalizers": [DOUBLE, {"type": "Sequence", "normalizers": [DOUBLE] * 30}]},
+    "normalizer long": replace({"String": "a"}, "a" * 100_000),
+    "normalizer regex": replace({"Regex": ""}, "a" * 1000),
+    "normalizer map": charsmap(100_000),
+    "normalizer prepend": {"type": "Prepend", "prepend": "a" * 10_000_000},
+    "decoder": {"type": "Sequence", "decoders": [DOUBLE] * 40},
+    "post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000, "pair": [], "special_tokens": {}},
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_parts_that_multiply_a_text_are_refused_before_they_see_one(kind: str, escaped: bool) -> None:
+    """Also where an added token would go through them while the file is read, and where their names are written in escapes."""
+    value = bpe_tokenizer(spm_pieces(WORDS), add_space_prefix=True)
+    value[kind.partition(" ")[0]] = GROWING[kind]
+    token = {"id": 999, "content": "a" * 100, "normalized": True, "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    value["added_tokens"] = [*value["added_tokens"], token]
+    text = json.dumps(value)
+    for name in ("Replace", "Precompiled", "Prepend", "TemplateProcessing") if escaped else ():
+        text = text.replace(f'"{name}"', f'"\\u00{ord(name[0]):02x}{name[1:]}"')
+    with pytest.raises(ModelError, match=rf"the {kind.partition(' ')[0]} of test can make a text more than"):
+        Tokenizer(TokenizerFiles("test", text))
+
+
+def test_parts_as_real_tokenizers_have_them_are_taken() -> None:
+    for part in (charsmap(33), {"type": "NFKC"}, {"type": "Sequence", "normalizers": [charsmap(33), replace({"Regex": " {2,}"}, "▁")]}):
+        check_normalizer(json.dumps({"normalizer": part}), "test")
 
 
 def test_a_token_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from headrace.errors import InvalidRequest, StepFailed
 from headrace.metrics import StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes
-from headrace.scheduler.explain import RequestState, explain, explain_arriving
+from headrace.scheduler.explain import RequestState, Standing
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.planner import NO_MASKS
 from headrace.scheduler.policies import Forecast
@@ -273,8 +273,11 @@ class EngineCore:
 
     def explain(self, request_id: int) -> RequestState | None:
         """Where a request stands and what it waits for; None when it is not here (any more)."""
-        arriving = next((e.request for e in self._events if isinstance(e, AddRequest) and e.request.request_id == request_id), None)
-        return explain(self.scheduler, request_id) if arriving is None else explain_arriving(self.scheduler, arriving)
+        return self.standing().explain(request_id)
+
+    def standing(self) -> Standing:
+        """Where all of them stand, to ask about several."""
+        return Standing(self.scheduler, [event.request for event in self._events if isinstance(event, AddRequest)])
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster

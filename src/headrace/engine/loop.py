@@ -201,8 +201,9 @@ class EngineLoop:
         _reply(link, command.number, {**self._stats(), "records": [frames.plain(each) for each in records], "decisions": decisions})
 
     def _answer_requests(self, link: Link, command: frames.AskRequests) -> None:
-        core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT))
-        states = [core.explain(request_id) for request_id in command.request_ids]
+        core, pace = self._core, pace_of(self._engine.recorder.after(-1, at_most=RECENT), self._core.step_tokens)
+        standing = core.standing()
+        states = [standing.explain(request_id) for request_id in command.request_ids]
         accounts = [core.accounts.find(request_id) for request_id in command.request_ids]
         shown = [None if account is None else frames.plain(account) for account in accounts]
         _reply(link, command.number, {"requests": [None if state is None else outlook(state, pace) for state in states], "accounts": shown})

@@ -25,6 +25,7 @@ from headrace.engine.detokenizer import (
     piece_rules,
 )
 from headrace.engine.template import ChatTemplate, check_template_variables
+from headrace.engine.text_growth import check_normalizer, check_other_parts
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
 
@@ -75,8 +76,10 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None) -> None:
         self._files = files
         self._named = named = _named_tokens(files)
+        check_normalizer(files.tokenizer_json, files.origin)
         with _damage_explained(f"the tokenizer of {files.origin} cannot be read"):
             self._backend = _create_backend(files)
+            check_other_parts(self._backend, files.origin)
             _add_special_tokens(self._backend, files)
             _apply_bos_eos(self._backend, files.config, named)
         self.bos_token_id = _id_of(self._backend, named.get("bos_token"))

@@ -34,6 +34,7 @@ class GGUFCheckpoint:
         self._tensors = file.tensors
         self._origins = origins(file, config)
         self._files = MappedFiles()
+        self._alignment = file.get("general.alignment", int) or 32
         self._check_sizes()
 
     def keys(self) -> Iterable[str]:
@@ -83,6 +84,18 @@ class GGUFCheckpoint:
             end = tensor.start + _num_bytes(tensor)
             if end > sizes[tensor.file]:
                 raise ModelError(f"{tensor.file} is truncated: {sizes[tensor.file]} bytes, but tensor {name[:80]} ends at {end}. Download it again.")
+        for path, size in sizes.items():
+            self._check_gapless(path, size)
+
+    def _check_gapless(self, path: Path, size: int) -> None:
+        """Tensors share no byte, and nothing but padding lies between and behind them."""
+        placed = sorted((tensor.start, tensor.start + _num_bytes(tensor), name) for name, tensor in self._tensors.items() if tensor.file == path)
+        at = placed[0][0]
+        for start, end, name in [*placed, (size, size, "the end")]:
+            if not 0 <= start - at < self._alignment:
+                what = f"overlaps the tensor before it by {at - start} bytes" if start < at else f"lies behind {start - at} bytes of no tensor"
+                raise ModelError(f"{path} is damaged: {name[:80]} {what}. Download it again.")
+            at = end
 
 
 @cache

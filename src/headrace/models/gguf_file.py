@@ -21,6 +21,8 @@ from headrace.models.source import refuse_lfs_pointer
 
 MAX_ENTRIES = 1 << 17  # metadata keys or tensors; real files have a few thousand
 MAX_NAME = 1 << 10
+MAX_HEAD_BYTES = 128 * 2**20  # metadata and tensor table; half a million tokens with merges take a tenth
+MAX_ITEMS = 1 << 23  # of all arrays together
 MAX_SHARDS = 999
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -117,6 +119,8 @@ class _Reader:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at, self._size = path, data, 0, len(data)
+        self._end = min(self._size, MAX_HEAD_BYTES)
+        self._items = MAX_ITEMS
 
     def file(self) -> GGUFFile:
         magic, version = self._data[:4], self._unpack("I", skip=4)
@@ -138,7 +142,10 @@ class _Reader:
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment!r}")
         base = (self._at + alignment - 1) // alignment * alignment
-        return {name: GGUFTensor(kind, shape, base + offset, self._path) for name, kind, shape, offset in infos}
+        placed = {name: GGUFTensor(kind, shape, base + offset, self._path) for name, kind, shape, offset in infos}
+        if len(placed) != len(infos):
+            raise self._damaged(f"{len(infos)} tensors have {len(placed)} names")
+        return placed
 
     def _damaged(self, what: str) -> ModelError:
         return ModelError(f"{self._path} is damaged or truncated: {what}. Download or convert it again.")
@@ -146,8 +153,8 @@ class _Reader:
     def _take(self, count: int) -> int:
         """Moves past ``count`` bytes; gives where they begin."""
         start = self._at
-        if count > self._size - start:
-            raise self._damaged(f"{count} bytes are wanted at byte {start} of {self._size}")
+        if count > self._end - start:
+            raise self._damaged(f"{count} bytes are wanted at byte {start} of {self._end} that a head may have here")
         self._at = start + count
         return start
 
@@ -164,7 +171,7 @@ class _Reader:
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(self._size)
+            return self._string(self._end)
         if kind == _ARRAY:
             return self._array()
         if kind not in _SCALARS:
@@ -174,6 +181,9 @@ class _Reader:
 
     def _array(self) -> list[Any]:
         kind, count = self._unpack("I"), self._unpack("Q")
+        self._items -= count
+        if self._items < 0:
+            raise self._damaged(f"its arrays have more than {MAX_ITEMS} items")
         if kind == _STRING:
             return self._strings(count)
         if kind not in _SCALARS:
@@ -184,9 +194,9 @@ class _Reader:
         return values.tolist()
 
     def _strings(self, count: int) -> list[str]:
-        if count > (self._size - self._at) // 8:
+        if count > (self._end - self._at) // 8:
             raise self._damaged(f"an array of {count} strings")
-        data, size, at, found = self._data, self._size, self._at, []
+        data, size, at, found = self._data, self._end, self._at, []
         for _ in range(count):  # half a million in a large vocabulary: no call a string
             start = at + 8
             at = start + int.from_bytes(data[at:start], "little")

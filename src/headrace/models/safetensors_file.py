@@ -17,7 +17,8 @@ from typing import Any
 from headrace.errors import ModelError
 from headrace.models.source import MAX_INDEX_BYTES, read_json, refuse_lfs_pointer
 
-MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+MAX_HEADER_BYTES = 16 * 2**20  # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
+MAX_TENSORS = 1 << 17
 
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -48,7 +49,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             stream.seek(8)
             raw = beginning[:8]
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
-            if not 2 <= length <= MAX_HEADER_BYTES or length + 8 > size:
+            if MAX_HEADER_BYTES < length <= size - 8:
+                raise ModelError(f"{file} has a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}; split it into shards.")
+            if not 2 <= length <= size - 8:
                 raise ModelError(f"{file} is not a safetensors file or is truncated: {size} bytes, a header of {length}. {_AGAIN}")
             text = stream.read(length)
     except OSError as error:
@@ -57,6 +60,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    if text.count(b"[") > 2 * MAX_TENSORS:  # a shape and a place each
+        raise ModelError(f"{file} has more than {MAX_TENSORS} tensors, or a header that is none; split it into shards.")
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -72,7 +77,20 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[s
     end = max((entry.start + entry.num_bytes for entry in entries.values()), default=base)
     if end > size:
         raise ModelError(f"{file} is truncated: {size} bytes, but its tensors need {end}. {_AGAIN}")
+    _check_gapless(file, entries, base, size)
     return entries
+
+
+def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
+    """As the format has it: tensors lie one behind another, share no byte, and nothing else is in the file."""
+    at = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != at:
+            what = "overlaps the tensor before it" if entry.start < at else f"lies behind {entry.start - at} bytes of no tensor"
+            raise ModelError(f"{file} is damaged: {name[:80]!r} {what} (byte {entry.start}, expected {at}). {_AGAIN}")
+        at += entry.num_bytes
+    if at != size:
+        raise ModelError(f"{file} is damaged: {size - at} bytes follow the last tensor. {_AGAIN}")
 
 
 def _entry(file: Path, name: str, value: Any, base: int) -> TensorEntry:

@@ -10,6 +10,7 @@ What lives here: order, budgets, admission, preemption. What may not: what resul
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -61,7 +62,7 @@ class Planner:
         self.prefix_hits = 0
         self._in_want: Sequence | None = None  # a prompt under way that found no room
         self._in_want_since = 0  # the step that it found none in first
-        self._batch_quota = 0  # static batching: how many the current batch may still admit
+        self.batch_quota = 0  # static batching: how many the current batch may still admit
 
     def fill(self, plan: PlanBuilder, now: float, *, idle: bool, mask_seconds: Mapping[int, float] = NO_MASKS) -> None:
         """``idle``: nothing is in flight. ``mask_seconds``: as Scheduler.schedule has them."""
@@ -210,11 +211,14 @@ class Planner:
     def _meter(self, plan: PlanBuilder, seconds: float) -> StepMeter:
         """What times this step; made when its first prompt asks, for then all single tokens are planned."""
         if plan.meter is None:
-            assert self._floors is not None, "checked at the start"
-            plan.meter = meter = StepMeter(self._floors, self.roster.speed, seconds, plan.starts)
+            plan.meter = meter = self.create_meter(seconds, plan.starts)
             if meter.overfull:
                 self.roster.log.add_wait("overfull", -1, len(plan.starts), int(seconds * 1e6))
         return plan.meter
+
+    def create_meter(self, seconds: float, starts: Seq[int]) -> StepMeter:
+        assert self._floors is not None, "checked at the start"
+        return StepMeter(self._floors, self.roster.speed, seconds, starts)
 
     def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
         """Plans ``count`` tokens if blocks suffice; samples when they are the last known ones."""
@@ -272,7 +276,7 @@ class Planner:
                 return
             if rows < rows_wanted(sequence):
                 return log.add_wait("waits_rows", request_id, rows_wanted(sequence), rows)
-            match = self._lookup(sequence)
+            match = self.lookup(sequence)
             if self._chunk(sequence, match.num_tokens, plan) == 0:
                 return self._say_out_of_budget(request_id, plan)
             if not self._fits(sequence, match):
@@ -290,17 +294,17 @@ class Planner:
     @property
     def admits(self) -> bool:
         """Static batching does until its batch is formed, and again when that has ended."""
-        return self.config.continuous_batching or self._batch_quota > 0 or not self.roster.running
+        return self.config.continuous_batching or self.batch_quota > 0 or not self.roster.running
 
     def _batch_is_open(self, idle: bool) -> bool:
         """Continuous batching admits at every step; static batching forms a batch only when the last one has ended."""
         if self.config.continuous_batching:
             return True
         if idle and not self.roster.running:
-            self._batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
-        return self._batch_quota > 0
+            self.batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
+        return self.batch_quota > 0
 
-    def _lookup(self, sequence: Sequence) -> PrefixMatch:
+    def lookup(self, sequence: Sequence) -> PrefixMatch:
         """Scored prompts and recomputing engines cannot use a prefix: they need every position."""
         if not self.limits.kv_caching or sequence.wants_scores:
             return NO_MATCH
@@ -323,7 +327,7 @@ class Planner:
         assert head is not None
         sequence = self.roster.admit_head(rows_wanted(head))
         assert sequence.row is not None
-        self._batch_quota -= 1
+        self.batch_quota -= 1
         self.cache.attach(sequence.kv, match)
         sequence.num_computed_tokens = match.num_tokens
         if sequence.first_scheduled is None:
@@ -376,7 +380,7 @@ class Planner:
 
     def _claim(self, sequence: Sequence, *, exact: bool) -> _Claim:
         """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only one counts them.)"""
-        match = self._lookup(sequence)
+        match = self.lookup(sequence)
         tokens, _, whole = self.claim_of(sequence)
         blocks = self.cache.blocks_wanted(match, tokens, whole=whole)
         if exact:

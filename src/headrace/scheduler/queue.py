@@ -9,7 +9,7 @@ What lives here: the heaps. What may not: admission, what an order means (polici
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from headrace.request import SequenceStatus
 from headrace.sequence import Sequence
@@ -60,6 +60,16 @@ class WaitingQueue:
         self._heap = [(sequence.order, pushed, sequence) for _, pushed, sequence in _waiting(self._heap)]
         heapq.heapify(self._heap)
         self._gone = 0
+
+    def in_order(self, coming: Iterable[Sequence] = ()) -> list[Sequence]:
+        """As they would be admitted as things stand, if these came, too."""
+        return sorted([*self._sorted(), *coming], key=self._place_of)
+
+    def _sorted(self) -> list[Sequence]:
+        return [entry[2] for entry in sorted(_waiting(self._heap))]
+
+    def _place_of(self, sequence: Sequence) -> tuple[float, ...]:
+        return sequence.order
 
     def ahead_of(self, sequence: Sequence) -> list[Sequence]:
         """Those who would be admitted before this one as things stand, in no order."""
@@ -138,6 +148,12 @@ class LaneQueue(WaitingQueue):
             heapq.heapify(heap)
         self._places = sorted(map(self._place, self._lanes))
         self._size, self._gone = sum(map(len, self._lanes.values())), 0
+
+    def _sorted(self) -> list[Sequence]:
+        return [entry[2] for heap in self._lanes.values() for entry in sorted(_waiting(heap))]
+
+    def _place_of(self, sequence: Sequence) -> tuple[float, ...]:
+        return (self._rank(self._lane_of(sequence)), *sequence.order)
 
     def ahead_of(self, sequence: Sequence) -> list[Sequence]:
         """Whole lanes that go first, and those before it in its own."""

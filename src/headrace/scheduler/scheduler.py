@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from headrace.cache.manager import CacheManager
+from headrace.cache.manager import CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.cost.speed import StepSpeed
 from headrace.errors import ConfigError
@@ -36,6 +36,7 @@ from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create
 from headrace.scheduler.policies.fcfs import FirstComeFirstServed
 from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result, take_unseen
 from headrace.scheduler.roster import Roster
+from headrace.scheduler.step_budget import StepMeter
 from headrace.sequence import NEVER, Sequence
 
 STEPS_ALIKE = 4  # before a cohort is made: that costs about what one step costs without
@@ -108,6 +109,35 @@ class Scheduler:
     def claim_of(self, sequence: Sequence) -> tuple[int, int, bool]:
         """What one that waits must find before it is admitted: see Planner."""
         return self._planner.claim_of(sequence)
+
+    @property
+    def continuous(self) -> bool:
+        return self._planner.config.continuous_batching
+
+    @property
+    def batch_quota(self) -> int:
+        """Static batching: how many the current batch still takes."""
+        return self._planner.batch_quota
+
+    @property
+    def chunked_prefill(self) -> bool:
+        return self._planner.config.chunked_prefill
+
+    @property
+    def max_step_seconds(self) -> float | None:
+        """As the step before was bounded."""
+        return self._planner.max_step_seconds
+
+    def meter(self, seconds: float, starts: Seq[int]) -> StepMeter:
+        """Of a step with single tokens at ``starts``."""
+        return self._planner.create_meter(seconds, starts)
+
+    def lookup(self, sequence: Sequence) -> PrefixMatch:
+        return self._planner.lookup(sequence)
+
+    def expected(self, request: Request, behind: int = 0) -> Sequence:
+        """What a request would be that comes after so many others. It is not entered."""
+        return self._roster.create(request, 0, self.policy.order(request, self._num_requests + 1 + behind))
 
     @property
     def num_running(self) -> int:

@@ -24,9 +24,10 @@ _WAITS = {
     "next_step": "It starts with the next step.",
     "batch": "Static batching: it waits for the running batch ({available} sequences) to end.",
     "result": "It was pushed out a moment ago and waits for the result of a step that still computes it.",
-    "rows": "The first in the queue needs {needed} of the rows for running sequences (--max-num-seqs), and {available} are free.",
-    "token_budget": "Those who run take all tokens of a step (--max-num-batched-tokens); the first in the queue gets what they leave.",
-    "blocks": "The first in the queue needs {needed} KV blocks, and {available} can be had.",
+    "rows": "The first that cannot start needs {needed} of the rows for running sequences (--max-num-seqs), and {available} are free.",
+    "token_budget": "Those who run take all tokens of a step (--max-num-batched-tokens); the others get what they leave.",
+    "time": "Steps beside answers may take {needed} ms (--max-step-ms), and prompts before it take all tokens that fit in those.",
+    "blocks": "The first that cannot start needs {needed} KV blocks, and {available} can be had.",
     "grammar": "Its grammar is being compiled.",
 }
 
@@ -136,11 +137,11 @@ def _wait(kind: str, numbers: Mapping[str, Any], state: Mapping[str, Any] | None
 
 def _prediction(state: Mapping[str, Any]) -> dict[str, Any]:
     earliest, latest = state["earliest"], state["latest"]
-    basis = f"the mean of the last {state['steps_measured']} steps"
+    basis = f"the pace of the last {state['steps_measured']} steps"
     if earliest is None:
         text = "Nothing is known yet: no step has been measured."
     elif latest is None:
-        text = f"Not before {earliest:.2f} s, from {basis}; no later bound: it depends on how long the answers before it become."
+        text = f"Not before {earliest:.2f} s, from {basis}; no later bound: it depends on who comes and how long the answers before it become."
     else:
-        text = f"Between {earliest:.2f} s and {latest:.2f} s, from {basis}: the later if everyone who runs uses up max_tokens."
+        text = f"Between {earliest:.2f} s and {latest:.2f} s, from {basis}: the later if all before it use up max_tokens."
     return {"earliest_seconds": earliest, "latest_seconds": latest, "tokens_ahead": state["tokens_ahead"], "text": text}
