@@ -40,10 +40,10 @@ class Asked:
     pieces: tuple[int, ...] = ()
     piece: int = 0
     tenant: str = ""
-    priority: int = 0
     expects: Expectations = NO_EXPECTATIONS
     follows: int | None = None
     think: float = 0.0
+    priority: int = 0
 
 
 def drawn(count: int, lengths: DrawsLengths, *, prefix: int = 0, num_prefixes: int = 1, seed: int = 0) -> list[Asked]:
