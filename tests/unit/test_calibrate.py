@@ -48,7 +48,7 @@ from headrace.engine.executor import keyed_hash_info
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
 from headrace.metrics import StepRecorder, StepTimes, render_steps
-from headrace.planner.against import compare_figures
+from headrace.planner.against import VOID_STATUS, Compared, compare_figures, status_of
 from headrace.planner.calibrate import calibrate
 from headrace.planner.calibrate_front import fit_front, least_absolute
 from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, classes_of, find_device, known_devices
@@ -534,10 +534,24 @@ def test_the_verdict_is_of_two_runs_and_their_spread() -> None:
     names = ("mean_step_ms", "p99_ttft_ms", "output_throughput")
     runs = [dict(zip(names, values, strict=True)) for values in ((9.0, 100.0, 100.0), (9.8, 110.0, 101.0))]
     held = {each.figure: each for each in compare_figures(simulated, runs)}
-    assert held["mean_step_ms"].holds and held["mean_step_ms"].bound == pytest.approx(2 * 0.8 / 9.4)
-    assert not held["p99_ttft_ms"].holds and held["p99_ttft_ms"].bound == 0.2
-    assert not held["output_throughput"].holds and held["output_throughput"].row()[-1] == "MISSED"
+    assert held["mean_step_ms"].verdict == "holds" and held["mean_step_ms"].bound == pytest.approx(2 * 0.8 / 9.4)
+    assert held["p99_ttft_ms"].verdict == "MISSED" and held["p99_ttft_ms"].bound == 0.2
     assert compare_figures(simulated, runs[:1])[0].row()[-1] == ""
+    assert held["output_throughput"].verdict == held["output_throughput"].row()[-1] == "MISSED"
+
+
+def test_a_machine_that_disagrees_with_itself_gives_no_verdict() -> None:
+    def verdicts(*values: float, simulated: float = 10.0) -> tuple[list[str], int]:
+        runs = [dict.fromkeys(("mean_step_ms", "p99_itl_ms"), each) for each in (simulated, *values)]
+        compared = compare_figures(runs[0], runs[1:])
+        return [each.verdict for each in compared], status_of(compared)
+
+    assert verdicts(9.6, 10.4) == (["holds", "holds"], 0)
+    assert verdicts(7.0, 13.0) == (["void", "void"], VOID_STATUS), "within twice 60 %, which says nothing"
+    assert verdicts(7.0, 13.0, simulated=90.0) == (["void", "void"], VOID_STATUS)
+    assert verdicts(9.6, 10.4, simulated=90.0) == (["MISSED", "MISSED"], 1)
+    assert verdicts(7.0, simulated=90.0) == (["", ""], 0), "one run"
+    assert status_of([Compared("duration", 9.0, 1.0, 0.1), Compared("duration", 9.0, 1.0, 0.9)]) == 1
 
 
 # --- the error of the running server

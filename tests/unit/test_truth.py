@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.bench import truth_run
-from headrace.bench.truth import _Bench, _calibrated, _measure, _Measured
+from headrace.bench.truth import _Bench, _calibrated, _measure, _Measured, _show
 from headrace.bench.truth_judge import Judged, judge
 from headrace.bench.truth_loads import Loads, Part, loads_for, repeated, sized, suited
 from headrace.bench.truth_run import Runner
@@ -118,7 +118,7 @@ def verdict(seen: Seen, found: CalibratedSteps, *names: str, lucks: int = 2) -> 
 
 
 def missed(judged: list[Judged]) -> list[str]:
-    return [f"{each.part.name} {one.figure} {one.error:+.1%}" for each in judged for one in each.asked if not one.holds]
+    return [f"{each.part.name} {one.figure} {one.error:+.1%}" for each in judged for one in each.asked if one.verdict == "MISSED"]
 
 
 def error(judged: list[Judged], figure: str) -> float:
@@ -144,6 +144,21 @@ def test_tails_of_a_machine_that_is_disturbed_are_simulated_and_a_wrong_price_is
     assert error(with_tails, "p99_itl_ms") < 0.7 * error(steady, "p99_itl_ms")
     dear = replace(found.prices, products=tuple(Slowness(1.5 * each.bytes, each.flops) for each in found.prices.products))
     assert any("mean_step_ms" in each for each in missed(verdict(disturbed, replace(found, prices=dear), "closed")))
+
+
+def test_figures_of_a_machine_that_disagrees_with_itself_are_counted_apart(drifted: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    (judged,) = verdict(drifted, drifted.found, "closed")
+
+    def shown(simulated: float, **spreads: float) -> tuple[int, str]:
+        compared = tuple(replace(each, simulated=simulated * each.measured, spread=spreads.get(each.figure, 0.01)) for each in judged.compared)
+        status = _show(argparse.Namespace(model=None, keep=None, output_json=None), drifted.found, [replace(judged, compared=compared)], ())
+        return status, capsys.readouterr().out
+
+    assert shown(1.0)[0] == 0
+    status, out = shown(1.0, median_ttft_ms=0.5)
+    assert status == 3 and f"{len(judged.asked) - 1} of {len(judged.asked)} figures hold, 1 void" in out and "more than 15% apart" in out
+    status, out = shown(1.5, median_ttft_ms=0.5)
+    assert status == 1 and f"0 of {len(judged.asked)} figures hold, {len(judged.asked) - 1} MISSED, 1 void" in out
 
 
 def test_steps_of_b_are_none_that_prices_are_fitted_to(drifted: Seen) -> None:

@@ -1,7 +1,8 @@
 """``headrace bench capacity``: how many requests a second a device serves within a bound on the time between tokens, by how steps are bounded.
 
 After Sarathi-Serve (Agrawal et al., OSDI 24, §5): capacity is the highest rate at which the 99th percentile of the time between tokens stays
-below a bound and requests do not queue up. Compared, on the same requests at the same times, through the engine's own scheduler on simulated
+below a bound and requests do not queue up: the median first token is in time, and while requests come the queue grows no longer and as many end as
+come. Compared, on the same requests at the same times, through the engine's own scheduler on simulated
 devices: whole prompts before any decoding, chunks of a fixed number of tokens, and chunks that a budget in milliseconds allows.
 
 What lives here: the ways, the search, the table. What may not: runs (simulated.py), modelling (planner/).
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from headrace.bench import simulated
 from headrace.bench.report import machine_facts, print_facts, table, write_json
+from headrace.bench.statistics import Sample
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig, SchedulerConfig
 from headrace.errors import ConfigError
@@ -24,7 +26,8 @@ ROWS = 256
 CLOSE = 1.03  # the search ends when the bounds of a capacity are that near each other
 MOST_TIMES = 1e6  # of the first guess: whatever holds there holds at any rate
 BUDGET_SHARE = 0.95  # of the bound, as the budget: a client's gap is a step and what little lies between two
-COLUMNS = ("steps bounded by", "requests/s", "p99 gap ms", "median gap ms", "median first token ms", "p99 first token ms", "kept")
+GROWTH = 0.05  # of those that come in the second half may stay
+COLUMNS = ("steps bounded by", "requests/s", "steady", "p99 gap ms", "median gap ms", "median first token ms", "p99 first token ms", "kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Way:
 
 
 Point = dict[str, Any]
+Steady = Literal["yes", "no", "too short"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +84,7 @@ def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float, swee
     compared = ways(args.chunks, gap)
 
     def holds(found: Point) -> bool:
-        return bool(found["p99 gap ms"] <= gap and found["median first token ms"] <= args.queued)
+        return found["steady"] != "no" and bool(found["p99 gap ms"] <= gap and found["median first token ms"] <= args.queued)
 
     capacities = {way.name: capacity(lambda rate, way=way: holds(point(bench, way, rate)), bench.base_rate()) for way in compared}  # type: ignore[misc]
     plain = next(capacities[way.name] for way in compared if way.plain)
@@ -90,20 +94,39 @@ def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float, swee
     rates = args.rates or ([round(best * share, 3) for share in (0.3, 0.6, 0.8, 1.0, 1.2)] if best else [bench.base_rate()])
     curve = sweep.take(point(bench, way, rate) for rate in rates for way in compared)
     print(f"\n{table(COLUMNS, [[each[column] for column in COLUMNS] for each in curve])}", flush=True)
+    if any(each["steady"] == "too short" for each in curve):
+        print("too short: answers take longer than half of the run, so nobody can say whether as many end as come; give more --requests.")
     return {"gap": gap, "capacities": capacities, "curve": curve}
 
 
 def point(bench: simulated.Bench, way: Way, rate: float) -> Point:
-    figures, _ = bench.run(way.config, bench.at_rate(rate))
+    figures, samples = bench.run(way.config, bench.at_rate(rate))
     return {
         "steps bounded by": way.name,
         "requests/s": rate,
+        "steady": steadiness_of(samples),
         "p99 gap ms": figures["p99_itl_ms"],
         "median gap ms": figures["median_itl_ms"],
         "median first token ms": figures["median_ttft_ms"],
         "p99 first token ms": figures["p99_ttft_ms"],
         "kept": figures.get("promise_kept_share"),
     }
+
+
+def steadiness_of(samples: Sequence[Sample]) -> Steady:
+    """Of the second half of the time in which requests came: whether about as many began and ended as came. "too short": a tenth of
+    the answers take longer than that half, so only who began counts."""
+    begin, end = (share * samples[-1].sent for share in (0.5, 1.0))
+    came = sum(begin < each.sent <= end for each in samples)
+    begun = sum(bool(each.arrivals) and begin < each.arrivals[0] <= end for each in samples)
+    ended = sum(each.error is None and begin < each.ended <= end for each in samples)
+    least = (1.0 - GROWTH) * came - 1.0
+    if begun < least:
+        return "no"
+    answers = sorted(each.ended - each.arrivals[0] for each in samples if each.arrivals)
+    if answers[9 * len(answers) // 10] > end - begin:
+        return "too short"
+    return "yes" if ended >= least else "no"
 
 
 def capacity(holds: Callable[[float], bool], guess: float) -> float:

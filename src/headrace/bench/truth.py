@@ -31,6 +31,7 @@ from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
 from headrace.models import families
 from headrace.models.source import find_model
+from headrace.planner.against import VOID, status_of
 from headrace.planner.calibrate import calibrate
 from headrace.planner.calibrate_front import fit_front
 from headrace.planner.devices import Device, device_of, find_device, known_devices
@@ -182,15 +183,19 @@ def _show(args: argparse.Namespace, found: CalibratedSteps, judged: Sequence[Jud
     print("\n" + "\n".join(report(found)))
     for each in judged:
         print(f"\n{each}")
-    asked, missed = (sum(counts) for counts in zip(*((len(each.asked), each.missed) for each in judged), strict=True))
-    print(f"\n{asked - missed} of {asked} figures hold" + (f", {missed} MISSED" if missed else ""))
+    asked = [figure for each in judged for figure in each.asked]
+    holds, missed, void = (sum(figure.verdict == verdict for figure in asked) for verdict in ("holds", "MISSED", "void"))
+    print(f"\n{holds} of {len(asked)} figures hold" + (f", {missed} MISSED" if missed else "") + (f", {void} void" if void else ""))
+    if void:
+        print(f"void: the two runs are more than {VOID:.0%} apart; measure again on a machine where nothing else runs.")
     if args.keep:
         print(f"files in {args.keep}; headrace simulate --calibration {args.keep / 'calibration.json'} takes these prices")
     if args.output_json:
         figures = {each.part.name: each.as_dict() for each in judged}
         more = {"limits": limits, "looks": [asdict(look) for look in looks], "steadiness": str(found.steadiness)}
-        write_json(args.output_json, {"calibrated": str(found), "fitted_parameters": len(found.fitted), **more, "figures": figures, "missed": missed})
-    return 1 if missed else 0
+        counts = {"fitted_parameters": len(found.fitted), "missed": missed, "void": void}
+        write_json(args.output_json, {"calibrated": str(found), **counts, **more, "figures": figures})
+    return status_of(asked)
 
 
 def _said(looks: Sequence[Limits]) -> str:

@@ -34,18 +34,15 @@ class Judged:
     def asked(self) -> list[Compared]:
         return [each for each in self.compared if each.figure in ASKED]
 
-    @property
-    def missed(self) -> int:
-        return sum(not each.holds for each in self.asked)
-
     def __str__(self) -> str:
         rows = [[*each.row()[:-1], each.row()[-1] if each.figure in ASKED else ""] for each in self.compared]
         return f"B, {self.part.name} ({self.part}):\n{table(COLUMNS, rows)}"
 
     def as_dict(self) -> dict[str, Any]:
-        figures = [
-            asdict(each) | {"error": each.error, "bound": each.bound, "asked": each.figure in ASKED, "holds": each.holds} for each in self.compared
-        ]
+        figures = []
+        for each in self.compared:
+            judged = {"error": each.error, "bound": each.bound, "asked": each.figure in ASKED, "verdict": each.verdict}
+            figures.append(asdict(each) | judged)
         return {"load": str(self.part), "figures": figures}
 
 

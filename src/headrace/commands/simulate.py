@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
     from headrace.bench.report import load_pyplot
     from headrace.models import families
-    from headrace.planner.against import check_unseen, compare
+    from headrace.planner.against import check_unseen, compare, status_of
     from headrace.planner.simulator import simulate
 
     simulate_modes.check_modes(args)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     compared = compare(report.figures, args.against) if args.against else []
     _print(facts, report, compared)
     _write(args, facts, report, compared)
-    return 0 if report.figures["completed"] else 1
+    return status_of(compared) if report.figures["completed"] else 1
 
 
 def _trials(name: str, args: argparse.Namespace) -> list[Trial]:

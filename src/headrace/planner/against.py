@@ -2,6 +2,7 @@
 
     bound of a p99    20 %
     of the others     10 %, or twice the spread of the measured runs where that is more
+    void              measured runs that are more than 15 % apart: nothing holds against those, and nothing is missed
 
 What lives here: reading what ``headrace bench serve --output-json`` wrote, and comparing. What may not: running either, printing.
 """
@@ -12,10 +13,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.cost.calibrated import CalibratedSteps
 from headrace.errors import ConfigError
@@ -28,8 +29,11 @@ COMPARED = (
 )
 SAME_LOAD = ("completed", "total_input_tokens", "total_output_tokens")
 ALLOWED = 0.02  # by which the two loads may differ
-BOUND, TAIL_BOUND, SPREADS = 0.10, 0.20, 2.0
+BOUND, TAIL_BOUND, SPREADS, VOID = 0.10, 0.20, 2.0, 0.15
+VOID_STATUS = 3  # exit status: nothing was missed, but not everything could be judged
 COLUMNS = ("figure", "simulated", "measured", "error", "spread", "bound", "verdict")
+
+Verdict = Literal["", "holds", "MISSED", "void"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +55,24 @@ class Compared:
         return TAIL_BOUND if self.figure.startswith("p99") else max(BOUND, SPREADS * (self.spread or 0.0))
 
     @property
-    def holds(self) -> bool:
-        return abs(self.error) <= self.bound
+    def verdict(self) -> Verdict:
+        if self.spread is None:
+            return ""
+        if self.spread > VOID:
+            return "void"
+        return "holds" if abs(self.error) <= self.bound else "MISSED"
 
     def row(self) -> list[Any]:
         """As a line under COLUMNS."""
         spread = "one run" if self.spread is None else f"{self.spread:.1%}"
-        verdict = "" if self.spread is None else "holds" if self.holds else "MISSED"
-        return [self.figure, self.simulated, self.measured, f"{self.error:+.1%}", spread, f"{self.bound:.0%}", verdict]
+        bound = "" if self.verdict == "void" else f"{self.bound:.0%}"
+        return [self.figure, self.simulated, self.measured, f"{self.error:+.1%}", spread, bound, self.verdict]
+
+
+def status_of(compared: Iterable[Compared]) -> int:
+    """The exit status: 1 where something was missed, else VOID_STATUS where something is void."""
+    verdicts = {each.verdict for each in compared}
+    return 1 if "MISSED" in verdicts else VOID_STATUS if "void" in verdicts else 0
 
 
 def compare(simulated: Mapping[str, Any], paths: Sequence[Path]) -> list[Compared]:
