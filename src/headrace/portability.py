@@ -66,3 +66,9 @@ def missing() -> list[str]:
         "no --supervise": not hasattr(signal, "sigtimedwait"),
     }
     return [line for line, holds in lines.items() if holds]
+
+
+def ignore_terminal() -> None:
+    """Ctrl-C and a terminal that closes reach every process of its group; when a child ends is its parent's to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from tests.support.serving import FAKE, SERVE, Server, environment, events_of, post_bytes, read_until, read_until_closed, serving, split_response
+from tests.support.serving import (
+    FAKE,
+    SERVE,
+    Server,
+    environment,
+    events_of,
+    post_bytes,
+    read_until,
+    read_until_closed,
+    serving,
+    split_response,
+    wait_for,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 DIES, HANGS, STALLS = 1002, 1008, 1009  # behaviours of fake_engine.py
@@ -96,6 +112,51 @@ def test_after_the_timeout_streams_end_in_an_error_event_and_the_exit_is_clean()
             assert not complete and "error" in events_of(body)[-1]
         assert b" 503 " in read_until_closed(whole).split(b"\r\n")[0]
         assert server.wait(4) == 0
+
+
+def test_nohup_stays_nohup() -> None:
+    server = Server(["nohup", *FAKE])
+    try:
+        server.wait_ready().signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert server.ask("GET", "/health").status == 200
+    finally:
+        server.stop()
+
+
+class Unread(Server):
+    """Nobody reads its stderr once it is ready."""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        fcntl.fcntl(self.process.stderr, fcntl.F_SETPIPE_SZ, 8192)
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            if "Ready after" in line:
+                self.held = self.process.stderr
+                return
+
+
+def test_a_pipe_that_nobody_reads_stops_no_request_and_a_terminal_that_closes_drains() -> None:
+    """Lines are lost, and counted where the next one is read. Then SIGHUP to the whole group, twice: the terminal sends one, its shell another."""
+    server = Unread([*SERVE, "--threads", "1", "--kv-cache-memory", "16MiB"])
+    try:
+        server.wait_ready()
+        for _ in range(80):
+            assert server.ask("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 1}, timeout=5).status == 200
+        threading.Thread(target=Server._read, args=(server,), daemon=True).start()
+        wait_for(lambda: any("request" in line for line in server.lines))
+        assert server.ask("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 1}).status == 200
+        wait_for(lambda: any(re.search(r"\d+ lines are missing here", line) for line in server.lines))
+        held = streams(server, 2, max_tokens=60, ignore_eos=True)
+        for _ in range(2):
+            os.killpg(server.process.pid, signal.SIGHUP)
+            time.sleep(0.05)
+        for sock in held:
+            assert b"[DONE]" in read_until_closed(sock)
+        assert server.wait(10) == 0
+    finally:
+        server.stop()
 
 
 def test_a_second_signal_ends_within_two_seconds() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.portability import address_space, limit
+from headrace.portability import address_space, ignore_terminal, limit
 from headrace.sampling_params import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
@@ -64,7 +64,7 @@ def answer(trial: Trial, body: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    ignore_terminal()
     opening = read_frame(sys.stdin.buffer)
     if opening is None:
         return

@@ -29,6 +29,7 @@ from headrace.errors import HeadraceError, InvalidRequest, StepFailed
 from headrace.garbage import empty_free_lists, freeze_start
 from headrace.logs import configure_child
 from headrace.metrics import StepRecorder
+from headrace.portability import ignore_terminal
 from headrace.process_tree import end_with_parent
 from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
 from headrace.sampling_params import Expectations, SamplingParams
@@ -296,7 +297,7 @@ def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
 
 def main() -> None:
     """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_terminal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_child()
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())

@@ -24,7 +24,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.portability import limit
+from headrace.portability import ignore_terminal, limit
 
 MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter and any honest render need
 
@@ -128,7 +128,7 @@ def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    ignore_terminal()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, whatever C code it is in
     limit_memory()
     renderer = Renderer()

@@ -2,7 +2,7 @@
 
 What lives here: signals, the engine's birth and death, the order of shutting down. What may not: routes, requests.
 
-Exit status: 0 after a SIGTERM or Ctrl-C, 1 when the engine could not start or died, or a second signal cut the draining short.
+Exit status: 0 after a SIGTERM, SIGHUP or Ctrl-C, 1 when the engine could not start or died, or a second signal cut the draining short.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ KEEP_ALIVE_SECONDS = 60
 WATCH_SECONDS = 0.2  # between looks at the engine
 HANG_SECONDS = 20.0  # that an engine without progress gets to come back: clients know within 30 s of its last turn
 ENGINE_EXIT_SECONDS = 0.5  # for the engine's process to end by itself, once nothing is wanted of it
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
 
 log = logging.getLogger("headrace.server")
@@ -103,7 +104,7 @@ def address_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 class Signals:
-    """SIGTERM and SIGINT, counted."""
+    """SIGTERM, SIGINT and a terminal that closes, counted."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -112,17 +113,18 @@ class Signals:
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        kinds = (signal.SIGTERM, signal.SIGINT)
+        kinds = [kind for kind in STOPS if signal.getsignal(kind) is not signal.SIG_IGN]  # nohup's SIGHUP stays ignored
         for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal)
+            loop.add_signal_handler(kind, self._on_signal, kind)
         try:
             yield
         finally:
             for kind in kinds:
                 loop.remove_signal_handler(kind)
 
-    def _on_signal(self) -> None:
-        self.count += 1
+    def _on_signal(self, kind: signal.Signals) -> None:
+        if kind != signal.SIGHUP or not self.count:  # both the terminal and its shell send one: nobody is in a hurry
+            self.count += 1
         self.came.set()
 
 

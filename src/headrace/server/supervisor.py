@@ -27,7 +27,7 @@ LEFTOVER_SECONDS = 5.0  # for the dead server's engine to be gone
 USAGE = 2  # the exit status for settings that cannot be honoured: a restart changes none of them
 
 _READY, _HOPELESS = b"1", b"0"  # what a life tells its parent
-_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -158,4 +158,4 @@ def _exit_status(status: int) -> int:
     """As a shell says it; a server that a passed-on signal ended before it listened has ended well."""
     if status >= 0:
         return status
-    return 0 if -status in (signal.SIGTERM, signal.SIGINT) else 128 - status
+    return 0 if -status in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else 128 - status

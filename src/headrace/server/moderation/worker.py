@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.engine.template_frames import encode_frame, read_frame
+from headrace.portability import ignore_terminal
 from headrace.process_tree import end_with_parent
 
 Hook = Callable[..., Any]
@@ -81,7 +81,7 @@ def answer(hook: Hook, body: bytes) -> dict[str, Any]:
 
 def main() -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
+    ignore_terminal()
     channel_in, channel_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function may read and print what it likes
     os.dup2(2, 1)
