@@ -269,6 +269,10 @@ class ServerConfig:
     )  # fmt: skip
     max_queue: int = option(1024, "requests waiting or running before new ones get 429; of several keys, each gets a share", minimum=1)
     max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
+    max_answer_bytes: int = option(64 * 2**20, "what an answer may take before it is sent, at most", size=True, minimum=2**16)
+    max_answers_bytes: int = option(
+        256 * 2**20, "what all answers and their requests' lists may take, beyond which large ones get 503", size=True, minimum=2**16
+    )
     tool_call_parser: str = option(
         "auto", "how the model writes tool calls; automatic by its chat template",
         choices=(

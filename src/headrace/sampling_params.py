@@ -7,7 +7,8 @@ beyond the vocabulary (engine/inputs.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,33 @@ def _id_list(name: str, value: Any, max_items: int) -> None:
         raise InvalidRequest(f"{name} must be a list of at most {max_items} token ids; shorten it.", param=name)
     for item in value:
         _integer(name, item, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Token ids in order, each once, without an object for each: 32-bit integers in ``packed``. A list of them may be as long as a vocabulary,
+    and the requests that name one many."""
+
+    packed: bytes
+
+    def __len__(self) -> int:
+        return len(self.packed) // 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(self.packed).cast("i"))
+
+    def check(self, name: str, vocab_size: int) -> None:
+        """By the first and the last."""
+        ids = memoryview(self.packed).cast("i")
+        check_token_ids(name, (ids[0], ids[-1]) if len(ids) else (), vocab_size)
+
+
+def _packed(name: str, ids: Any, most: int) -> TokenIds:
+    if not isinstance(ids, (list, tuple, array)) or len(ids) > most:
+        raise InvalidRequest(f"{name} must be a list of at most {most} token ids; shorten it.", param=name)
+    if any(type(item) is not int or not 0 <= item < 2**31 for item in ids):
+        _id_list(name, tuple(ids), most)
+    return TokenIds(array("i", sorted(set(ids))).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +254,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None  # given as a list
     bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -249,7 +277,8 @@ class SamplingParams:
             _within(name, getattr(self, name), bounds)
         self._check_logit_bias()
         if self.allowed_token_ids is not None:
-            _id_list("allowed_token_ids", self.allowed_token_ids, 2**18)
+            if not isinstance(self.allowed_token_ids, TokenIds):
+                object.__setattr__(self, "allowed_token_ids", _packed("allowed_token_ids", self.allowed_token_ids, 2**18))
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids is empty, so no token could be picked; name one or leave it out.", param="allowed_token_ids")
         _string_list("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
@@ -283,8 +312,6 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None or isinstance(value, list):
                 object.__setattr__(self, name, tuple(value or ()))
-        if isinstance(self.allowed_token_ids, list):
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -303,11 +330,12 @@ class SamplingParams:
         """Every id the caller names must be a column of the logits ([rows, vocab_size])."""
         named = {
             "stop_token_ids": self.stop_token_ids,
-            "allowed_token_ids": self.allowed_token_ids or (),
             "logit_bias": tuple(self.logit_bias or ()),
         }
         for name, ids in named.items():
             check_token_ids(name, ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids.check("allowed_token_ids", vocab_size)
 
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -186,18 +186,18 @@ class Attack:
 
 COMPLETIONS = "/v1/completions"
 HASHED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "64", "--max-queue", "64", "--scheduling-policy", "fair")
+QUICK = ("--executor", "keyed-hash", "--max-model-len", "4096")  # where the bundled model would be what others wait for
 ATTACKS = (
-    Attack("scores-per-choice", one(COMPLETIONS, _scored(), (200, 400))),
-    Attack("scores-once", one(COMPLETIONS, _scored(n=1), (200, 400))),
+    Attack("scores-per-choice", one(COMPLETIONS, _scored(), (200, 400)), QUICK),
+    Attack("scores-once", one(COMPLETIONS, _scored(n=1), (200, 400)), QUICK),
     Attack("truncated-text", one(COMPLETIONS, {"prompt": "word " * 4_400_000, "max_tokens": 1, "truncate_prompt_tokens": 10}, (200, 400))),
     Attack("long-text", one(COMPLETIONS, {"prompt": "word " * 76_000, "max_tokens": 1}, (200, 400))),
-    Attack("echo", one(COMPLETIONS, _echoed(), (200, 400))),
-    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=8), 25, 15.0)),
-    Attack("echo-unread-mine", unread(COMPLETIONS, _echoed(), 25, 15.0)),
-    Attack("allowed-ids", unread(COMPLETIONS, _allowed(), 150, 30.0)),
+    Attack("echo", one(COMPLETIONS, _echoed(), (200, 400)), QUICK),
+    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=32), 25, 15.0), QUICK),
+    Attack("allowed-ids", unread(COMPLETIONS, _allowed(), 150, 30.0), QUICK),
     Attack("many-scores", one("/v1/chat/completions", {
         "messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "ignore_eos": True,
-    }, (200, 400))),
+    }, (200,)), QUICK),
     Attack("many-messages", fair.crowd(fair.CHAT, fair.talk(10_000), 16, 15.0), asks=fair.TALK),
     Attack("many-messages-key", fair.crowd(fair.CHAT, fair.talk(2_000), 64, 15.0, fair.HOG), fair.TWO_KEYS, fair.POLITE, fair.TALK),
     Attack("mask-rows", fair.crowd(COMPLETIONS, fair.many_rows(128), 1, 15.0)),

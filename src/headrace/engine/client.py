@@ -3,13 +3,15 @@
 What lives here: requests in, streams out. What may not: torch, HTTP, the process's start and its socket (connection.py).
 
 Buffering is bounded by construction: a stream keeps at most MAX_PENDING deltas, then it merges new ones into the last of the
-same answer; over MAX_PENDING_COST units (about bytes) its reader counts as gone: the request is aborted and the stream raises.
+same answer; over MAX_PENDING_COST units (about bytes), or LATE_STEPS steps of all its answers, its reader counts as gone: the request is
+aborted and the stream raises. Who wants the answer whole (``whole``) has no reader yet, and keeps all of it anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
@@ -33,6 +35,7 @@ from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingPara
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20
+LATE_STEPS = 16
 _DELTA_COST, _TOKEN_COST, _LOGPROB_COST = 200, 40, 100  # about bytes
 _LONG_TEXT = 1 << 14  # characters; longer prompts are tokenised in a thread
 
@@ -44,15 +47,16 @@ class Stream:
     stream) before its end aborts the request.
     """
 
-    __slots__ = ("__weakref__", "_cost", "_error", "_llm", "_pending", "_waiter", "done", "name", "request")
+    __slots__ = ("__weakref__", "_cost", "_error", "_llm", "_most", "_pending", "_waiter", "done", "name", "request")
 
-    def __init__(self, llm: AsyncLLM, request: Request, name: str | None) -> None:
+    def __init__(self, llm: AsyncLLM, request: Request, name: str | None, whole: bool = False) -> None:
         self.request = request
         self.name = name  # the caller's own; two streams may share one
         self.done = False  # nothing more will arrive
         self._llm = llm
         self._pending: list[RequestDelta] = []
         self._cost = 0
+        self._most = math.inf if whole else max(MAX_PENDING_COST, LATE_STEPS * _step_cost(request.params))
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -107,7 +111,7 @@ class Stream:
         if delta.last:
             self.done = True
         self._wake()
-        if self._cost > MAX_PENDING_COST and not self.done:
+        if self._cost > self._most and not self.done:
             self._llm.forget(self.request.request_id)
             self.end(Unavailable("the stream was read too slowly and has been ended; read faster or ask for fewer tokens."))
 
@@ -119,6 +123,11 @@ class Stream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _step_cost(params: SamplingParams) -> int:
+    scores = 0 if params.logprobs is None else 1 + params.logprobs
+    return params.n * (_DELTA_COST + _TOKEN_COST + _LOGPROB_COST * scores)
 
 
 def _scores_cost(delta: RequestDelta) -> int:
@@ -212,10 +221,11 @@ class AsyncLLM:
         explain: bool = False,
         tenant: str = "",
         expects: Expectations = NO_EXPECTATIONS,
+        whole: bool = False,
     ) -> Stream:
         """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``.
         ``explain``: the steps that compute it are counted; its last deltas say how many. ``tenant`` (who asks) and ``expects`` are for
-        scheduling policies that heed them.
+        scheduling policies that heed them. ``whole``: its reader adds all of it up, and is never too slow.
         """
         self._check_ready()
         request = self.inputs.request(
@@ -230,7 +240,7 @@ class AsyncLLM:
             clamp=params is None,
         )
         request = replace(request, explain=explain, tenant=tenant, expects=expects)
-        stream = Stream(self, request, request_id)
+        stream = Stream(self, request, request_id, whole)
         self._outputs.add(request)
         self._streams[request.request_id] = stream
         self._connection.send(frames.pack_request(request))

@@ -24,6 +24,8 @@ Message = Mapping[str, Any]
 
 _MASK64 = 2**64 - 1
 _EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
+_CHARS_A_TOKEN = 16  # of a text that is tokenised whole, at most: three times what any language needs
+_CUT_TOKENS = 256  # behind a cut, which may differ from those of the whole text
 _MAX_SALT = 2048  # characters: servers put a tenant's name before their client's own
 _PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "priority"})
 _DEFAULT_FIELDS = {
@@ -169,12 +171,41 @@ class InputProcessor:
         return replace(prompt, token_ids=array("i", ids))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", truncate: int | None = None) -> list[int]:
-        """Token ids of a text; one that is far too long is refused before it is tokenised whole."""
+        """Token ids of a text; one that is far too long is refused before it is tokenised whole.
+
+        ``truncate``: so many of the last tokens are wanted (-1: as many as fit); there may be more, and what is far before them is not looked at.
+        """
         if self.tokenizer is None:
             raise InvalidRequest(f"{param} is a text, but this model has no tokenizer; give prompt_token_ids.", param=param)
-        if len(text) > _EARLY_CHARS and truncate is None:
-            self._refuse_early(text, param)
+        if len(text) <= _EARLY_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        if truncate is not None:
+            return self._encode_end(text, self._num_kept(truncate), add_special_tokens, param)
+        self._check_characters(len(text), param)
+        self._refuse_early(text, param)
         return self.tokenizer.encode(text, add_special_tokens)
+
+    def _encode_end(self, text: str, keep: int, add_special_tokens: bool, param: str) -> list[int]:
+        """As much of the end as holds ``keep`` tokens that are those of the whole text (unless that is one word of so many characters)."""
+        assert self.tokenizer is not None
+        size = _EARLY_CHARS + 4 * keep
+        while size < len(text):
+            ids = self.tokenizer.encode(text[-size:], add_special_tokens)
+            if len(ids) >= keep + _CUT_TOKENS:
+                return ids
+            size *= 4
+            self._check_characters(min(size, len(text)), param)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _check_characters(self, count: int, param: str) -> None:
+        limit = self.info.max_sequence_tokens
+        most = _CHARS_A_TOKEN * limit + 4 * _EARLY_CHARS
+        if count > most:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limit} tokens, for which at most {most} characters are tokenised, "
+                f"but {count} would have to be. Shorten the prompt.",
+                param=param, code="context_length_exceeded",
+            )  # fmt: skip
 
     def chat_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
@@ -197,11 +228,14 @@ class InputProcessor:
 
     def _truncated(self, ids: array[int], keep: int) -> array[int]:
         """The last ``keep`` tokens; -1 keeps as many as the context allows, with room for one more."""
+        return ids[-self._num_kept(keep) :]
+
+    def _num_kept(self, keep: int) -> int:
         longest = self.info.max_sequence_tokens - 1
         if type(keep) is not int or not (keep == -1 or 1 <= keep <= longest):
             wanted = f"give an integer from 1 to {longest}, or -1 for that"
             raise InvalidRequest(f"truncate_prompt_tokens is {shown(keep)}; {wanted}.", param="truncate_prompt_tokens")
-        return ids[-(longest if keep == -1 else keep) :]
+        return longest if keep == -1 else keep
 
     def _checked_params(self, ids: array[int], params: SamplingParams, param: str, clamp: bool) -> SamplingParams:
         info, limit = self.info, self.info.max_sequence_tokens

@@ -29,6 +29,7 @@ from headrace.engine.text_growth import check_normalizer, check_other_parts
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
 
+_SHORT = 4096  # characters
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -111,7 +112,10 @@ class Tokenizer:
         """Token ids. ``add_special_tokens`` adds what the model wants around a plain text (a BOS, mostly)."""
         try:
             with _damage_explained("the tokenizer fails on this text"):
-                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                if len(text) > _SHORT:  # of the library's calls only those for batches leave the interpreter to others meanwhile
+                    ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+                else:
+                    ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"the text cannot be encoded as UTF-8 ({_surrogate(text)}); send valid text.", param="prompt") from error
         return ids

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.engine.output import RequestDelta
 from headrace.request import TokenLogprobs
 from headrace.server.logprobs import LogprobFormat
-from headrace.server.wire import encode, quote
+from headrace.server.wire import encode, encode_list, encode_object, joined_lists, quote
+
+Rendered = TypeVar("Rendered")
 
 DONE = "data: [DONE]\n\n"
 
@@ -46,6 +48,14 @@ class PromptState:
     text: str = ""
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _rendered: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, render: Callable[[], Rendered]) -> Rendered:
+        """What all choices show of the prompt, as the first one has rendered it."""
+        if name not in self._rendered:
+            self._rendered[name] = render()
+        found: Rendered = self._rendered[name]
+        return found
 
 
 @dataclass(slots=True)
@@ -87,7 +97,7 @@ class Answer(Protocol):
     def usage(self) -> dict[str, Any]:
         """So far."""
 
-    def opening(self) -> str:
+    def opening(self) -> Iterable[str]:
         """Events before the first token."""
 
     def event(self, choice: int, delta: RequestDelta) -> str:
@@ -96,8 +106,8 @@ class Answer(Protocol):
     def closing(self) -> str:
         """Events after the last token."""
 
-    def whole(self) -> dict[str, Any]:
-        """The answer in one object."""
+    def pieces(self) -> Iterator[bytes]:
+        """The answer in one object of JSON. What it was made of may be gone afterwards."""
 
 
 _NO_USAGE = ',"usage":null}\n\n'  # at the end of an event: no text in it can read so, for its quotes are escaped
@@ -150,17 +160,41 @@ class _Base:
         further = "".join(f",{quote(name)}:{encode(value).decode()}" for name, value in extra.items())
         return f"{self._head}{encode(choice).decode()}]{further}{self._tail[1:]}"
 
-    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def pieces(self) -> Iterator[bytes]:
+        """Choice by choice; the scores of one that is written are needed no more."""
+        members = {
             "id": self.id,
             "object": self.kind,
             "created": self.created,
             "model": self.shape.model,
             "system_fingerprint": self.shape.fingerprint,
-            "choices": choices,
+            "choices": self._choice_pieces(),
             "usage": self.usage(),
             **({} if self.explained is None else {"explain": self.explained}),
+            **self._prompt_members(),
         }
+        return encode_object(members)
+
+    def _choice_pieces(self) -> Iterator[bytes]:
+        for index, choice in enumerate(self.choices):
+            yield b"," if index else b"["
+            yield from encode_object(self.choice(index, choice))
+            choice.logprobs, choice.texts = [], []
+        yield b"]"
+
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        """Members of one choice; those that may be long are pieces of JSON."""
+        raise NotImplementedError
+
+    def _prompt_members(self) -> dict[str, Any]:
+        return {}
+
+    def _prompt_scores(self, prompt: PromptState) -> Iterator[bytes]:
+        yield prompt.once("scores", lambda: b"".join(self.format.prompt_pieces(prompt.logprobs)))
+
+    @staticmethod
+    def _prompt_ids(prompt: PromptState) -> Iterator[bytes]:
+        yield prompt.once("ids", lambda: b"".join(encode_list(prompt.token_ids)))
 
 
 class ChatAnswer(_Base):
@@ -174,14 +208,11 @@ class ChatAnswer(_Base):
         self._plain_heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(n)]
         self._plain_tail = '},"logprobs":null,"finish_reason":null}' + self._tail
 
-    def opening(self) -> str:
+    def opening(self) -> Iterator[str]:
         delta = {"role": "assistant", "content": self._echo}
         extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
-        events = [
-            self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
-            for index in range(len(self.choices))
-        ]
-        return "".join(events)
+        for index in range(len(self.choices)):
+            yield self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
 
     def event(self, choice: int, delta: RequestDelta) -> str:
         if self.shape.plain:
@@ -200,25 +231,24 @@ class ChatAnswer(_Base):
     def end(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> str:
         return self.event_of({"index": choice, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason})
 
-    def whole(self) -> dict[str, Any]:
-        whole = self._whole([self.choice(index, choice) for index, choice in enumerate(self.choices)])
-        prompt = self.prompts[0]
+    def _prompt_members(self) -> dict[str, Any]:
+        prompt, members = self.prompts[0], dict[str, Any]()
         if self.shape.token_ids:
-            whole["prompt_token_ids"] = list(prompt.token_ids)
+            members["prompt_token_ids"] = self._prompt_ids(prompt)
         if self.shape.prompt_logprobs:
-            whole["prompt_logprobs"] = self.format.prompt(prompt.logprobs)
-        return whole
+            members["prompt_logprobs"] = self._prompt_scores(prompt)
+        return members
 
     def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": self._echo + "".join(choice.texts), "refusal": None},
-            "logprobs": self.format.chat(choice.logprobs) if self.shape.logprobs else None,
+            "logprobs": self.format.chat_pieces(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.shape.token_ids:
-            shown["token_ids"] = choice.token_ids
+            shown["token_ids"] = encode_list(choice.token_ids)
         return shown
 
 
@@ -236,10 +266,10 @@ class CompletionAnswer(_Base):
         self._plain_heads = [f'{self._head}{{"index":{index},"text":' for index in range(len(self.choices))]
         self._plain_tail = ',"logprobs":null,"finish_reason":null}' + self._tail
 
-    def opening(self) -> str:
-        if not self._echo and not self.shape.token_ids:
-            return ""
-        return "".join(self.event_of(self._opening_choice(index, choice)) for index, choice in enumerate(self.choices))
+    def opening(self) -> Iterator[str]:
+        if self._echo or self.shape.token_ids:
+            for index, choice in enumerate(self.choices):
+                yield self.event_of(self._opening_choice(index, choice))
 
     def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         shown: dict[str, Any] = {"index": index, "text": choice.prompt.text if self._echo else "", "logprobs": None, "finish_reason": None}
@@ -270,30 +300,44 @@ class CompletionAnswer(_Base):
             shown["token_ids"] = list(delta.token_ids)
         return shown
 
-    def whole(self) -> dict[str, Any]:
+    def pieces(self) -> Iterator[bytes]:
         if self._discard:
             for choice in self.choices:
                 choice.texts, choice.token_ids, choice.logprobs, choice.num_tokens = [], [], [], 0
                 choice.finish_reason, choice.stop_reason = "length", None
-        return self._whole([self._choice(index, choice) for index, choice in enumerate(self.choices)])
+        return super().pieces()
 
-    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         prompt = choice.prompt
         shown: dict[str, Any] = {
             "index": index,
-            "text": (prompt.text if self._echo else "") + "".join(choice.texts),
-            "logprobs": self._logprobs(choice) if self.shape.logprobs else None,
+            "text": self._text(choice),
+            "logprobs": encode_object(self._logprobs(choice)) if self.shape.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self.shape.prompt_logprobs:
-            shown["prompt_logprobs"] = self.format.prompt(prompt.logprobs)
+            shown["prompt_logprobs"] = self._prompt_scores(prompt)
         if self.shape.token_ids:
-            shown["prompt_token_ids"], shown["token_ids"] = list(prompt.token_ids), choice.token_ids
+            shown["prompt_token_ids"], shown["token_ids"] = self._prompt_ids(prompt), encode_list(choice.token_ids)
         return shown
 
-    def _logprobs(self, choice: ChoiceState) -> dict[str, list[Any]]:
-        if not self._echo:
-            return self.format.completion(choice.logprobs, 0)
+    def _text(self, choice: ChoiceState) -> Iterator[bytes]:
         prompt = choice.prompt
-        return self.format.completion([None, *prompt.logprobs, *choice.logprobs], 0, prompt.token_ids)
+        yield b'"'
+        if self._echo:
+            yield prompt.once("text", lambda: encode(prompt.text)[1:-1])
+        yield encode("".join(choice.texts))[1:]
+
+    def _logprobs(self, choice: ChoiceState) -> dict[str, Any]:
+        prompt = choice.prompt
+        if not self._echo:
+            return {name: encode_list(column) for name, column in self.format.columns(choice.logprobs, 0).items()}
+        before, offset = prompt.once("columns", lambda: self._prompt_columns(prompt))
+        own = self.format.columns(choice.logprobs, offset)
+        return {name: joined_lists(before[name], b"".join(encode_list(own[name]))) for name in own}
+
+    def _prompt_columns(self, prompt: PromptState) -> tuple[dict[str, bytes], int]:
+        """And where the answer's own texts begin: behind those of the prompt's tokens, which need not be as long as its text."""
+        columns = self.format.columns([None, *prompt.logprobs], 0, prompt.token_ids)
+        return {name: b"".join(encode_list(column)) for name, column in columns.items()}, sum(map(len, columns["tokens"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import HeadraceError, Overloaded, PayloadTooLarge, Unauthorized, Unavailable
@@ -18,6 +18,7 @@ from headrace.server.http_errors import ClientLeft, MethodNotAllowed, RequestTim
 from headrace.server.wire import ErrorShape, encode
 
 RETRY_SECONDS = 5  # after which a client may try again, where the error does not say
+_PART_BYTES = 64 * 1024  # of a large answer, that the connection takes at once
 _MAX_REQUEST_ID = 128  # characters of a client's X-Request-Id
 
 Message = dict[str, Any]
@@ -81,6 +82,15 @@ class Exchange:
         self.finished = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def reply_pieces(self, pieces: Sequence[bytes]) -> None:
+        """A large answer, of which little more than a piece waits for the client in the connection. Returns when it has taken nearly all."""
+        await self.begin(200, ((b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, pieces)))))
+        self.finished = True
+        for part in _parts(pieces):
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def reply_json(self, value: Any) -> None:
         await self.reply(200, encode(value))
 
@@ -132,6 +142,20 @@ class Exchange:
         self._task = None
         if self._watch is not None:
             self._watch.cancel()
+
+
+def _parts(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in parts of about equal size."""
+    small, size = list[bytes](), 0
+    for piece in pieces:
+        for start in range(0, len(piece), _PART_BYTES):
+            part = piece if len(piece) <= _PART_BYTES else piece[start : start + _PART_BYTES]
+            small.append(part)
+            size += len(part)
+            if size >= _PART_BYTES:
+                yield b"".join(small)
+                small, size = [], 0
+    yield b"".join(small)
 
 
 def _error_headers(error: HeadraceError) -> tuple[tuple[bytes, bytes], ...]:

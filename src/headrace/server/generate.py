@@ -21,6 +21,7 @@ from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, SamplingParams, StructuredOutputs
 from headrace.server.answers import Answer, ChatAnswer, CompletionAnswer, PromptState, Shape, with_usage
+from headrace.server.budget import SCORE_BYTES, TOKEN_BYTES, Held, Price, price, shortened
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
 from headrace.server.inflight import Job
@@ -36,10 +37,9 @@ from headrace.server.tenants import tenant_of
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.tools import offered_schemas
-from headrace.server.wire import encode
 
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
-_SCORE_BYTES = 64  # of an answer, about, for each logprob
+_EVENT_BYTES = 64 * 1024  # of a stream, that are written at once
 _ENDING = 256  # characters
 
 Asked = TypeVar("Asked", bound=ChatRequest)
@@ -83,11 +83,14 @@ async def converse(
         create_parser = form.create_parser
         params = service.parsed_params(params, create_parser)
         prepared = await _prepare(service, parsed, params, options, param)
-        shape, state = _shape(service, model, params, options), PromptState(prepared.prompt_token_ids)
+        shape = _shape(service, model, params, options)
+        echoed = text_of(request.messages[-1]["content"]) if request.echo else ""
+        [prepared], cost = _priced(service, [prepared], shape, options, [_escaped_bytes(echoed)])
+        state = PromptState(prepared.prompt_token_ids)
         answer = create_answer(request, shape, state, engine.tokenizer, create_parser)
         bound = await _bound(service, form, options, prepared.params)
         del request, parsed  # their texts may be large, and the answer may take long
-        await _deliver(service, exchange, answer, [prepared], options, bound)
+        await _deliver(service, exchange, answer, [prepared], options, cost, bound)
 
 
 async def _bound(service: Service, form: Form, options: AnswerOptions, params: SamplingParams) -> Bound | None:
@@ -149,11 +152,12 @@ async def completions(service: Service, exchange: Exchange) -> None:
             prepared.append(await _prepare(service, parsed, params, options, "prompt"))
             await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if options.truncate_prompt_tokens is None else [each.prompt_token_ids for each in prepared]
-        states = [_prompt_state(engine.tokenizer, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
         shape = _shape(service, model, params, options)
+        states = [await _prompt_state(service, each, prompt, request.echo) for each, prompt in zip(prepared, shown, strict=True)]
+        prepared, cost = _priced(service, prepared, shape, options, [_escaped_bytes(state.text) for state in states])
         answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=request.echo, discard=request.discard)
         del request, shown, parsed, prompt  # as above
-        await _deliver(service, exchange, answer, prepared, options)
+        await _deliver(service, exchange, answer, prepared, options, cost)
 
 
 async def encode_prompt(service: Service, prompt: str | array[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
@@ -208,14 +212,31 @@ async def _blame_tool(service: Service, options: AnswerOptions, error: InvalidRe
             return
 
 
-def _prompt_state(tokenizer: Any, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
+def _priced(
+    service: Service, prepared: list[Request], shape: Shape, options: AnswerOptions, echo: Sequence[int]
+) -> tuple[list[Request], Price]:
+    """What the answer costs at most; shorter, where nobody has said how long it may be. Raises InvalidRequest where it is too much."""
+    cost = price(prepared, shape, stream=options.stream, echo=echo)
+    if options.limit_name is None:
+        prepared = shortened(prepared, cost, service.budget.each)
+        cost = replace(price(prepared, shape, stream=options.stream, echo=echo), scores=0)  # they count as they come
+    service.budget.check(cost)
+    return prepared, cost
+
+
+def _escaped_bytes(text: str) -> int:
+    """In JSON, at most about."""
+    return len(text) if text.isascii() else 6 * len(text)
+
+
+async def _prompt_state(service: Service, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
     """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
-    ids = request.prompt_token_ids
+    ids, tokenizer = request.prompt_token_ids, service.any_engine().tokenizer
     if not echo:
         return PromptState(ids)
     if isinstance(prompt, str):
         return PromptState(ids, prompt)
-    return PromptState(ids, tokenizer.decode(ids, False) if tokenizer is not None else "")
+    return PromptState(ids, "" if tokenizer is None else await service.threads.run(TOKEN_BYTES * len(ids), partial(tokenizer.decode, ids, False)))
 
 
 def _shape(service: Service, model: str, params: SamplingParams, options: AnswerOptions) -> Shape:
@@ -231,7 +252,17 @@ def _shape(service: Service, model: str, params: SamplingParams, options: Answer
 
 
 async def _deliver(
-    service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions, bound: Bound | None = None
+    service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions, cost: Price, bound: Bound | None = None
+) -> None:
+    held = service.budget.hold(cost.reserved)
+    try:
+        await _answer(service, exchange, answer, prepared, options, held, bound)
+    finally:
+        held.release()
+
+
+async def _answer(
+    service: Service, exchange: Exchange, answer: Answer, prepared: Sequence[Request], options: AnswerOptions, held: Held, bound: Bound | None
 ) -> None:
     engine = service.engine
     service.bodies.release(exchange)
@@ -240,8 +271,9 @@ async def _deliver(
     def submit(ids: array[int], params: SamplingParams) -> EngineStream:
         prompt = ParsedPrompt(None, ids)
         return engine.stream(
-            prompt, params, priority=options.priority, cache_salt=salt, explain=options.explain, tenant=tenant, expects=options.expects
-        )
+            prompt, params, priority=options.priority, cache_salt=salt, explain=options.explain, tenant=tenant, expects=options.expects,
+            whole=not options.stream,
+        )  # fmt: skip
 
     async def go_on(ids: array[int], params: SamplingParams) -> EngineStream:
         await engine.inputs.check_grammar_soon(params)
@@ -266,7 +298,7 @@ async def _deliver(
                 if options.stream:
                     await _stream(service, exchange, answer, merged, run, options)
                 else:
-                    await _collect(answer, merged, run)
+                    await _collect(answer, merged, run, held)
                     answer.explained = await explained(service, job)
         except InvalidRequest as error:  # what only the engine could find out
             if error.param == "structured_outputs":
@@ -275,23 +307,29 @@ async def _deliver(
         finally:
             run.end()
     if not options.stream:
-        scored = [*(state.logprobs for state in answer.prompts), *(choice.logprobs for choice in answer.choices)]
-        size = _SCORE_BYTES * sum(len(entry.token_ids) for entries in scored for entry in entries)
-        await exchange.reply(200, await service.threads.run(size, lambda: encode(answer.whole())))
+        tokens = sum(choice.num_tokens for choice in answer.choices)
+        pieces = await service.threads.run(held.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()))
+        held.set(sum(map(len, pieces)))
+        await exchange.reply_pieces(pieces)
 
 
 async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: Merged, run: _Run, options: AnswerOptions) -> None:
     events = EventStream(exchange)
     forget = service.pulse.add(events)
-    opening = answer.opening()
-    event, seen, write = answer.event, run.seen, events.write
+    event, seen, write, begun = answer.event, run.seen, events.write, False
     try:
         async for source, batch in merged:
-            text, opening = opening, ""
+            text = ""
+            if not begun:
+                begun, text = True, await _open(answer, events)
             for delta in batch:
                 choice = seen(source, delta)
                 if delta.token_ids or delta.finish_reason is not None:
                     text += event(choice, delta)
+                if len(text) > _EVENT_BYTES:
+                    await write(with_usage(text, answer.usage()) if options.continuous_usage else text)
+                    text = ""
+                    await asyncio.sleep(0)
             if text:
                 await write(with_usage(text, answer.usage()) if options.continuous_usage else text)
         answer.explained = await explained(service, run.job)
@@ -300,10 +338,27 @@ async def _stream(service: Service, exchange: Exchange, answer: Answer, merged: 
         forget()
 
 
-async def _collect(answer: Answer, merged: Merged, run: _Run) -> None:
+async def _open(answer: Answer, events: EventStream) -> str:
+    """Writes what comes before the first token, but for an end that is short enough to leave with it."""
+    text = ""
+    for event in answer.opening():
+        if len(text) > _EVENT_BYTES:
+            await events.write(text)
+            text = ""
+            await asyncio.sleep(0)
+        text += event
+    return text
+
+
+async def _collect(answer: Answer, merged: Merged, run: _Run, held: Held) -> None:
+    scores, before = 0, held.size
     async for source, batch in merged:
         for delta in batch:
             answer.choices[run.seen(source, delta)].add(delta)
+            for entry in delta.logprobs:
+                scores += len(entry.token_ids)
+        if scores:
+            held.grow(max(before, SCORE_BYTES * scores))
 
 
 class _Run:

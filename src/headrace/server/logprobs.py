@@ -1,15 +1,17 @@
 """Log probabilities as the two APIs write them.
 
-What lives here: TokenLogprobs to JSON-ready values. What may not: choosing tokens, JSON text.
+What lives here: TokenLogprobs to JSON-ready values, or to pieces of JSON where they are many. What may not: choosing tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from headrace.request import TokenLogprobs
+from headrace.server.wire import encode_list, encode_object
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -40,18 +42,23 @@ class LogprobFormat:
         raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer is not None else None
         return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": raw}
 
-    def completion(self, entries: Iterable[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, list[Any]]:
+    def chat_pieces(self, entries: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+        """As ``chat``, encoded."""
+        return encode_object({"content": encode_list(map(self._chat_entry, entries)), "refusal": None})
+
+    def completion(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, list[Any]]:
         """``choices[].logprobs`` of completions. ``offset``: characters of text before. An entry of None is a prompt's first token."""
-        shown: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        return {name: list(column) for name, column in self.columns(entries, offset, prompt_ids).items()}
+
+    def columns(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, Iterable[Any]]:
         first = next(iter(prompt_ids), 0)
-        for entry in entries:
-            text = self.text(first if entry is None else entry.token_ids[0])
-            shown["text_offset"].append(offset)
-            shown["tokens"].append(text)
-            shown["token_logprobs"].append(None if entry is None else finite(entry.logprobs[0]))
-            shown["top_logprobs"].append(None if entry is None else self._by_text(entry))
-            offset += len(text)
-        return shown
+        texts = [self.text(first if entry is None else entry.token_ids[0]) for entry in entries]
+        return {
+            "text_offset": itertools.accumulate(map(len, texts[:-1]), initial=offset) if texts else (),
+            "token_logprobs": (None if entry is None else finite(entry.logprobs[0]) for entry in entries),
+            "tokens": texts,
+            "top_logprobs": (None if entry is None else self._by_text(entry) for entry in entries),
+        }
 
     def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
         """The k best and the chosen one; of tokens with equal text the more probable."""
@@ -60,9 +67,9 @@ class LogprobFormat:
             found.setdefault(self.text(token_id), finite(logprob))
         return found
 
-    def prompt(self, entries: Iterable[TokenLogprobs]) -> list[dict[str, Any] | None]:
-        """``prompt_logprobs``: nothing for the first token, then by token id: logprob, rank and text."""
-        return [None, *(self._by_id(entry) for entry in entries)]
+    def prompt_pieces(self, entries: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+        """``prompt_logprobs``, encoded: nothing for the first token, then by token id: logprob, rank and text."""
+        return encode_list(itertools.chain([None], map(self._by_id, entries)))
 
     def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
         pairs = zip(entry.token_ids, entry.logprobs, strict=True)

@@ -7,7 +7,7 @@ how text is parsed (parsing/).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from headrace.engine.output import RequestDelta
 from headrace.server.answers import ChoiceState, PromptState, Shape
 from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallStart
+from headrace.server.wire import encode
 
 
 class Kind(Enum):
@@ -104,10 +105,13 @@ class PartsAnswer(ABC):
     @abstractmethod
     def usage(self) -> dict[str, Any]: ...
 
+    def pieces(self) -> Iterator[bytes]:
+        yield encode(self.whole())
+
     # --- what the engine says
 
-    def opening(self) -> str:
-        return ""  # the first event tells how much of the prompt was cached, which is known with the first token
+    def opening(self) -> Iterable[str]:
+        return ()  # the first event tells how much of the prompt was cached, which is known with the first token
 
     def event(self, choice: int, delta: RequestDelta) -> str:
         events = "" if self._begun else self.begin()

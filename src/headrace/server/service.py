@@ -24,6 +24,7 @@ from headrace.garbage import freeze_start
 from headrace.request import Request
 from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams, StructuredOutputs
 from headrace.server.bodies import Bodies
+from headrace.server.budget import Budget
 from headrace.server.commons import Alone, Commons
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import ServerMetrics
@@ -127,8 +128,9 @@ class Engine(Protocol):
         explain: bool = False,
         tenant: str = "",
         expects: Expectations = NO_EXPECTATIONS,
+        whole: bool = False,
     ) -> EngineStream:
-        """Submits at once. The stream raises EngineDead when the engine is gone."""
+        """Submits at once. ``whole``: nothing of it is shown before its end. The stream raises EngineDead when the engine is gone."""
 
     async def stats(self) -> Mapping[str, Any]: ...
 
@@ -177,6 +179,8 @@ class Service:
         self.pulse = Pulse()
         self.threads = Threads()
         ignored = IgnoredFields(self.metrics.count_ignored) if config.unknown_fields == "ignore" else None
+        share = config.max_answers_bytes // len(self.ledger.pages)
+        self.budget = Budget(config.max_answer_bytes, share, config.max_queue)
         self.bodies = Bodies(config.max_body_bytes, self.threads, ignored)
         self.inflight = Inflight()
         self.moderator = Moderator()

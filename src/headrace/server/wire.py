@@ -5,9 +5,10 @@ What lives here: decoding under limits, encoding, the error body. What may not: 
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ quote = json.encoder.encode_basestring_ascii
 PART_ITEMS = 1 << 15
 _PART_BYTES = 1 << 17
 _COUNTED_BYTES = 1 << 20
+_SLICE_ITEMS = 256  # of a list that is encoded: with their scores, half a megabyte
 
 _CONTAINERS = frozenset((dict, list))
 _decoder = msgspec.json.Decoder()  # strict: no NaN, no Infinity, no lone surrogates, no bytes after the value
@@ -139,6 +141,38 @@ def check_depth(value: Any) -> None:
 def encode(value: Any) -> bytes:
     """Compact ASCII JSON. Raises ValueError for NaN and Infinity: they would end a client's stream."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def encode_object(members: Mapping[str, Any]) -> Iterator[bytes]:
+    """As ``encode``, in pieces: a member that is an iterator gives pieces of JSON already."""
+    begin = "{"
+    for name, value in members.items():
+        yield f"{begin}{quote(name)}:".encode("ascii")
+        begin = ","
+        if isinstance(value, Iterator):
+            yield from value
+        else:
+            yield encode(value)
+    yield b"{}" if begin == "{" else b"}"
+
+
+def encode_list(items: Iterable[Any]) -> Iterator[bytes]:
+    """As ``encode`` of a list, some items at a time: nobody waits for the interpreter until a long one is done."""
+    rest, begin = iter(items), b"["
+    while part := list(itertools.islice(rest, _SLICE_ITEMS)):
+        yield begin
+        yield encode(part)[1:-1]
+        begin = b","
+    yield b"[]" if begin == b"[" else b"]"
+
+
+def joined_lists(*lists: bytes) -> Iterator[bytes]:
+    """One list of several that are JSON already."""
+    inner = [each[1:-1] for each in lists if len(each) > 2]
+    yield b"["
+    for number, each in enumerate(inner):
+        yield b"," + each if number else each
+    yield b"]"
 
 
 class ErrorShape:

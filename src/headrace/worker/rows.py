@@ -133,7 +133,7 @@ def _host_row(new: NewRow, vocab_size: int) -> HostRow:
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids), open_end=bool(stops)),
         stop_ids=np.array(stops, dtype=np.int32) if stops else _NO_IDS,
-        allowed_ids=None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids, dtype=np.int32)),
+        allowed_ids=None if params.allowed_token_ids is None else np.frombuffer(params.allowed_token_ids.packed, dtype=np.int32),
         bias_ids=np.array(list(bias), dtype=np.int32) if bias else _NO_IDS,
         bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else _NO_VALUES,
         bad_words=_bad_words(new.bad_word_ids) if new.bad_word_ids else None,

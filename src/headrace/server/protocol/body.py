@@ -15,7 +15,7 @@ from headrace.server.wire import PART_ITEMS
 
 MAX_LABEL = 4096  # characters of a label
 _LARGEST_INTEGER = 2**64
-_ID_FIELDS = frozenset(("prompt", "tokens"))  # whose readers take packed ids
+_ID_FIELDS = frozenset(("prompt", "tokens", "allowed_token_ids"))  # whose readers take packed ids
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
