@@ -90,7 +90,8 @@ class CacheManager:
         self.tree = PrefixTree(len(groups), namespace)
         self.block_tokens = math.lcm(*(spec.block_size for spec in self.specs))  # tokens of one prefix node
         self._node_of: list[dict[int, PrefixNode]] = [{} for _ in groups]
-        self._written: dict[int, list[PrefixNode]] = {}  # step in flight → nodes whose blocks it writes
+        self._written: dict[int, list[tuple[SequenceKV, PrefixNode]]] = {}  # step in flight → nodes whose blocks it writes, and for whom
+        self._distrusted: list[set[int]] = [set() for _ in groups]  # blocks of unusable rows that somebody may still hold: never named again
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
         self._slid: set[tuple[int, int, int]] = set()  # those of them that slid out of a window
         self._retired = -1  # the last step collected
@@ -239,11 +240,13 @@ class CacheManager:
         blocks = [self._node_blocks(kv.tables[group], group, depth) for group in range(len(self.specs))]
         if not any(blocks):
             return None  # all behind the window: there is nothing to name
+        if any(not bad.isdisjoint(held or ()) for bad, held in zip(self._distrusted, blocks, strict=True)):
+            return None
         if any(block in self._node_of[group] for group, held in enumerate(blocks) for block in held or ()):
             return None  # a sibling's node has begun with the same block, where a node is longer than a block of this group
         node = self.tree.add_child(parent, key, [None] * len(blocks))
         for group, held in enumerate(blocks):
-            self._hold(node, group, held, step_id)
+            self._hold(node, kv, group, held, step_id)
         return node
 
     def _complete(self, node: PrefixNode, kv: SequenceKV, depth: int, step_id: int | None) -> None:
@@ -251,15 +254,15 @@ class CacheManager:
         for group in self._sliding:
             held = self._node_blocks(kv.tables[group], group, depth) if node.blocks[group] is None else None
             if held is not None and not any(block in self._node_of[group] for block in held):
-                self._hold(node, group, held, step_id)
+                self._hold(node, kv, group, held, step_id)
 
-    def _hold(self, node: PrefixNode, group: int, held: Blocks | None, step_id: int | None) -> None:
+    def _hold(self, node: PrefixNode, kv: SequenceKV, group: int, held: Blocks | None, step_id: int | None) -> None:
         node.blocks[group] = held
         for block in held or ():
             self._node_of[group][block] = node
             self.pools[group].name(block)
         if step_id is not None and held is not None:
-            self._written.setdefault(step_id, []).append(node)
+            self._written.setdefault(step_id, []).append((kv, node))
 
     def _node_blocks(self, table: BlockTable, group: int, depth: int) -> Blocks | None:
         per_node = self.block_tokens // self.specs[group].block_size
@@ -290,15 +293,24 @@ class CacheManager:
         node.blocks[group] = None
 
     def forget_written_by(self, kv: SequenceKV) -> None:
-        """Un-names whatever this sequence itself wrote: its contents are not to be trusted."""
-        path: list[PrefixNode] = []
-        node = kv.node
-        while node is not None and node.parent is not None and not node.detached:
-            path.append(node)
-            node = node.parent
-        own = path[::-1][kv.num_matched_blocks :]
-        if own:
-            self.forget(own[0])
+        """Un-names whatever this sequence itself wrote: its contents are not to be trusted, whoever else holds them."""
+        for group, spec in enumerate(self.specs):
+            own = kv.num_matched_blocks * (self.block_tokens // spec.block_size)
+            self._distrust(group, kv.tables[group][own:])
+
+    def forget_written_since(self, kv: SequenceKV, step_id: int) -> None:
+        """The same for what ``step_id`` and later ones write for it, whether it still holds that or not."""
+        for step, written in self._written.items():
+            for node in [node for owner, node in written if owner is kv and step >= step_id]:
+                for group, held in enumerate(tuple(node.blocks)):
+                    self._distrust(group, held or ())
+
+    def _distrust(self, group: int, blocks: Iterable[int | None]) -> None:
+        for block in blocks:
+            if block is not None:
+                self._distrusted[group].add(block)
+                if (node := self._node_of[group].get(block)) is not None:
+                    self.forget(node)
 
     def forget_all(self, sequences: Iterable[SequenceKV]) -> None:
         """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with
@@ -332,6 +344,7 @@ class CacheManager:
             table, pool = kv.tables[group], self.pools[group]
             for _ in range(want):
                 block = pool.allocate()
+                self._distrusted[group].discard(block)
                 edits.set(row, group, len(table), block)
                 table.append(block)
         kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
@@ -355,6 +368,7 @@ class CacheManager:
         block = kv.tables[group][index]
         assert block is not None
         own = self.pools[group].allocate()
+        self._distrusted[group].discard(own)
         edits.copy(group, block, own)
         edits.set(row, group, index, own)
         kv.tables[group][index] = own
@@ -435,6 +449,6 @@ class CacheManager:
     def fail(self, step_id: int) -> None:
         """A step failed: nothing that it or a later one was to write can be matched any more."""
         for step in [step for step in self._written if step >= step_id]:
-            for node in self._written.pop(step):
+            for _, node in self._written.pop(step):
                 if not node.detached:
                     self.forget(node)

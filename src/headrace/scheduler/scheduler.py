@@ -382,6 +382,8 @@ class Scheduler:
         self._roster.now = now
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
+        for j in result.errors:
+            self.cache.forget_written_since(step.sampled[j].kv, result.step_id)  # which may not hold it any more: aborted, preempted, slid
         self._roster.retire(result.step_id)
         cohort = self._cohort
         tokens = single_tokens(result) if cohort is not None and step.sampled is cohort.members else None

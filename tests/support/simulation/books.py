@@ -124,6 +124,8 @@ class Books:
         if device.broken:
             self._doubtful = True  # its step has written nothing, and takes its names along when it is collected
             return
+        if kept := [(group, block) for group, block in device.unusable if block in groups[group]]:
+            raise Broken("unusable", f"(group, block) {kept} hold what an unusable row has written, and can be found")
         for group, named in enumerate(groups):
             known = {} if self._doubtful else self._named[group]
             fresh = set(device.written[group].intersection(named))

@@ -82,6 +82,8 @@ class Device(KeyedHashExecutor):
         self.in_flight: deque[tuple[StepPlan, Touched]] = deque()
         self.fallen: set[int] = set()
         self._falling: deque[set[int]] = deque()  # as in flight
+        self._writes: deque[dict[int, set[tuple[int, int]]]] = deque()  # as in flight: by row, (group, block)
+        self.unusable: set[tuple[int, int]] = set()  # blocks that an unusable row has written last
         self._owners: dict[int, int] = {}  # row → request, as planned
         self.written: list[set[int]] = [set() for _ in self._specs]  # by group, since somebody cleared it
         self.collected: StepPlan | None = None  # the last one
@@ -101,6 +103,7 @@ class Device(KeyedHashExecutor):
         self._device_time, self.delay_next = self._setting.step_seconds + self.delay_next, 0.0
         failing, self.fail_next = self.fail_next, None
         self.in_flight.append((plan, [{} for _ in self._specs]))
+        self._writes.append({})
         self._owners.update((new.row, new.sequence_id) for new in plan.rows_added)
         self._falling.append({self._owners[row] for row in (*plan.rows, *plan.sample_rows)})
         if failing == "after" and not self._broken:
@@ -110,9 +113,11 @@ class Device(KeyedHashExecutor):
 
     def collect(self, ticket: Ticket) -> StepResult:
         self.collected, self.fallen, self.result = self.in_flight.popleft()[0], self._falling.popleft(), None
+        writes = self._writes.popleft()
         result = super().collect(ticket)
         if self.spoil_next is not None and self.spoil_next < len(result.tokens):
             result = replace(result, errors={**result.errors, self.spoil_next: UNUSABLE})
+            self.unusable |= writes.get(self.collected.sample_rows[self.spoil_next], set())
             self.spoil_next = None
         self.result = result
         return result
@@ -145,6 +150,7 @@ class Device(KeyedHashExecutor):
         super()._apply(plan)
         for group, target in zip(plan.copy_group, plan.copy_target, strict=True):
             self.written[group].add(target)
+            self.unusable.discard((group, target))
 
     def _execute(self, plan: StepPlan) -> list[int]:
         self._apply(plan)
@@ -153,9 +159,15 @@ class Device(KeyedHashExecutor):
             row, account, end = self._rows[number], self._accounts[number], start + count
             self._judge_work(row, account, start, end, takers.get(work, ()))
             seen = self._touch(row, start, end, touched)
+            self._writes[-1][number] = own = self._own_blocks(row, start, end)
+            self.unusable -= own
             heads.append(self._compute(row, start, count))
             self._judge_contents(row, account, end, seen)
         return heads
+
+    def _own_blocks(self, row: _HashRow, start: int, end: int) -> set[tuple[int, int]]:
+        tables = enumerate(zip(self._sizes, row.tables, strict=True))
+        return {(group, table[index]) for group, (size, table) in tables for index in range(start // size, (end - 1) // size + 1)}
 
     def _takers(self, plan: StepPlan) -> dict[int, list[int]]:
         takers: dict[int, list[int]] = {}

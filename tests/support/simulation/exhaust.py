@@ -231,7 +231,7 @@ def _state(life: Life) -> State:
     )  # fmt: skip
     nodes = tuple(sorted((node.hash, tuple(blocks[block] for block in node.blocks[0] or ())) for node in cache.tree.nodes()))
     leaving = tuple((step - base, blocks[block]) for step, _, block in cache._leaving)
-    written = tuple((step - base, tuple(node.hash for node in nodes)) for step, nodes in sorted(cache._written.items()))
+    written = tuple((step - base, tuple(node.hash for _, node in nodes)) for step, nodes in sorted(cache._written.items()))
     steps = tuple((each.plan.rows_added == (), [s.request_id for s in each.work], each.plan.starts.tobytes()) for each in scheduler.in_flight)
     tickets = tuple(submitted.ticket.result is None for submitted in core._fifo)  # type: ignore[attr-defined]
     wishes = tuple((number, standing.doomed, bool(standing.open)) for number, standing in life.answers.standing.items())
