@@ -356,6 +356,42 @@ def test_the_engine_does_not_outlive_its_parent(device_time: float) -> None:
     asyncio.run(until(lambda: gone(pid), 5))
 
 
+DEAF = """
+import ctypes
+real = ctypes.CDLL
+class Deaf:
+    def __init__(self, name, *given, **named):
+        self.real = real(name, *given, **named)
+    def prctl(self, *given):
+        return 0
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+ctypes.CDLL = lambda name=None, *given, **named: (Deaf if name is None else real)(name, *given, **named)
+"""
+
+
+@pytest.mark.parametrize("way", ["the kernel's alone", "its own, idle", "its own, inside a long step"])
+def test_either_of_two_ways_is_enough_to_end_with_the_parent(way: str, tmp_path: Path) -> None:
+    """A stopped engine is ended by the kernel; one whose kernel does not (Linux's death signal is lost) sees that its parent's socket has closed."""
+    own = way != "the kernel's alone"
+    (tmp_path / "sitecustomize.py").write_text(DEAF if own else "")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    seconds = "30" if way.endswith("long step") else "0"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, seconds], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout is not None
+    with parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.2)
+        if not own:
+            os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    try:
+        asyncio.run(until(lambda: gone(pid), 5))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 ORPHAN = """
 import asyncio, os, signal
 from headrace.engine import connection

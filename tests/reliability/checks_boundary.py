@@ -134,8 +134,8 @@ def token_ids(server: Server, rounds: int = 1) -> str:
 # --- row 5
 
 
-def fan_out(server: Server, million: int = 10**6) -> str:
-    """Requests that would become millions of things (or tenths of them): refused soon and before they are built."""
+def fan_out(server: Server, million: int = 10**6, *, seconds: float = 1.0) -> str:
+    """Requests that would become millions of things (or tenths of them): each is refused within ``seconds`` and before it is built."""
     text = {"prompt": "x", "max_tokens": 1}
     message, tool = {"role": "user", "content": ""}, {"type": "function", "function": {"name": "f"}}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -155,6 +155,7 @@ def fan_out(server: Server, million: int = 10**6) -> str:
         answer = server.ask("POST", path, body)
         slowest = max(slowest, time.perf_counter() - begun)
         assert answer.status in (400, 413), (path, body[:80], answer)
+        assert slowest < seconds, f"{body[:80]!r} was refused after {slowest:.1f} s"
     grown = private_bytes(server.process.pid) - before
     assert grown < 50 << 20, f"{grown >> 20} MiB more afterwards"
     return f"{len(bodies)} bombs refused, the slowest in {slowest:.2f} s, {max(grown, 0) >> 20} MiB more afterwards"
@@ -221,7 +222,7 @@ def _p99(times: list[float]) -> float:
 def million_tokens(senders: int, large: int, *, slack: float, command: Command = SERVE) -> str:
     """Prompts of a million tokens from many clients at once: refused soon, while probes and a stream go on.
 
-    ``slack``: by how much the figures in time may be missed, on a machine that does other things too.
+    ``slack``: by how much the figures in time may be missed, on a machine that does other things too; the refusal's twice at most.
     """
     text = json.dumps({"prompt": "Once upon a time there was a cat. " * (large // 34)}).encode()
     ids = json.dumps({"prompt": [8000] * (large // 6)}).encode()
@@ -245,7 +246,7 @@ def million_tokens(senders: int, large: int, *, slack: float, command: Command =
     told = f"{senders} bodies of {large >> 20} MB: statuses {statuses} within {slowest:.1f} s; probes p99 {_p99(probes) * 1000:.0f} ms, "
     told += f"a token p99 {_p99(gaps) * 1000:.0f} ms ({_p99(alone) * 1000:.0f} alone)"
     assert set(statuses) <= {400, 413, 429} and len(found) == senders, told
-    assert _p99(probes) < 0.1 * slack and _p99(gaps) < 2 * _p99(alone) * slack and slowest < 2.0 * slack, told
+    assert _p99(probes) < 0.1 * slack and _p99(gaps) < 2 * _p99(alone) * slack and slowest < 2.0 * min(slack, 2.0), told
     return told
 
 
@@ -321,13 +322,13 @@ def _hostile_answers(server: Server, rng: random.Random, bodies: int) -> Iterabl
     for number in range(bodies):
         route = rng.choice(BODIES)
         body = {**base_of(route), **{rng.choice(route.body).name: rng.choice((*VALUES, PROMPT, "\x1b[31m", "\r\nX: y")) for _ in range(2)}}
-        if "prompt" in body and rng.random() < 0.5:
-            body["prompt"] = PROMPT
+        if rng.random() < 0.5:
+            body = json.loads(json.dumps(body).replace('"hi"', json.dumps(PROMPT)))  # wherever a text stands: messages, input, prompt
         yield server.ask(route.method, route.path, body, key if number % 5 else {"X-Api-Key": SECRET + "x"}).body
     for data in (b"GET /\x1b[31m\xff HTTP/1.1\r\n\r\n", b"\x00" * 100, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: \x1b\r\n\r\n"):
         with server.raw(data) as sock:
             yield read_until_closed(sock)
-    for path in ("/etc/passwd", "/v1/models/%0d%0aX:y", "/%1b", "/v1/" + "x" * 3000):
+    for path in ("/etc/passwd", "/v1/models/%0d%0aX:y", "/%1b", "/v1/" + "x" * 3000, f"/v1/{PROMPT}"):
         yield server.ask("GET", path, headers=key).body
     leaver = server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     leaver.close()

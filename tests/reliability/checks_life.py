@@ -131,7 +131,8 @@ def long_step(seconds: float, *, command: Command = SERVE) -> str:
                 data += sock.recv(65536)
                 quiet, heard = max(quiet, time.monotonic() - heard), time.monotonic()
             time.sleep(0.2)
-    assert quiet <= 10 and data.count(b": ping") >= int(seconds / 10) and b"\nid:" not in data.partition(b"\r\n\r\n")[2]
+    assert quiet <= 10, f"nothing was heard for {quiet:.1f} s"
+    assert data.count(b": ping") >= int(seconds / 10) and b"\nid:" not in data.partition(b"\r\n\r\n")[2], data
     return f"a step of {seconds:.0f} s: no failed probe, a byte at least every {quiet:.1f} s"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -29,6 +30,7 @@ from headrace.models import gguf_file
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
+from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from tests.support.planted import Command
 from tests.support.serving import ROOT, SERVE, Server, serving
@@ -38,7 +40,8 @@ from tests.support.traffic import ask, together
 SOURCES = ROOT / "src" / "headrace"
 BANNED_MODULES = frozenset(("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"))
 BANNED_CALLS = frozenset(("eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "np.load", "os.system"))
-BANNED_NAMES = frozenset(("recv_pyobj", "send_pyobj", "trust_remote_code", "allow_pickle", "shell"))
+BANNED_NAMES = frozenset(("recv_pyobj", "send_pyobj", "trust_remote_code", "allow_pickle"))
+BANNED_KEYWORDS = BANNED_NAMES | {"shell"}
 NODES = (ast.Import, ast.ImportFrom, ast.Call, ast.keyword, ast.Attribute, ast.Assert)
 # Where what clients send is judged: an assert there is gone under -O.
 JUDGES = ("sampling_params.py", "engine/inputs.py", "server/wire.py", "server/bodies.py", "server/auth.py", "server/protocol", "server/messages.py")
@@ -66,7 +69,7 @@ def banned(path: Path, folder: Path) -> Iterator[str]:
             yield from (f"{place}: import {name}" for name in names if name.partition(".")[0] in BANNED_MODULES)
         elif isinstance(node, ast.Call) and (called := _dotted(node.func)) in BANNED_CALLS:
             yield f"{place}: {called}()"
-        elif isinstance(node, ast.keyword) and node.arg in BANNED_NAMES and not (isinstance(node.value, ast.Constant) and node.value.value is False):
+        elif isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS and getattr(node.value, "value", None) is not False:
             yield f"{place}: {node.arg}="
         elif isinstance(node, ast.Attribute) and node.attr in BANNED_NAMES:
             yield f"{place}: {node.attr}"
@@ -235,10 +238,13 @@ FOREIGN = (
 
 
 def browsers(server: Server) -> str:
-    """What a foreign page could make a browser send is refused, and no answer invites it."""
+    """What a foreign page could make a browser send is refused on every route, and no answer invites it."""
+    for route, (name, value) in itertools.product(ROUTES, FOREIGN):
+        answer = server.ask(route.method, route.path, None, {name: value})
+        assert answer.status == 403, (route.method, route.path, name, value, answer)
+        _assert_no_invitation(answer)
     good, post = {"Content-Type": "application/json"}, ("POST", "/v1/completions", b'{"prompt":"x","max_tokens":1}')
     refused = {
-        403: [{name: value} for name, value in FOREIGN],
         415: [{"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")],
     }
     for status, tries in refused.items():
@@ -252,7 +258,7 @@ def browsers(server: Server) -> str:
     allowed = server.ask(*post, {**good, "Origin": f"http://127.0.0.1:{server.port}", "Host": f"127.0.0.1:{server.port}"})
     assert allowed.status == 200
     _assert_no_invitation(allowed)
-    return f"{sum(map(len, refused.values())) + 1} tries refused, no CORS header anywhere"
+    return f"{len(ROUTES) * len(FOREIGN) + sum(map(len, refused.values())) + 1} tries refused, no CORS header anywhere"
 
 
 def _assert_no_invitation(answer: Any) -> None:

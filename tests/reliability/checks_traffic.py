@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 from tests.support.planted import Command
-from tests.support.serving import SERVE, Server, post_bytes, read_until, read_until_closed, serving, split_response
+from tests.support.serving import SERVE, Server, post_bytes, read_until, read_until_closed, serving, split_response, wait_for
 from tests.support.snapshot import assert_back, at_rest, canary, metric, private_bytes, take
 from tests.support.traffic import Reply, all_of, ask, leave, together
 from tests.support.wire_rules import check_stream
@@ -37,11 +37,11 @@ def warm(server: Server) -> None:
 def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command: Command = SERVE) -> str:
     """Clients cut at random moments (queued, prefill, decode, flush): all is as before within ``seconds`` of each round's last cut."""
     rng, took = random.Random(34), []
-    with serving(*HASH, command=command) as server:
+    with serving(*HASH, "--max-queue", str(3 * clients + 64), command=command) as server:  # places that are not given back are missed
         warm(server)
         for _ in range(2):  # what so many clients need at once is allocated now
             together(_cut_off(server, rng) for _ in range(clients))
-        server.wait_idle(10)
+        server.wait_idle(seconds)
         before = at_rest(server)
         with canary(server, refusals=True) as voice:
             for _ in range(rounds):
@@ -53,7 +53,7 @@ def mass_disconnect(clients: int, rounds: int, *, seconds: float = 2.0, command:
 
 async def _cut_off(server: Server, rng: random.Random) -> Reply:
     prompt = [rng.randrange(8, 8000) for _ in range(rng.choice((1, 50, 400)))]
-    body = {**TEXT, "prompt": prompt, "stream": rng.random() < 0.7, "n": rng.choice((1, 1, 2)), "max_tokens": rng.choice((2, 20, 150))}
+    body = {**TEXT, "prompt": prompt, "stream": rng.random() < 0.7, "n": rng.choice((1, 1, 2)), "max_tokens": rng.choice((2, 20, 3000))}
     return await ask(server.port, "/v1/completions", body, cut=rng.choice((0.0, 0.01, 0.1, 0.3)) * rng.random())
 
 
@@ -253,10 +253,13 @@ def _pace(server: Server) -> float:
 
 
 def drain(streams: int, *, command: Command = SERVE) -> str:
-    """SIGTERM: not ready at once, new requests are sent away, every stream ends as it would have, and the exit is 0."""
-    with serving(*HASH, "--shutdown-timeout", "30", "--max-num-seqs", str(streams), command=command) as server:
+    """SIGTERM: not ready at once, new requests are sent away, every answer, streamed or whole, ends as it would have, and the exit is 0."""
+    with serving(*HASH, "--shutdown-timeout", "30", "--max-num-seqs", str(2 * streams), command=command) as server:
         socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": 80}, "Connection: close")) for _ in range(streams)]
         heads = [read_until(sock, b"\n\n") for sock in socks]
+        asked = {**TEXT, "max_tokens": 80, "stream": False}
+        whole = [server.raw(post_bytes("/v1/completions", asked, "Connection: close")) for _ in range(streams)]
+        wait_for(lambda: server.running() == 2 * streams, 5, "all of them run")
         server.signal()
         begun = time.monotonic()
         while server.ask("GET", "/ready").status != 503:
@@ -266,9 +269,12 @@ def drain(streams: int, *, command: Command = SERVE) -> str:
         for sock, head in zip(socks, heads, strict=True):
             _, body, complete = split_response(head + read_until_closed(sock))
             assert complete and b'"finish_reason":"length"' in body and body.endswith(b"data: [DONE]\n\n")
+        for sock in whole:
+            answer = read_until_closed(sock)
+            assert answer.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in answer, answer[:300]
         status, took = server.wait(30), time.monotonic() - begun
         assert status == 0 and not server.children()
-    return f"{streams} of {streams} streams ended with a finish_reason, exit 0 after {took:.1f} s"
+    return f"{streams} streams and as many whole answers ended with a finish_reason, exit 0 after {took:.1f} s"
 
 
 # --- row 58

@@ -35,6 +35,7 @@ FILES: Mapping[str, str] = {
     "boundary": "tests/reliability/test_boundary.py",
     "core": "tests/reliability/test_core.py",
     "lives": "tests/reliability/test_simulation.py",
+    "figures": "tests/reliability/test_figures.py",
     "traffic": "tests/reliability/test_traffic.py",
     "life": "tests/reliability/test_life.py",
     "security": "tests/reliability/test_security.py",
@@ -90,17 +91,29 @@ ROWS = (
         2,
         "the schema against the server",
         HELD,
-        tests("openapi schemathesis_finds_nothing; schema a_server_that_takes_what_its_description_forbids_is_noticed"),
+        tests(
+            "openapi schemathesis_finds_nothing bounds_are_those_that_are_checked; "
+            "schema a_server_that_takes_what_its_description_forbids_is_noticed"
+        ),
     ),
     Row(3, "every field with every value", HELD, tests("boundary every_value_of_every_field_is_taken_or_refused_by_name_on_all_routes_alike")),
     Row(4, "token ids outside the logits", HELD, tests("boundary bad_token_ids_are_refused_beside_neighbours")),
-    Row(5, "fan-out", HELD, tests("boundary what_would_become_millions_of_things_is_refused_before a_bound_that_is_missing_is_noticed")),
+    Row(
+        5,
+        "fan-out",
+        HELD,
+        tests(
+            "boundary what_would_become_millions_of_things_is_refused_before a_bound_that_is_missing_is_noticed; "
+            "abuse json_that_would_explode_is_counted_before_it_is_built"
+        ),
+    ),
     Row(
         6,
         "prompts of a million tokens",
         PARTLY,
         tests(
-            "boundary a_million_tokens_of_prompt_hold_up_nobody large_bodies_that_hold_up_everybody_are_noticed; "
+            "boundary a_million_tokens_of_prompt_hold_up_nobody large_bodies_that_hold_up_everybody_are_noticed "
+            "large_work_is_done_beside_the_event_loop; "
             "abuse a_million_tokens_of_prompt_leave_the_event_loop_to_others"
         ),
         "on two quiet cores the last of fifty refusals takes 1.7 to 2.1 s and a token 1.5 to 2.4 times as long; promised: 2 s, less than twice",
@@ -112,7 +125,8 @@ ROWS = (
         tests(
             "boundary bodies_in_tiny_chunks_and_pipelines_and_halves; "
             "abuse requests_that_two_servers_could_read_differently_are_refused nothing_endless_is_collected http_1_0_streams_come_without_chunks "
-            "idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay"
+            "idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay half_sent_headers_are_told_and_ended; "
+            "figures the_products_own_constants_keep_the_promises"
         ),
     ),
     Row(
@@ -146,7 +160,10 @@ ROWS = (
         11,
         "templates",
         HELD,
-        tests("template a_template_that_does_not_end_is_stopped output_is_bounded nothing_outside_is_reachable others_render_while_one_runs_away"),
+        tests(
+            "template a_template_that_does_not_end_is_stopped output_is_bounded nothing_outside_is_reachable others_render_while_one_runs_away; "
+            "figures the_products_own_constants_keep_the_promises"
+        ),
     ),
     Row(12, "media", WAITING, (), "no media input"),
     Row(13, "requests led to other addresses", WAITING, (), "nothing is fetched for a request (row 50 hears every connection)"),
@@ -183,14 +200,14 @@ ROWS = (
         19,
         "names of prefixes may collide",
         HELD,
-        tests("lives colliding_names_of_prefixes_change_no_token planted_defects_are_found"),
+        tests("lives colliding_names_of_prefixes_change_no_token planted_defects_are_found a_thousand_seeds_keep_every_invariant"),
     ),
     Row(20, "equal request ids", HELD, tests("traffic equal_names_collide_with_nobody names_that_are_keys_are_noticed")),
     Row(
         21,
         "equal prompts in one step",
         HELD,
-        tests("scheduler equal_prompts_are_computed_once; lives planted_defects_are_found"),
+        tests("scheduler equal_prompts_are_computed_once; lives planted_defects_are_found a_thousand_seeds_keep_every_invariant"),
     ),
     Row(22, "free blocks are poison", HELD, tests("modes no_mode_changes_an_answer a_block_read_before_it_is_written_is_noticed")),
     Row(
@@ -266,7 +283,7 @@ ROWS = (
             "a_reader_that_never_reads_is_ended; abuse answers_that_nobody_reads_are_dropped"
         ),
     ),
-    Row(37, "silence is filled", HELD, tests("wire silence_is_filled_with_comments")),
+    Row(37, "silence is filled", HELD, tests("wire silence_is_filled_with_comments; life a_silent_step_is_filled_with_comments")),
     Row(
         38,
         "SIGTERM drains",
@@ -280,7 +297,10 @@ ROWS = (
         39,
         "kill -9 of the front end",
         HELD,
-        tests("life a_killed_front_end_takes_the_engine_along; process the_engine_does_not_outlive_its_parent"),
+        tests(
+            "life a_killed_front_end_takes_the_engine_along; "
+            "process the_engine_does_not_outlive_its_parent either_of_two_ways_is_enough_to_end_with_the_parent"
+        ),
     ),
     Row(
         40,

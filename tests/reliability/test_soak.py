@@ -25,7 +25,7 @@ def tally(*, grows: float = 0.0, wrong: int = 0, engine: bool = False, minutes: 
 
 
 def test_a_soak_of_seconds_passes() -> None:
-    soak.soak(0.045)
+    soak.soak(0.08)
 
 
 @pytest.mark.parametrize("minutes", [13, 60])

@@ -25,7 +25,7 @@ def test_many_clients_that_are_cut_leave_nothing() -> None:
 
 def test_requests_that_go_on_without_their_client_are_noticed() -> None:
     defect = "from headrace.engine import client; client.AsyncLLM.forget = lambda self, request_id: self._streams.pop(request_id, None)"
-    with pytest.raises(AssertionError, match="not as before"):
+    with pytest.raises(AssertionError, match=r"not as before|no request holds"):
         checks_traffic.mass_disconnect(4, 1, seconds=0.4, command=planted(defect))
 
 

@@ -92,6 +92,14 @@ def test_nothing_endless_is_collected(server: Server, head: bytes) -> None:
         assert status_of(read_until_closed(sock)) in (431, 0)  # 0: the answer was lost, as we went on sending
 
 
+def test_half_sent_headers_are_told_and_ended(server: Server) -> None:
+    """After 1 s here (20 s in the product, which test_figures.py holds)."""
+    begun = time.monotonic()
+    socks = [server.raw(half) for half in (b"GET /health HTTP/1.1\r\nX: ", b"GET /health HT", POST)]
+    answers = [read_until_closed(sock) for sock in socks]
+    assert [status_of(answer) for answer in answers] == [408] * 3 and time.monotonic() - begun < 5
+
+
 def test_a_body_far_beyond_the_limit_is_not_read(server: Server) -> None:
     with server.raw(POST + b"Content-Length: 1000000000000\r\n\r\n") as sock:
         assert status_of(read_until_closed(sock)) == 413

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 from tests.support.serving import ROOT, SERVE, environment
 
 DEMO = ROOT / "src" / "headrace" / "data" / "demo"
-SECONDS = 30.0  # of a machine that does several at once
+SECONDS = 30.0  # after which a start is given up
+PROMISED = 10.0  # seconds
 AT_ONCE = 3
 
 
@@ -82,12 +84,13 @@ FLAGS = {
 BEFORE_IT_LISTENS = ("template", "jinja", "moderation", "words", "fronts")  # found out before anything is announced
 
 
-def failed_start(arguments: tuple[str, ...], mark: str) -> tuple[int, list[str]]:
-    """Exit status, and what was said on stderr."""
+def failed_start(arguments: tuple[str, ...], mark: str) -> tuple[int, list[str], float]:
+    """Exit status, what was said on stderr, and seconds."""
+    begun = time.monotonic()
     options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     done = subprocess.run([*SERVE, *arguments], timeout=SECONDS, check=False, env={**environment(), "STARTED_FOR_TEST": mark}, **options)
     assert done.stdout == ""
-    return done.returncode, done.stderr.splitlines()
+    return done.returncode, done.stderr.splitlines(), time.monotonic() - begun
 
 
 def left_behind(mark: str) -> list[str]:
@@ -107,8 +110,9 @@ def test_starts_that_cannot_succeed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         results = {name: threads.submit(failed_start, arguments, str(tmp_path)) for name, (arguments, _) in cases.items()}
     for name, (_, word) in cases.items():
-        status, lines = results[name].result()
+        status, lines, seconds = results[name].result()
         greeted = [lines.pop(0) for line in lines[:1] if line.startswith("Headrace ")]
         assert not greeted or name not in BEFORE_IT_LISTENS
         assert status in (1, 2) and len(lines) == 1 and lines[0].startswith("headrace: ") and word in lines[0], (name, status, lines)
+        assert seconds < PROMISED, f"{name} failed after {seconds:.1f} s"
     assert not left_behind(str(tmp_path))
