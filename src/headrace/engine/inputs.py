@@ -261,10 +261,16 @@ class InputProcessor:
         if self.grammars is not None:
             self.grammars.close()
 
-    async def check_grammar_soon(self, params: SamplingParams) -> None:
+    async def check_grammar_soon(self, params: SamplingParams, tenant: str = "") -> None:
         """Beside the event loop, what ``request`` will ask about its grammar."""
         if params.structured_outputs is not None and self.grammars is not None:
-            await self.grammars.require_soon(params.structured_outputs)
+            await self.grammars.require_soon(params.structured_outputs, tenant)
+
+    def check_count(self, messages: Sequence[Message], param: str) -> None:
+        """Raises ContextLengthExceeded before anything is rendered: a message takes a token at least."""
+        limit = self.info.max_sequence_tokens
+        if len(messages) >= limit:
+            raise ContextLengthExceeded(len(messages), limit, param=param, what=f"its {len(messages)} messages take at least")
 
     def check_grammar(self, wanted: StructuredOutputs) -> None:
         """Raises InvalidRequest when it cannot be followed. The first time this may take seconds: not for an event loop."""

@@ -39,7 +39,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     _ = service.engine  # raises while it takes nothing
     request = await service.bodies.read(exchange, parse_count_tokens)
     service.check_model(request.model)
-    parsed = await generate.render_chat(service, request.messages, request.conversation)
+    parsed = await generate.render_chat(service, exchange, request.messages, request.conversation)
     await exchange.reply_json({"input_tokens": len(parsed.token_ids or ())})
 
 

@@ -73,11 +73,11 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     request = await service.bodies.read(exchange, parse_tokenize)
     service.check_model(request.model)
     if request.messages is not None:
-        parsed = await generate.render_chat(service, request.messages, request.conversation)
+        parsed = await generate.render_chat(service, exchange, request.messages, request.conversation)
         if request.add_special_tokens:
-            parsed = await generate.encode_prompt(service, parsed.text or "", True)
+            parsed = await generate.encode_prompt(service, exchange, parsed.text or "", True)
     else:
-        parsed = await generate.encode_prompt(service, request.prompt or "", request.add_special_tokens)
+        parsed = await generate.encode_prompt(service, exchange, request.prompt or "", request.add_special_tokens)
     ids = list(parsed.token_ids or ())
     strings = [engine.tokenizer.token_text(i) for i in ids] if request.return_token_strs and engine.tokenizer is not None else None
     await exchange.reply_json({"count": len(ids), "max_model_len": engine.info.max_sequence_tokens, "tokens": ids, "token_strs": strings})

@@ -76,8 +76,8 @@ class Bodies:
         body = await self._receive(exchange)
         size = len(body) if len(body) > _INLINE_BYTES else 0
         if self._ignored is None:
-            return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)))
-        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.fields, parse))
+            return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
+        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.fields, parse), exchange.tenant)
         if unknown:
             self._ignored.note(exchange.route, unknown)
         return parsed

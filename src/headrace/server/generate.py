@@ -37,10 +37,12 @@ from headrace.server.tenants import tenant_of
 from headrace.server.thinking import Bound, BoundedStream
 from headrace.server.threads import INLINE_BYTES
 from headrace.server.tools import offered_schemas
+from headrace.server.wire import encode
 
 _STREAMS_A_TURN = 16  # of the event loop, that one request may open
 _EVENT_BYTES = 64 * 1024  # of a stream, that are written at once
 _ENDING = 256  # characters
+_PIECE_BYTES = 128  # that a message, a part or a call costs beside its text
 
 Asked = TypeVar("Asked", bound=ChatRequest)
 Merged = AsyncGenerator[tuple[int, Sequence[RequestDelta]], None]
@@ -78,11 +80,13 @@ async def converse(
     exchange.watch_disconnect()
     with service.admit(exchange, 1, request.options.user):
         request = request if complete is None else await complete(request)
-        parsed = await render_chat(service, request.messages, request.conversation, param)
+        if request.options.truncate_prompt_tokens is None:
+            engine.inputs.check_count(request.messages, param)
+        parsed = await render_chat(service, exchange, request.messages, request.conversation, param)
         form, params, options = _formed(service, request, parsed.text or "")
         create_parser = form.create_parser
         params = service.parsed_params(params, create_parser)
-        prepared = await _prepare(service, parsed, params, options, param)
+        prepared = await _prepare(service, exchange, parsed, params, options, param)
         shape = _shape(service, model, params, options)
         echoed = text_of(request.messages[-1]["content"]) if request.echo else ""
         [prepared], cost = _priced(service, [prepared], shape, options, [_escaped_bytes(echoed)])
@@ -123,7 +127,19 @@ def _formed(service: Service, request: ChatRequest, prompt: str) -> tuple[Form, 
     return form, params if held is wanted else replace(params, structured_outputs=held), options
 
 
-async def render_chat(service: Service, messages: Sequence[Message], options: TemplateOptions, param: str = "messages") -> ParsedPrompt:
+def weight(messages: Sequence[Message], tools: Sequence[Any] | None) -> int:
+    """What rendering costs, in bytes of text: a conversation of ten thousand empty messages is a large one, too."""
+    pieces = len(messages)
+    for message in messages:
+        content = message["content"]
+        pieces += (len(content) if isinstance(content, list) else 0) + len(message.get("tool_calls") or ())
+    objects = [tools, [message["tool_calls"] for message in messages if "tool_calls" in message]]
+    return sum(len(text_of(message["content"])) for message in messages) + _PIECE_BYTES * pieces + sum(len(encode(each)) for each in objects if each)
+
+
+async def render_chat(
+    service: Service, exchange: Exchange, messages: Sequence[Message], options: TemplateOptions, param: str = "messages"
+) -> ParsedPrompt:
     """Templates are programs and may take their time: never on the event loop."""
     render = partial(
         service.any_engine().inputs.chat_prompt,
@@ -131,7 +147,7 @@ async def render_chat(service: Service, messages: Sequence[Message], options: Te
         continue_final_message=options.continue_final_message, **options.variables,
     )  # fmt: skip
     try:
-        return await service.threads.run(INLINE_BYTES + 1 + sum(len(text_of(message["content"])) for message in messages), render)
+        return await service.threads.run(INLINE_BYTES + 1 + weight(messages, options.tools), render, exchange.tenant)
     except InvalidRequest as error:
         error.param = param if error.param == "messages" else error.param
         raise
@@ -148,8 +164,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     with service.admit(exchange, len(request.prompts), options.user):
         prepared = []
         for prompt in request.prompts:
-            parsed = await encode_prompt(service, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
-            prepared.append(await _prepare(service, parsed, params, options, "prompt"))
+            parsed = await encode_prompt(service, exchange, prompt, request.add_special_tokens, options.truncate_prompt_tokens)
+            prepared.append(await _prepare(service, exchange, parsed, params, options, "prompt"))
             await asyncio.sleep(0)  # there may be a thousand
         shown = request.prompts if options.truncate_prompt_tokens is None else [each.prompt_token_ids for each in prepared]
         shape = _shape(service, model, params, options)
@@ -160,12 +176,14 @@ async def completions(service: Service, exchange: Exchange) -> None:
         await _deliver(service, exchange, answer, prepared, options, cost)
 
 
-async def encode_prompt(service: Service, prompt: str | array[int], add_special_tokens: bool, truncate: int | None = None) -> ParsedPrompt:
+async def encode_prompt(
+    service: Service, exchange: Exchange, prompt: str | array[int], add_special_tokens: bool, truncate: int | None = None
+) -> ParsedPrompt:
     """Text to ids, off the event loop if it is long; ids as they are. ``truncate`` None: a text that is far too long is refused early."""
     if not isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
     encode = partial(service.any_engine().inputs.encode, prompt, add_special_tokens=add_special_tokens, truncate=truncate)
-    return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode)))
+    return ParsedPrompt(prompt, array("i", await service.threads.run(len(prompt), encode, exchange.tenant)))
 
 
 def _check_policy(service: Service, options: AnswerOptions) -> None:
@@ -177,13 +195,15 @@ def _check_policy(service: Service, options: AnswerOptions) -> None:
         raise InvalidRequest(f"{name} needs a server started with --scheduling-policy qoe or deadline; leave it out.", param=name)
 
 
-async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str) -> Request:
+async def _prepare(
+    service: Service, exchange: Exchange, parsed: ParsedPrompt, params: SamplingParams, options: AnswerOptions, param: str
+) -> Request:
     """The engine's own validator: nothing is submitted before every prompt of the request has passed."""
     _check_policy(service, options)
     text_only = ParsedPrompt(None, parsed.token_ids)
     inputs = service.any_engine().inputs
     try:
-        await inputs.check_grammar_soon(params)
+        await inputs.check_grammar_soon(params, exchange.tenant)
         return inputs.request(
             0,
             text_only,
@@ -195,18 +215,18 @@ async def _prepare(service: Service, parsed: ParsedPrompt, params: SamplingParam
         )
     except InvalidRequest as error:
         if error.param == "structured_outputs" and options.tools:
-            await _blame_tool(service, options, error)
+            await _blame_tool(service, options, error, exchange.tenant)
         names = {"prompt_token_ids": param, "max_tokens": options.limit_name or "max_tokens", "structured_outputs": options.grammar_name}
         error.param = names.get(error.param or "", error.param)
         raise
 
 
-async def _blame_tool(service: Service, options: AnswerOptions, error: InvalidRequest) -> None:
+async def _blame_tool(service: Service, options: AnswerOptions, error: InvalidRequest, tenant: str) -> None:
     """Names the tool whose schema alone cannot be followed either."""
     for place, schema in options.tools:
         wanted = StructuredOutputs(json=schema)
         try:
-            await service.any_engine().inputs.check_grammar_soon(SamplingParams(structured_outputs=wanted))
+            await service.any_engine().inputs.check_grammar_soon(SamplingParams(structured_outputs=wanted), tenant)
         except InvalidRequest as found:
             error.message, error.param = found.message.replace("the JSON schema", place, 1), place
             return
@@ -276,7 +296,7 @@ async def _answer(
         )  # fmt: skip
 
     async def go_on(ids: array[int], params: SamplingParams) -> EngineStream:
-        await engine.inputs.check_grammar_soon(params)
+        await engine.inputs.check_grammar_soon(params, exchange.tenant)
         return submit(ids, params)
 
     def bounded(source: EngineStream, request: Request) -> EngineStream:
@@ -308,7 +328,7 @@ async def _answer(
             run.end()
     if not options.stream:
         tokens = sum(choice.num_tokens for choice in answer.choices)
-        pieces = await service.threads.run(held.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()))
+        pieces = await service.threads.run(held.size + TOKEN_BYTES * tokens, lambda: list(answer.pieces()), exchange.tenant)
         held.set(sum(map(len, pieces)))
         await exchange.reply_pieces(pieces)
 
