@@ -108,7 +108,7 @@ class SchedulerConfig:
     fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
     expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, where a request does not say")
     reading_speed: float = option(4.8, "qoe: tokens a second that readers read, where a request does not say")
-    qoe_preemptions: float = option(1.0, "qoe: how often requests may be pushed out, on average", minimum=0.0)
+    qoe_preemptions: float = option(0.1, "qoe: how often requests may be pushed out, on average", minimum=0.0)
     ageing: float = option(4.0, "shortest-remaining: tokens that a second of waiting is worth", minimum=0.001)
     length_prediction: str = option(
         "history", "shortest-remaining: how long answers will be, by those before or by max_tokens (in simulations the oracle)",

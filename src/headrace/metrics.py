@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.cost.online_fit import OnlineFit
-from headrace.cost.speed import Line, Steering, StepSpeed, Tail
+from headrace.cost.speed import MISJUDGED, Line, Steering, StepSpeed, Tail
 from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
 from headrace.request import StepPlan, StepResult, column_of
 
@@ -277,7 +277,8 @@ class StepRecorder:
         self._sums["kept_steps"] += kept
         self._sums["overfull_steps"] += not kept and record.kind == "decode"
         if record.kind == "decode" or self._fits["mixed"].ready:  # until then the price of a prompt is a guess, which steps will correct
-            self._steering.observe(record.tokens - min(record.decodes, record.sampled), kept=kept)
+            misjudged = record.measured_seconds > MISJUDGED * record.predicted_seconds
+            self._steering.observe(record.tokens - min(record.decodes, record.sampled), kept=kept, misjudged=misjudged)
             self._speed = None
 
     def _add(self, record: StepRecord, generated: int) -> None:

@@ -57,6 +57,17 @@ def test_every_comparison_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "extrapolated: another model" in shown and json.loads(written.read_text())["prices"]["extrapolated"]
 
 
+def test_preemptions_are_compared_by_the_share_of_readers_who_are_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "found.json"
+    sizes = ("--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8", "--output-json", str(written))
+    assert policies.run(parsed("--only", "qoe", "--loads", "2", "--preemptions", "0", "0.3", *sizes)) == 0
+    (point,) = json.loads(written.read_text())["preemptions"]["points"]
+    assert set(point) == {"load", *(f"{which}{name}" for which in ("", "p10 ") for name in ("fcfs", "0", "0.3"))}
+    assert "share of readers with at least 0.9" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--preemptions is -1"):
+        policies.run(parsed("--preemptions", "-1"))
+
+
 def test_what_is_extrapolated_is_told_of_all_runs() -> None:
     """The largest steps are those of the first run; what is said comes after the second."""
     bench = simulated.create(parsed("--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8", "--device", "h200"))

@@ -131,7 +131,7 @@ def run(core: EngineCore, seconds: float, tick: float = 0.1) -> list[tuple[float
 
 def test_whoever_has_text_in_stock_makes_room_for_whoever_has_none() -> None:
     """One row, ten tokens a second, readers of two: the first answer is interrupted for the second, and neither reader notices."""
-    core = reading(max_num_seqs=1)
+    core = reading(max_num_seqs=1, qoe_preemptions=1.0)
     expects = Expectations(ttft=1.0, reading_speed=2.0)
     core.add(request(0, [1, 2, 3], max_tokens=60, expects=expects, arrival_time=0.0))
     tokens = run(core, 2.0)

@@ -59,10 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulated.add_arguments(parser)
     parser.add_argument("--only", nargs="+", choices=sorted(COMPARISONS), default=sorted(COMPARISONS), help="policies (default: all)")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, metavar="X", help="shares of what the device can do (default: 0.25 … 3)")
+    parser.add_argument("--preemptions", type=float, nargs="+", metavar="X", help="qoe: also compare these of --qoe-preemptions")
     parser.set_defaults(device="l40s", requests=1500, input=(160, 600), output=(200, 600), max_len=4096)
 
 
 def run(args: argparse.Namespace) -> int:
+    if any(not 0.0 <= each < math.inf for each in args.preemptions or ()):
+        raise ConfigError(f"--preemptions is {' '.join(f'{each:g}' for each in args.preemptions)}; give finite numbers of at least 0.")
     if any(not 0.0 < load < math.inf for load in args.loads):
         raise ConfigError(f"--loads is {' '.join(f'{load:g}' for load in args.loads)}; give finite numbers above 0.")
     bench = simulated.create(args)
@@ -70,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     print_facts(facts)
     sweep = Sweep()
     found = dict(sweep.take((name, COMPARISONS[name](bench, sorted(args.loads))) for name in args.only))
+    if args.preemptions and not sweep.stopped:
+        found["preemptions"] = _preemptions(bench, sorted(args.loads), args.preemptions)
     prices = bench.say_prices()
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "prices": prices, **found})
@@ -110,6 +115,19 @@ def _qoe(bench: simulated.Bench, loads: Sequence[float]) -> Mapping[str, Any]:
     kept = {policy: _reach(points, f"QoE {policy}") for policy in ("fcfs", "qoe")}
     print(f"\nup to {gain:.2f} times the QoE; QoE stays at {GOOD:g} up to a load of {kept['fcfs']:.2f} with fcfs and {kept['qoe']:.2f} with qoe")
     return {"capacity": capacity, "points": points, "gain": gain, "kept": kept}
+
+
+def _preemptions(bench: simulated.Bench, loads: Sequence[float], allowed: Sequence[float]) -> Mapping[str, Any]:
+    """The share of readers who are content, by how often they may be pushed out."""
+    capacity, points = _capacity(bench), list[Point]()
+    for load in loads:
+        point: Point = {"load": load}
+        for name, config in [("fcfs", _config("fcfs")), *((f"{each:g}", _config("qoe", qoe_preemptions=each)) for each in allowed)]:
+            figures, _ = bench.run(config, bench.at_rate(load * capacity))
+            point |= {name: figures["good_qoe_share"], f"p10 {name}": figures["p10_qoe"]}
+        points.append(point)
+    _show(f"qoe: share of readers with at least {GOOD:g}, and the worst tenth's, by preemptions a request", points, capacity)
+    return {"capacity": capacity, "points": points}
 
 
 def _reach(points: Sequence[Point], column: str) -> float:

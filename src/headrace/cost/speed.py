@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 EXCEED = 0.01  # the share of steps that may take longer than the tail says
 PACE = 0.1  # by which one exceeding step moves the tail, relatively
-MOST = 4.0
+MOST = 2.0  # half of the time at least is planned, however noisy the machine
 SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02
-BROKEN, CLEARLY = 0.02, 1.5  # mixed steps may break so many promises, and so many times those that other steps break
-WATCHED = 0.01  # by which one step moves what is known of either
+BROKEN, MOSTLY, MISJUDGED = 0.02, 0.4, 1.25  # so many steps may break their promises, and take so many times their prediction
+WATCHED = 0.02  # by which one step moves what is known of either
 FEW = 16  # tokens of prompts: a step with no more is as quick as one without
 
 
@@ -55,22 +55,22 @@ class StepSpeed:
 
 
 class Steering:
-    """``share`` of what seems to fit: it comes down while steps with prompts break their promises more often than steps with next to none. Those
-    are broken by what a smaller chunk cannot help: other programs on the machine, answers that are too many by themselves."""
+    """``share`` of what seems to fit: it comes down while steps with prompts break their promises and most of them are misjudged, for then the
+    price is wrong. What breaks promises of steps that are judged right in the middle, a smaller chunk cannot help: other programs on the machine,
+    answers that are too many by themselves. Prompts would only crawl."""
 
-    __slots__ = ("_broken", "_unavoidable", "share")
+    __slots__ = ("_broken", "_misjudged", "share")
 
     def __init__(self) -> None:
         self.share = 1.0
-        self._broken = self._unavoidable = 0.0
+        self._broken = self._misjudged = 0.0
 
-    def observe(self, tokens: int, *, kept: bool) -> None:
-        """One more promise, of a step with so many tokens of prompts."""
-        if tokens <= FEW:
-            self._unavoidable += WATCHED * ((not kept) - self._unavoidable)
-        else:
+    def observe(self, tokens: int, *, kept: bool, misjudged: bool) -> None:
+        """One more promise, of a step with so many tokens of prompts. ``misjudged``: it took over MISJUDGED times its prediction."""
+        if tokens > FEW:
             self._broken += WATCHED * ((not kept) - self._broken)
-        if tokens > FEW and not kept and self._broken > BROKEN + CLEARLY * self._unavoidable:
+            self._misjudged += WATCHED * (misjudged - self._misjudged)
+        if tokens > FEW and not kept and self._broken > BROKEN and self._misjudged > MOSTLY:
             self.share = max(SHARE_LEAST, self.share * SHARE_DOWN)
         elif tokens:
             self.share = min(1.0, self.share * SHARE_UP)

@@ -1,0 +1,63 @@
+"""A core on virtual time over a modelled device that is disturbed as a real one is, with a recorder that learns how fast it goes.
+
+What lives here: that machine. What may not: loads, assertions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.clock import VirtualClock
+from headrace.config import CacheConfig, SchedulerConfig
+from headrace.cost.cost_model import CostModel
+from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.profile import DeviceIdentity, DeviceProfile
+from headrace.cost.steadiness import SHARES, Disturbances, Steadiness
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import keyed_hash_info
+from headrace.metrics import StepRecorder
+from headrace.planner.devices import classes_of
+from headrace.planner.executor import ModelledExecutor
+from headrace.planner.step_time import StepTime
+from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
+
+SPEC = DecoderSpec(
+    "llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16"
+)
+PROFILE = DeviceProfile(
+    identity=DeviceIdentity(kind="cpu", name="a machine", threads=0),
+    read_bandwidth=1e9,
+    copy_bandwidth=1e9,
+    gemm_rates={"bfloat16": 1e10},
+)
+SLOW = Slowness(1.5, 1.3)
+PRICES = StepPrices(
+    (SLOW, SLOW), SLOW, (SLOW, SLOW), Slowness(0.0, 1.8), 1.0, 1.0, classes_of("cpu"), (1e-3, 1e-3), 1e-5
+)
+STEADINESS = Steadiness(
+    tuple(0.9 + 0.3 * share for share in SHARES), tuple(0.9 + 0.3 * share for share in SHARES), 0.5, 0.2
+)
+
+
+def machine(
+    depth: int,
+    *,
+    max_num_seqs: int = 8,
+    num_blocks: int = 4000,
+    cache: CacheConfig | None = None,
+    steadiness: Steadiness = STEADINESS,
+    **fields: Any,
+) -> tuple[EngineCore, StepRecorder]:
+    groups = kv_groups(SPEC, 16, 2)
+    costs, clock = CostModel(SPEC, groups, PROFILE, weight_bytes=2, dtype="bfloat16"), VirtualClock()
+    info = keyed_hash_info(
+        vocab_size=600, num_blocks=num_blocks, block_size=16, max_num_seqs=max_num_seqs, max_model_len=4096
+    )
+    executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=Disturbances(steadiness, 1).ratio)
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, **{"max_num_batched_tokens": 512, **fields})
+    recorder = StepRecorder(costs, promise=config.max_step_seconds)
+    core = EngineCore(
+        executor, scheduler=config, cache=cache or CacheConfig(block_size=16), eos_token_ids=frozenset({7}), clock=clock, depth=depth,
+        observer=recorder, forecast=recorder.floors, speed=recorder.speed,
+    )  # fmt: skip
+    return core, recorder
