@@ -149,12 +149,15 @@ def one(path: str, body: Any, statuses: Sequence[int], *, times: int = 3) -> Wor
     return attack
 
 
-def unread(path: str, body: Any, clients: int, seconds: float) -> Work:
-    """Clients that ask at once and never read."""
+def unread(path: str, body: Any, clients: int, seconds: float, every: float = 0.0) -> Work:
+    """Clients that never read. ``every``: seconds between them, so that their steps are not what others wait for."""
 
     def attack(server: Server) -> str:
         asked = post_bytes(path, body)
-        socks = [server.raw(asked, receive_buffer=4096) for _ in range(clients)]
+        socks = []
+        for _ in range(clients):
+            socks.append(server.raw(asked, receive_buffer=4096))
+            time.sleep(every)
         time.sleep(seconds)
         for sock in socks:
             sock.close()
@@ -193,7 +196,7 @@ ATTACKS = (
     Attack("truncated-text", one(COMPLETIONS, {"prompt": "word " * 4_400_000, "max_tokens": 1, "truncate_prompt_tokens": 10}, (200, 400))),
     Attack("long-text", one(COMPLETIONS, {"prompt": "word " * 76_000, "max_tokens": 1}, (200, 400))),
     Attack("echo", one(COMPLETIONS, _echoed(), (200, 400)), QUICK),
-    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=32), 25, 15.0), QUICK),
+    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=32), 25, 5.0, 0.5), QUICK),
     Attack("allowed-ids", unread(COMPLETIONS, _allowed(), 150, 30.0), QUICK),
     Attack("many-scores", one("/v1/chat/completions", {
         "messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "ignore_eos": True,

@@ -33,6 +33,7 @@ HELD, PARTLY, WAITING = Status.HELD, Status.PARTLY, Status.WAITING
 # Short names of test files.
 FILES: Mapping[str, str] = {
     "boundary": "tests/reliability/test_boundary.py",
+    "budget": "tests/reliability/test_attacks_budget.py",
     "core": "tests/reliability/test_core.py",
     "lives": "tests/reliability/test_simulation.py",
     "figures": "tests/reliability/test_figures.py",
@@ -104,7 +105,8 @@ ROWS = (
         HELD,
         tests(
             "boundary what_would_become_millions_of_things_is_refused_before a_bound_that_is_missing_is_noticed; "
-            "abuse json_that_would_explode_is_counted_before_it_is_built"
+            "abuse json_that_would_explode_is_counted_before_it_is_built; "
+            "budget what_one_request_multiplies_holds_up_nobody answers_that_nobody_prices_are_noticed"
         ),
     ),
     Row(
@@ -280,7 +282,8 @@ ROWS = (
         HELD,
         tests(
             "traffic slow_readers_cost_little; process a_slow_reader_costs_a_bounded_number_of_objects_and_gets_the_same_text "
-            "a_reader_that_never_reads_is_ended; abuse answers_that_nobody_reads_are_dropped"
+            "a_reader_that_never_reads_is_ended; abuse answers_that_nobody_reads_are_dropped; "
+            "budget unread_answers_count_until_they_are_gone"
         ),
     ),
     Row(37, "silence is filled", HELD, tests("wire silence_is_filled_with_comments; life a_silent_step_is_filled_with_comments")),

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from headrace.config import ModelConfig
+from headrace.engine.client import Stream
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor
-from headrace.engine.resolve import find_model
+from headrace.engine.output import RequestDelta
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, Unavailable
+from headrace.models.source import find_model
 from headrace.request import Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
 from headrace.server.answers import ChatAnswer, CompletionAnswer, PromptState, Shape
@@ -177,3 +179,28 @@ def test_little_more_than_what_is_wanted_is_tokenised(tokenizer: Tokenizer) -> N
     for wrong in (0, 128, -2, True):
         with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
             inputs.encode("word " * 1_000_000, truncate=wrong)
+
+
+class Engine:
+    """What a stream needs of one."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def forget(self, request_id: int) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(("whole", "ended"), [(True, 0), (False, 1)])
+def test_only_who_reads_can_be_too_slow(whole: bool, ended: int) -> None:
+    request = asked(n=128, logprobs=20)[0]
+    engine = Engine()
+    stream = Stream(engine, request, None, whole)  # type: ignore[arg-type]
+    scores = TokenLogprobs(tuple(range(21)), (-1.0,) * 21, 1)
+    for step in range(100):
+        for index in range(128):
+            stream.put(RequestDelta(index, "x", (1,), (scores,)))
+        if step == 10:
+            assert not engine.forgotten  # a few steps at once are nobody's fault
+    assert engine.forgotten == ended
+    stream.done = True
