@@ -59,8 +59,16 @@ class ModelConfig:
     max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=2)
     quantization: str | None = option(None, "weight format; none is supported yet", choices=())
     chat_template: str | None = option(None, "Jinja template: a file or the text itself")
+    special_tokens_in_messages: bool = option(
+        False, "on: the text of a special token in a message, tool or document is that token, as it is in /v1/completions; off: plain text"
+    )
     generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a folder")
     seed: int = option(0, "seed of dummy weights and of requests without their own")
+
+    @property
+    def chat_options(self) -> dict[str, Any]:
+        """What a tokenizer has to know of conversations."""
+        return {"chat_template": self.chat_template, "special_tokens_in_messages": self.special_tokens_in_messages}
 
     def __post_init__(self) -> None:
         check_fields(self)

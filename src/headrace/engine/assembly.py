@@ -84,7 +84,7 @@ def create_engine(
     source = find_source(config)
     tokenizer = None
     if with_tokenizer or not source.eos_token_ids:  # where the configs name no EOS, the tokenizer may
-        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
+        tokenizer = load_tokenizer(source, config.model.tokenizer, **config.model.chat_options)
     if texts and tokenizer is None:
         raise ConfigError(
             f"{source.name} has no tokenizer, so it takes and gives token ids only; --tokenizer takes another model's folder, "
@@ -137,7 +137,7 @@ def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
 def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
     """An engine that leaves texts to its front ends loads a tokenizer when the first grammar comes."""
     if tokenizer is None:
-        tokenizer = load_tokenizer(source, config.model.tokenizer, chat_template=config.model.chat_template)
+        tokenizer = load_tokenizer(source, config.model.tokenizer, **config.model.chat_options)
     return vocabulary_of(tokenizer, width, eos)
 
 

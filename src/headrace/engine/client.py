@@ -140,7 +140,7 @@ def _last_of(pending: list[RequestDelta], index: int) -> RequestDelta | None:
 
 
 async def _load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
-    return await asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, chat_template=config.model.chat_template)
+    return await asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, **config.model.chat_options)
 
 
 class AsyncLLM:

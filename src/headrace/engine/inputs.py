@@ -47,6 +47,10 @@ class Encoder(Protocol):
         self, messages: Sequence[Message], /, tools: Sequence[Any] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
     ) -> str: ...
 
+    def encode_chat(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool | None, **kwargs: Any
+    ) -> list[int]: ...
+
 
 def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
     """The model's own sampling defaults (its generation_config.json), where it has any. Raises ModelError for one out of range."""
@@ -215,7 +219,10 @@ class InputProcessor:
             raise InvalidRequest("messages need a chat template, but this model has no tokenizer; give prompt_token_ids.", param="messages")
         _check_messages(messages)
         text = self.tokenizer.apply_chat_template(list(messages), tools, add_generation_prompt, **kwargs)
-        return ParsedPrompt(text, array("i", self.encode(text, add_special_tokens=False, param="messages")))
+        if len(text) > _EARLY_CHARS:
+            self._check_characters(len(text), "messages")
+            self._refuse_early(text, "messages")
+        return ParsedPrompt(text, array("i", self.tokenizer.encode_chat(text, list(messages), tools, add_generation_prompt, **kwargs)))
 
     def _refuse_early(self, text: str, param: str) -> None:
         """Pieces tokenise to about as many tokens as the whole; twice the limit in pieces is beyond it in any case."""

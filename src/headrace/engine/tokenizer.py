@@ -7,12 +7,14 @@ What lives here: building a tokenizer from its files, encode, decode, chat. What
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import tokenizers
 
+from headrace.engine.boundaries import MARK, Boundaries
 from headrace.engine.detokenizer import (
     ByteDecoder,
     IncrementalDecoder,
@@ -30,10 +32,15 @@ from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
 
 _SHORT = 4096  # characters
+CHANGES = "this model's chat template changes texts, or its tokenizer cannot tell them apart"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+log = logging.getLogger("headrace.tokenizer")
 
-def load_tokenizer(source: ModelSource, override: str | None = None, *, chat_template: str | None = None) -> Tokenizer | None:
+
+def load_tokenizer(
+    source: ModelSource, override: str | None = None, *, chat_template: str | None = None, special_tokens_in_messages: bool = False
+) -> Tokenizer | None:
     """The model's tokenizer, or that of ``override``; None when the model has none (prompts must then be token ids).
 
     ``chat_template``: a file or a template's text, instead of the model's own. Raises ModelError for a damaged tokenizer
@@ -42,7 +49,8 @@ def load_tokenizer(source: ModelSource, override: str | None = None, *, chat_tem
     files = source.tokenizer_files() if override is None else find_tokenizer_files(override)
     if files is None:
         return None
-    tokenizer = Tokenizer(files, chat_template=None if chat_template is None else read_chat_template(chat_template))
+    template = None if chat_template is None else read_chat_template(chat_template)
+    tokenizer = Tokenizer(files, chat_template=template, special_tokens_in_messages=special_tokens_in_messages)
     width = source.config.get("vocab_size")
     if isinstance(width, int) and tokenizer.vocab_size > width:
         raise ModelError(
@@ -74,7 +82,7 @@ def check_chat_template(value: str) -> None:
 class Tokenizer:
     """Thread-safe. ``vocab_size`` is the highest id + 1, added tokens included."""
 
-    def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None) -> None:
+    def __init__(self, files: TokenizerFiles, *, chat_template: str | None = None, special_tokens_in_messages: bool = False) -> None:
         self._files = files
         self._named = named = _named_tokens(files)
         check_normalizer(files.tokenizer_json, files.origin)
@@ -91,6 +99,9 @@ class Tokenizer:
         self._pieces = _Pieces(self._backend, self._special_ids)
         templates = dict(files.templates) if chat_template is None else {"default": chat_template}
         self._template = ChatTemplate(templates, named)
+        specials = () if special_tokens_in_messages else (content.content for content in added.values() if content.special)
+        self._boundaries = Boundaries(self._backend, specials)
+        self._told = False  # of a text that could not be kept apart
         self.chat_templates: Mapping[str, str] = templates
 
     @property
@@ -164,6 +175,38 @@ class Tokenizer:
         check_template_variables(kwargs)
         opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         return self._template.render(messages, tools, opens, kwargs, continue_final_message=continue_final_message)
+
+    def encode_chat(
+        self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, add_generation_prompt: bool | None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of ``text``, which ``apply_chat_template`` made of these; special tokens are those of the template alone.
+
+        Where a client's text holds one's text, the template is rendered once more with marks in it. One that changes texts, so that
+        the renderings differ by more, cannot be helped: there such a text is the token, and that is logged.
+        """
+        given = {"messages": messages, "tools": tools, "kwargs": kwargs}
+        marked = self._boundaries.marked(given)
+        if marked is given:
+            return self.encode(text, False)
+        ids = self._encode_marked(text, marked, add_generation_prompt)
+        if ids is None and not self._told:
+            self._told = True
+            log.warning("A message holds the text of a special token; %s, so it is read as that token.", CHANGES)
+        return self.encode(text, False) if ids is None else ids
+
+    def _encode_marked(self, text: str, marked: Mapping[str, Any], add_generation_prompt: bool | None) -> list[int] | None:
+        rendered = self.apply_chat_template(marked["messages"], marked["tools"], add_generation_prompt, **marked["kwargs"])
+        return self._boundaries.encode(rendered) if rendered.replace(MARK, "") == text else None
+
+    def boundary_fault(self) -> str | None:
+        """Why special tokens in messages would be read as such, if that is known; may take a second."""
+        example = self._boundaries.example
+        if example is None or self.template_fault() is not None:
+            return None
+        messages = [{"role": "user", "content": f"Say {example} twice."}]
+        text = self.apply_chat_template(messages)
+        marked = self._boundaries.marked({"messages": messages, "tools": None, "kwargs": {}})
+        return CHANGES if self._encode_marked(text, marked, None) is None else None
 
     def warm_up(self) -> None:
         """Starts what the first chat would otherwise wait for; returns at once."""

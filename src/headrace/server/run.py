@@ -186,6 +186,9 @@ async def warn_of_template(engine: Engine, announce: Callable[[str], None]) -> N
     fault = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.template_fault)
     if fault is not None:
         announce(f"Warning: chats will be refused: {fault} Give another template with --chat-template.")
+    mixed = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.boundary_fault)
+    if mixed is not None:
+        announce(f"Warning: {mixed}: special tokens that a client writes in messages are read as such. Give another template with --chat-template.")
 
 
 def model_folders(model: str | None) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ class Tokenizer(Protocol):
 
     def warm_up(self) -> None: ...
 
+    def boundary_fault(self) -> str | None: ...
+
     def template_fault(self) -> str | None:
         """Why conversations will be refused; may take a second."""
 
