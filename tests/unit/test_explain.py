@@ -55,6 +55,17 @@ def test_a_request_that_has_just_come_waits_for_what_those_wait_for_that_came_be
     assert wait is not None and (wait.kind, wait.needed, wait.available) == ("rows", 1, 0)
 
 
+def test_many_questions_between_two_turns_are_answered_from_one_look() -> None:
+    core = filled(5, max_num_seqs=2)
+    one = core.standing()
+    assert core.standing() is one
+    core.add(request(7, [1, 2]))
+    assert core.standing() is not one and core.standing() is core.standing()
+    before = core.standing()
+    core.step()
+    assert core.standing() is not before
+
+
 def test_who_starts_behind_others_is_told_so_and_who_does_not_is_told_why() -> None:
     core = engine(budget=16, max_num_seqs=8)
     for number in range(4):

@@ -103,6 +103,7 @@ class EngineCore:
         self._events: list[Event] = []
         self.accounts = StepAccounts()
         self._failed = False
+        self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
         self._host_mark = 0.0  # CPU seconds of this thread, less what it lent to the device, at the last submission
@@ -164,6 +165,7 @@ class EngineCore:
 
     def step(self) -> Sequence[SequenceOutput]:
         """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
+        self._standing = None
         if self._masks is not None:
             self._take_compiled(self._masks)
         open_step = bool(self._fifo) and self._fifo[-1].waits
@@ -266,6 +268,7 @@ class EngineCore:
 
     def leap(self, columns: Iterable[list[int]], in_flight: Callable[[int], Sequence[Ticket]]) -> int:
         """So many of the ``turns_alike``, with a column of tokens for each; returns how many. ``in_flight`` tells what is, after so many."""
+        self._standing = None
         turns = self.scheduler.leap(columns)
         for submitted, step, ticket in zip(self._fifo, self.scheduler.in_flight, in_flight(turns), strict=True):
             submitted.plan, submitted.ticket = step.plan, ticket
@@ -276,8 +279,11 @@ class EngineCore:
         return self.standing().explain(request_id)
 
     def standing(self) -> Standing:
-        """Where all of them stand, to ask about several."""
-        return Standing(self.scheduler, [event.request for event in self._events if isinstance(event, AddRequest)])
+        """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask about a long queue."""
+        if self._standing is None or self._standing[0] != len(self._events):
+            arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
+            self._standing = len(self._events), Standing(self.scheduler, arriving)
+        return self._standing[1]
 
     def stats(self) -> EngineStats:
         cache, roster = self.scheduler.cache, self.scheduler.roster

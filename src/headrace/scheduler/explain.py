@@ -25,7 +25,7 @@ from headrace.scheduler.step_budget import StepMeter
 from headrace.sequence import Sequence
 
 WaitKind = Literal["next_step", "batch", "result", "rows", "token_budget", "time", "blocks"]
-LOOKED_UP = 128  # of those that wait: how much of their prompts is cached; of the others one token is counted
+LOOKED_UP = 64  # of those that wait: how much of their prompts is cached; of the others one token is counted
 
 
 @dataclass(frozen=True, slots=True)
