@@ -11,6 +11,7 @@ What lives here: planting and running. What may not: the mutants (mutants.diff).
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -60,6 +61,7 @@ def plant(mutant: Mutant, tree: Path) -> str:
     path = tree / PRODUCT / mutant.file
     text = path.read_text(encoding="utf-8")
     assert mutant.occurrences(text) == 1, f"row {mutant.row}, {mutant.what}: its text does not stand once in {mutant.file}"
+    ast.parse(mutant.planted(text))  # else tests would turn red for nothing
     path.write_text(mutant.planted(text), encoding="utf-8")
     return text
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 
-import pytest
-
 from tests.reliability import mutants
-from tests.reliability.mutant_list import MUTANTS, Mutant
+from tests.reliability.mutant_list import MUTANTS
 from tests.reliability.register import ROWS, Status
 from tests.support.serving import ROOT
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{each.row}: {each.what}" for each in MUTANTS])
-def test_every_mutant_can_be_planted(mutant: Mutant) -> None:
-    """Its text stands once in the product, something changes, and what comes of it is Python."""
-    text = (ROOT / mutants.PRODUCT / mutant.file).read_text(encoding="utf-8")
-    assert mutant.occurrences(text) == 1, f"its text is {mutant.occurrences(text)} times in {mutant.file}: follow the product"
-    assert mutant.planted(text) != text
-    ast.parse(mutant.planted(text))
+def test_every_mutant_can_be_planted() -> None:
+    """Its text stands once in the product: who changes that text changes the mutant."""
+    sources = {file: (ROOT / mutants.PRODUCT / file).read_text(encoding="utf-8") for file in {each.file for each in MUTANTS}}
+    assert not [each for each in MUTANTS if each.occurrences(sources[each.file]) != 1 or each.old == each.new]
 
 
 def test_every_row_has_two_and_each_names_tests_of_its_row() -> None:
