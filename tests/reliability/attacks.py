@@ -196,7 +196,7 @@ ATTACKS = (
     Attack("truncated-text", one(COMPLETIONS, {"prompt": "word " * 4_400_000, "max_tokens": 1, "truncate_prompt_tokens": 10}, (200, 400))),
     Attack("long-text", one(COMPLETIONS, {"prompt": "word " * 76_000, "max_tokens": 1}, (200, 400))),
     Attack("echo", one(COMPLETIONS, _echoed(), (200, 400)), QUICK),
-    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=32), 25, 5.0, 0.5), QUICK),
+    Attack("echo-unread", unread(COMPLETIONS, _echoed(n=8), 40, 5.0, 0.4), QUICK),
     Attack("allowed-ids", unread(COMPLETIONS, _allowed(), 150, 30.0), QUICK),
     Attack("many-scores", one("/v1/chat/completions", {
         "messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 100, "ignore_eos": True,

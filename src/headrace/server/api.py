@@ -6,6 +6,7 @@ What may not: HTTP mechanics (app.py, exchange.py), generation (generate.py).
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.errors import InvalidRequest, NotFound
 from headrace.sampling_params import check_token_ids
 from headrace.server import answer_schemas as answers
 from headrace.server import anthropic, dashboard, fields, generate, operation, pages, requests, responses
+from headrace.server.budget import TOKEN_BYTES
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import CONTENT_TYPE
 from headrace.server.openapi import document
@@ -20,6 +22,7 @@ from headrace.server.process_metrics import render_process
 from headrace.server.protocol import parse_detokenize, parse_tokenize
 from headrace.server.route import Route
 from headrace.server.service import Service
+from headrace.server.wire import encode_list, encode_object
 
 
 async def health(service: Service, exchange: Exchange) -> None:
@@ -78,9 +81,10 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
             parsed = await generate.encode_prompt(service, exchange, parsed.text or "", True)
     else:
         parsed = await generate.encode_prompt(service, exchange, request.prompt or "", request.add_special_tokens)
-    ids = list(parsed.token_ids or ())
-    strings = [engine.tokenizer.token_text(i) for i in ids] if request.return_token_strs and engine.tokenizer is not None else None
-    await exchange.reply_json({"count": len(ids), "max_model_len": engine.info.max_sequence_tokens, "tokens": ids, "token_strs": strings})
+    ids, tokenizer = parsed.token_ids or array("i"), engine.tokenizer if request.return_token_strs else None
+    strings = None if tokenizer is None else encode_list(map(tokenizer.token_text, ids))
+    shown = {"count": len(ids), "max_model_len": engine.info.max_sequence_tokens, "tokens": encode_list(ids), "token_strs": strings}
+    await exchange.reply_pieces(await service.threads.run(TOKEN_BYTES * len(ids), lambda: list(encode_object(shown)), exchange.tenant))
 
 
 async def detokenize(service: Service, exchange: Exchange) -> None:
