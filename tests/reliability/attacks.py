@@ -188,6 +188,7 @@ class Attack:
 
 
 COMPLETIONS = "/v1/completions"
+MASKED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "160")
 HASHED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "64", "--max-queue", "64", "--scheduling-policy", "fair")
 QUICK = ("--executor", "keyed-hash", "--max-model-len", "4096")  # where the bundled model would be what others wait for
 ATTACKS = (
@@ -203,8 +204,9 @@ ATTACKS = (
     }, (200,)), QUICK),
     Attack("many-messages", fair.crowd(fair.CHAT, fair.talk(10_000), 16, 15.0), asks=fair.TALK),
     Attack("many-messages-key", fair.crowd(fair.CHAT, fair.talk(2_000), 64, 15.0, fair.HOG), fair.TWO_KEYS, fair.POLITE, fair.TALK),
-    Attack("mask-rows", fair.crowd(COMPLETIONS, fair.many_rows(128), 1, 15.0)),
-    Attack("grammar-bombs", fair.crowd(COMPLETIONS, fair.bomb, 16, 15.0), asks=fair.NEW_SCHEMA),
+    Attack("mask-rows", fair.crowd(COMPLETIONS, fair.many_rows(128), 1, 15.0), MASKED),
+    Attack("grammar-bombs", fair.crowd(COMPLETIONS, fair.bomb, 16, 15.0), MASKED, asks=fair.NEW_SCHEMA),
+    Attack("grammar-heavy", fair.crowd(COMPLETIONS, fair.heavy, 16, 15.0), MASKED, asks=fair.NEW_SCHEMA),
     Attack("queue-hog", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG), (*HASHED, *fair.TWO_KEYS), fair.POLITE, fair.TALK),
     Attack(
         "queue-hog-two", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG),

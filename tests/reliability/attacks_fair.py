@@ -74,5 +74,11 @@ def many_rows(n: int, tokens: int = 60) -> Callable[[int], Any]:
 
 
 def bomb(number: int) -> Any:
-    """Takes all the time that the trial of a grammar gets; each another."""
-    return {"prompt": [9], "max_tokens": 4, "structured_outputs": {"regex": f"(a|b)*a(a|b){{{2000 + number}}}c{number}"}}
+    """Takes nearly all the time that the trial of a grammar gets, and is refused; each another."""
+    branches = {"anyOf": [{"properties": {f"z{place}": {} for place in range(30)}}] * 10}
+    return {"prompt": [9], "structured_outputs": {"json": {"type": "object", "properties": {f"k{number}_{place}": branches for place in range(60)}}}}
+
+
+def heavy(number: int) -> Any:
+    """Takes a second to try out, and as long to compile for the model; each another."""
+    return {"prompt": [9], "max_tokens": 4, "structured_outputs": {"choice": [f"v{number} {place}" for place in range(90_000)]}}

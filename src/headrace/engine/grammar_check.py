@@ -24,6 +24,7 @@ from headrace.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
 QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in a lane of its own, where it holds up nobody but its like
+_LARGE = 32 * 1024  # characters, that are never quick
 _MOST_WAITING = 64  # trials of one tenant
 MAX_VERDICTS = 16384  # remembered, some hundred bytes each
 _PARAM = "structured_outputs"
@@ -63,8 +64,8 @@ class GrammarCheck:
     async def require_soon(self, wanted: StructuredOutputs, tenant: str = "") -> None:
         """``require`` beside the event loop; afterwards it answers at once. Raises Overloaded, too."""
         if self._verdict(wanted) is None:
-            quick = min(QUICK_SECONDS, self._seconds)
-            if await self._quick.run(partial(self._try_out, wanted, quick), tenant) is None:
+            quick = partial(self._try_out, wanted, min(QUICK_SECONDS, self._seconds))
+            if _characters(wanted) > _LARGE or await self._quick.run(quick, tenant) is None:
                 await self._slow.run(partial(self._try_out, wanted, self._seconds), tenant)
         self.require(wanted)
 
@@ -108,6 +109,10 @@ class GrammarCheck:
         if ended_by == signal.SIGSEGV:
             return "it is nested too deeply to compile"
         return "it takes too much memory to compile"
+
+
+def _characters(wanted: StructuredOutputs) -> int:
+    return sum(len(text) for text in (wanted.json, wanted.regex, wanted.grammar, wanted.preface, *wanted.choice) if text is not None)
 
 
 def _digest(wanted: StructuredOutputs) -> bytes:

@@ -55,10 +55,10 @@ class _Asked:
                     f"There is no response {request.previous[:100]!r} of yours, or it is not kept any more; send the whole conversation as input.",
                     param="previous_response_id", code="previous_response_not_found",
                 )  # fmt: skip
-            request = await self._service.threads.run(found.size, lambda: request.after(_conversation(found)))
+            request = await self._service.threads.run(found.size, lambda: request.after(_conversation(found)), self._exchange.tenant)
         if request.store:
             items = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in request.items]
-            self._items = await self._service.threads.run(sum(map(_length, request.messages)), lambda: encode(items))
+            self._items = await self._service.threads.run(sum(map(_length, request.messages)), lambda: encode(items), self._exchange.tenant)
         return request
 
     def create_answer(
