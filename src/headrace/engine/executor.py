@@ -133,9 +133,9 @@ class KeyedHashExecutor:
     def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
         assert isinstance(ticket, _HashTicket)
         if ticket.unsampled is not None and not self._broken:
-            words = array("I", masks.words)
-            starts = range(0, len(words), max(1, masks.words_each))
-            allowed = {j: words[start : start + masks.words_each] for j, start in zip(masks.samples, starts, strict=True)}
+            size = 4 * masks.words_each
+            rows = (masks.words[size * place : size * (place + 1)] for place in range(len(masks.samples)))
+            allowed = {j: int.from_bytes(row, "little") & ((1 << self.info.vocab_size) - 1) for j, row in zip(masks.samples, rows, strict=True)}
             ticket.result = self._sample(*ticket.unsampled, allowed)
         ticket.unsampled = None
 
@@ -197,7 +197,7 @@ class KeyedHashExecutor:
                     f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
                 )
 
-    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
+    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, int]) -> StepResult:
         vocab = self.info.vocab_size
         tokens: list[tuple[int, ...]] = []
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -205,14 +205,15 @@ class KeyedHashExecutor:
         for j, (work, target) in enumerate(zip(plan.sample_work, plan.sample_rows, strict=True)):
             row = self._rows[target]
             salt = row.new.seed if row.new.params.n > 1 else 0  # siblings differ, everything else depends on the context alone
-            choices = [token for token in range(vocab) if allowed[j][token >> 5] >> (token & 31) & 1] if j in allowed else range(vocab)
+            count = allowed[j].bit_count() if j in allowed else vocab
             position = plan.starts[work] + plan.counts[work]
-            if not choices:
+            if not count:
                 tokens.append(())
                 errors[j] = "no token is allowed"
                 row.token_ids[position:] = array("i", (0,))  # the step behind, if it is there already, finds some token
                 continue
-            token = choices[_mix(heads[work] ^ salt, 0x70C) % len(choices)]
+            drawn = _mix(heads[work] ^ salt, 0x70C) % count
+            token = _set_bit(allowed[j], drawn, vocab) if j in allowed else drawn
             row.token_ids[position:] = array("i", (token,))
             tokens.append((token,))
             if row.new.params.logprobs is not None:
@@ -230,6 +231,19 @@ class KeyedHashExecutor:
         start, end = plan.starts[index], plan.starts[index] + plan.counts[index]
         k = row.new.params.prompt_logprobs or 0
         return tuple(self._logprobs(token, k) for token in row.token_ids[start + 1 : min(end + 1, row.new.num_prompt_tokens)])
+
+
+def _set_bit(bits: int, number: int, width: int) -> int:
+    """Where the so many-th of the set bits is."""
+    place = 0
+    while width > 1:
+        half = width // 2
+        low = bits & ((1 << half) - 1)
+        if number < low.bit_count():
+            bits, width = low, half
+        else:
+            bits, width, place, number = bits >> half, width - half, place + half, number - low.bit_count()
+    return place
 
 
 def keyed_hash_info(
