@@ -18,7 +18,7 @@ import pytest
 
 from headrace.server.access_log import AccessLog
 from headrace.server.exchange import Exchange
-from tests.support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
+from tests.support.serving import FAKE, Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
 
 HOST = b"Host: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\n"
@@ -251,6 +251,19 @@ def test_a_server_with_few_descriptors_goes_on() -> None:
                     break
             assert time.monotonic() < deadline
     resource.setrlimit(resource.RLIMIT_NOFILE, server_limit)
+
+
+def test_idle_connections_beyond_the_descriptors_hold_up_nobody() -> None:
+    """The limit is there before the start; accepting a crowd must not use up what the connections that give way still hold."""
+    command = ("bash", "-c", 'ulimit -n 256; exec "$0" "$@"', *FAKE)
+    with serving("--token-seconds", "0", command=command) as server, contextlib.ExitStack() as idle:
+        for _ in range(3):
+            for _ in range(250):
+                idle.enter_context(server.raw())
+            begun = time.perf_counter()
+            assert server.ask("POST", "/v1/completions", json.loads(BODY)).status == 200
+            assert time.perf_counter() - begun < 1.0
+        assert not [line for line in server.lines if "accepted" in line]
 
 
 def test_floods_of_refusals_become_a_count_and_probes_are_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ def server() -> Iterator[Server]:
 
 
 def answers(data: bytes) -> list[int]:
-    return [int(part[:3]) for part in data.split(b"HTTP/1.1 ")[1:] if not part.startswith(b"100")]
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", data) if status != b"100"]
 
 
 def ends(sock: socket.socket) -> bytes:
@@ -113,7 +114,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Content-Type: application
 EARLY = {
     "too large": (POST + b"Content-Length: 30000000\r\n\r\n", 30_000_000, 413),
     "headers": (b"GET /health HTTP/1.1\r\n" + HOST + b"X: ", 5_000_000, 431),
-    "not HTTP": (b"\x16\x03\x01 GET / HTTP/9.9\r\n", 5_000_000, 400),  # or 431
+    "not HTTP": (b"\x16\x03\x01 GET / HTTP/9.9\r\n", 5_000_000, 400),  # or 431, where more has come by then
     "no route": (b"POST /nowhere HTTP/1.1\r\n" + HOST + b"Connection: close\r\nContent-Length: 5000000\r\n\r\n", 5_000_000, 404),
 }
 

@@ -21,7 +21,7 @@ LEAVE_SECONDS = 0.001  # then it takes one, and twice as many each time that nob
 HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
 MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
 SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
-FULL_SECONDS = 1.0  # without descriptors or memory: until some are free again
+FULL_SECONDS = 0.1  # without descriptors or memory: until some are free again
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 log = logging.getLogger("headrace.server")
@@ -84,7 +84,8 @@ class Acceptor:
 
     def _take(self, count: int) -> bool:
         """False where there is no room for a connection: it waits in the kernel."""
-        for _ in range(count):
+        under_way = 0 if self._tls else len(self._tasks)  # those hold descriptors, too, and nobody has given way to them yet
+        for _ in range(min(count, AT_ONCE - under_way)):
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -15,7 +15,7 @@ from typing import Protocol
 from headrace.server.ledger import Page
 
 MAX_CONNECTIONS = 4096
-_OTHER_FILES = 64  # descriptors for everything that is no client
+_OTHER_FILES = 128  # descriptors for what is no client, for a turn's new connections, and for those that give way to them
 _FEWEST = 16
 _TURNED_AWAY = 16  # of those who found no room, that may stay until they have read it
 
