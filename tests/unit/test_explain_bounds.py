@@ -19,6 +19,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.outlook import RECENT, outlook, pace_of
 from headrace.metrics import StepRecorder
 from headrace.request import Request, SequenceStatus
+from headrace.sampling_params import Expectations
 from tests.support.hash_engine import request
 from tests.support.modelled import machine
 
@@ -144,6 +145,7 @@ CASES = {
     "priority": _by("priority", priority=lambda draw: draw.randint(0, 2)),
     "fair": _by("fair", tenant=lambda draw: draw.choice("aab")),
     "qoe": _by("qoe"),
+    "deadline": _by("deadline", expects=Expectations(ttft=60.0, tpot=60.0)),
     "shortest": _by("shortest-remaining"),
 }  # fmt: skip
 
