@@ -44,7 +44,7 @@ def test_a_storm_of_preemptions_passes() -> None:
 
 
 def test_a_storm_without_progress_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_plan_running", lambda self, plan: self.roster.running and self.roster.preempt_last())
+    monkeypatch.setattr(Planner, "_plan_running", lambda self, *given: self.roster.running and self.roster.preempt_last())
     with pytest.raises(AssertionError):
         checks_core.preemption_storm(40)
 

@@ -77,7 +77,7 @@ def test_a_seed_replays_byte_for_byte_in_another_process() -> None:
 
 def test_a_run_that_depends_on_more_than_its_seed_does_not_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     moods, fill = random.Random(), Planner.fill
-    monkeypatch.setattr(Planner, "fill", lambda self, plan, now, idle: fill(self, plan, now, idle=idle) if moods.random() < 0.8 else None)
+    monkeypatch.setattr(Planner, "fill", lambda self, *given, **more: fill(self, *given, **more) if moods.random() < 0.8 else None)
     monkeypatch.setattr("tests.support.simulation.life.Life._turn", lambda self: self.take_turn(self.core.step()))
     with pytest.raises(AssertionError, match="does not replay"):
         for seed in range(5):
