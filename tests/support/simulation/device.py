@@ -89,7 +89,7 @@ class Device(KeyedHashExecutor):
         self.collected: StepPlan | None = None  # the last one
         self.result: StepResult | None = None  # its result
         self._accounts: dict[int, _Account] = {}  # by row
-        self._only: dict[int, array[int]] = {}  # row → what it said that its tokens may be
+        self._only: dict[int, int] = {}  # row → what it said that its tokens may be
 
     @property
     def broken(self) -> bool:
@@ -146,7 +146,7 @@ class Device(KeyedHashExecutor):
             self._accounts[new.row] = _Account([[] for _ in self._specs], self._key)
             self._only.pop(new.row, None)
             if new.params.allowed_token_ids is not None:
-                self._only[new.row] = array("I", sum(1 << token for token in new.params.allowed_token_ids).to_bytes(VOCAB // 8, "little"))
+                self._only[new.row] = sum(1 << token for token in new.params.allowed_token_ids)
         super()._apply(plan)
         for group, target in zip(plan.copy_group, plan.copy_target, strict=True):
             self.written[group].add(target)
@@ -214,7 +214,7 @@ class Device(KeyedHashExecutor):
             seen.append((first, blocks))
         return seen
 
-    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, array[int]]) -> StepResult:
+    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, int]) -> StepResult:
         """Beside grammars, a request may have said what its tokens may be."""
         if self._only:
             allowed = {**allowed, **{j: self._only[row] for j, row in enumerate(plan.sample_rows) if row in self._only}}
