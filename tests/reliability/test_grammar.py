@@ -33,7 +33,7 @@ def test_a_verdict_that_keeps_too_much_is_noticed() -> None:
     defect = """
         from headrace.engine.grammar_check import GrammarCheck
         verdict = GrammarCheck._try_out
-        GrammarCheck._try_out = lambda self, wanted: kept.append(b"x" * 2**20) or verdict(self, wanted)
+        GrammarCheck._try_out = lambda self, *asked: kept.append(b"x" * 2**20) or verdict(self, *asked)
         kept = []
     """
     with pytest.raises(AssertionError, match="processes have grown"):
