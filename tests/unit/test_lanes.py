@@ -98,3 +98,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"enum": lis
 def test_whatever_a_conversation_has_much_of_makes_it_large(messages: list[dict[str, object]], tools: list[dict[str, object]] | None) -> None:
     assert weight(messages, tools) > _LARGE_BYTES
     assert weight([{"role": "user", "content": "a"}] * 20, [TOOL]) < _LARGE_BYTES // 16
+
+
+def test_where_no_thread_starts_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def all_of_them() -> list[object]:
+        lane = Lane(1, "lane")
+        monkeypatch.setattr(lane._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        asked = [lane.run(lambda: 1, tenant) for tenant in ("a", "b", "b")]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+
+    assert all(isinstance(each, MemoryError) for each in asyncio.run(all_of_them()))

@@ -26,12 +26,16 @@ class Lane:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # whose turn it is stands first
 
     async def run(self, work: Callable[[], Result], tenant: str = "") -> Result:
-        """``work()`` in a thread; dropped if the caller is cancelled before it began. Raises Overloaded."""
+        """``work()`` in a thread; dropped if the caller is cancelled before it began. Raises Overloaded, and MemoryError where no thread starts."""
         if self._free:
             self._free -= 1
         else:
             await self._turn(tenant)
-        running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except RuntimeError as error:  # its place is the next one's
+            self._call()
+            raise MemoryError("no thread can be started") from error
         running.add_done_callback(self._go_on)
         return await asyncio.shield(running)  # a thread works on when its caller has left: its place is taken until it ends
 
