@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace import techniques
-from headrace.config import ServerConfig, field_types
-from headrace.flags import ENGINE_PARTS, config_fields
-from headrace.foreign_flags import ELSEWHERE
-from headrace.server import fields
+from headrace.config import ENGINE_PARTS, ServerConfig, field_types
+from headrace.flags import config_fields, elsewhere
+from headrace.server.dialects.chat import ChatBody
+from headrace.server.dialects.completions import CompletionBody
+from headrace.server.dialects.messages import CountBody, MessagesBody
+from headrace.server.dialects.responses_body import ResponsesBody
+from headrace.server.dialects.tokens import DetokenizeBody, TokenizeBody
+from headrace.server.openapi import NO_MEANING, body_schemas
+from headrace.server.protocol.body import Refused
 
 DOCS = Path(__file__).parent
 
@@ -121,7 +126,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def _elsewhere() -> str:
-    rows = "\n".join(f"| `{flag}` | {sentence} |" for flag, sentence in sorted(ELSEWHERE.items()))
+    rows = "\n".join(f"| `{flag}` | {sentence} |" for flag, sentence in sorted(elsewhere("flags").items()))
     head = "## Flags of other engines\n\nThese are known and answered with a sentence instead of \"unknown flag\":\n\n"
     return f"{head}| flag | answer |\n|---|---|\n{rows}\n"
 
@@ -140,52 +145,65 @@ def _technique(item: techniques.Technique) -> Iterator[str]:
     yield f"- **Measure it:** `{item.ablate}`\n"
 
 
-_Table = tuple[fields.Field, ...]
+_Entry = dict[str, Any] | Refused  # the schema of a field that is taken
+_Table = dict[str, _Entry]
 
 
 def request_fields() -> str:
     """What several routes share stands once, under all their names."""
+    schemas, _ = body_schemas((ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody))
+    tables = {kind: {**schema["properties"], **kind.refused} for kind, schema in schemas.items()}
     chat, completions = "POST /v1/chat/completions", "POST /v1/completions"
-    generating = (fields.CHAT, fields.COMPLETION, fields.RESPONSES, fields.MESSAGES)
-    every = tuple(each for each in generating[0] if all(each in table for table in generating))
-    older = _without(tuple(each for each in fields.CHAT if each in fields.COMPLETION), every)
+    every = _shared(*(tables[kind] for kind in (ChatBody, CompletionBody, ResponsesBody, MessagesBody)))
+    older = _without(_shared(tables[ChatBody], tables[CompletionBody]), every)
     parts = {
         "Every route that generates": every,
         f"{chat} and {completions}": older,
-        chat: _without(fields.CHAT, every, older),
-        completions: _without(fields.COMPLETION, every, older),
-        "POST /v1/responses": _without(fields.RESPONSES, every),
-        "POST /v1/messages": _without(fields.MESSAGES, every),
-        "POST /v1/messages/count_tokens": fields.COUNT_TOKENS,
-        "POST /tokenize": fields.TOKENIZE,
-        "POST /detokenize": fields.DETOKENIZE,
+        chat: _without(tables[ChatBody], every, older),
+        completions: _without(tables[CompletionBody], every, older),
+        "POST /v1/responses": _without(tables[ResponsesBody], every),
+        "POST /v1/messages": _without(tables[MessagesBody], every),
+        "POST /v1/messages/count_tokens": tables[CountBody],
+        "POST /tokenize": tables[TokenizeBody],
+        "POST /detokenize": tables[DetokenizeBody],
     }
     return REQUEST_FIELDS + "\n".join(_route(name, table) for name, table in parts.items())
 
 
+def _shared(first: _Table, *others: _Table) -> _Table:
+    return {name: entry for name, entry in first.items() if all(other.get(name) == entry for other in others)}
+
+
 def _without(table: _Table, *others: _Table) -> _Table:
-    return tuple(each for each in table if not any(each in other for other in others))
+    return {name: entry for name, entry in table.items() if not any(name in other for other in others)}
 
 
 def _route(name: str, table: _Table) -> str:
-    taken = [each for each in table if each.use in (fields.Use.SAMPLING, fields.Use.OPTION)]
-    labels = ", ".join(f"`{each.name}`" for each in table if each.use is fields.Use.LABEL)
-    refused = [each for each in table if each.use is fields.Use.REFUSED]
+    refused = {name: entry for name, entry in table.items() if isinstance(entry, Refused)}
+    known = {name: entry for name, entry in table.items() if isinstance(entry, dict)}
+    labels = ", ".join(f"`{name}`" for name, entry in known.items() if entry["description"] == NO_MEANING)
     text = f"## {name}\n\n| field | type | meaning |\n|---|---|---|\n"
-    text += "".join(f"| `{each.name}` | {_json_type(each)} | {each.help} |\n" for each in taken)
+    for name, entry in known.items():
+        if entry["description"] != NO_MEANING:
+            text += f"| `{name}` | {' or '.join(dict.fromkeys(_json_types(entry)))} | {entry['description']} |\n"
     text += f"\nAccepted, and changing nothing in the answer: {labels}.\n" if labels else ""
     if refused:
         text += "\n| refused | unless | instead |\n|---|---|---|\n"
-        text += "".join(f"| `{each.name}` | {_neutral(each)} | {each.help} |\n" for each in refused)
+        text += "".join(f"| `{name}` | {_neutral(entry)} | {entry.instead} |\n" for name, entry in refused.items())
     return text
 
 
-def _json_type(of: fields.Field) -> str:
-    return of.schema if isinstance(of.schema, str) else " or ".join(of.schema)
+def _json_types(schema: dict[str, Any]) -> Iterator[str]:
+    """But for null, which says the same everywhere."""
+    for branch in schema.get("anyOf", ()):
+        yield from _json_types(branch)
+    if "anyOf" not in schema:
+        kind = "object" if "$ref" in schema else "string" if "enum" in schema else schema["type"]
+        yield from (kind,) if kind != "null" else ()
 
 
-def _neutral(of: fields.Field) -> str:
-    return ", ".join(f"`{json.dumps(value)}`" for value in of.neutral)
+def _neutral(of: Refused) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in of.unless)
 
 
 PAGES = {"configuration.md": configuration, "techniques.md": technique_page, "request-fields.md": request_fields}

@@ -79,10 +79,10 @@ def _http_api(described: Mapping[str, Any]) -> Iterator[str]:
     failures = {status: each for _, operation in operations for status, each in operation["responses"].items() if status != "200"}
     yield from _table(("status", "when"), [(_status(status), each["description"]) for status, each in sorted(failures.items())])
     for name, operation in operations:
-        yield from _operation(name, operation)
+        yield from _operation(name, operation, described["components"]["schemas"])
 
 
-def _operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
+def _operation(name: str, operation: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n## {name}\n\n{operation['summary'].capitalize()}.\n"
     if parameters := operation.get("parameters"):
         yield from _table(("parameter", "in", "type"), [(f"`{each['name']}`", each["in"], _said(each["schema"])) for each in parameters])
@@ -96,17 +96,19 @@ def _operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
         yield f"\n```json\n{json.dumps(content['example'], indent=2, ensure_ascii=False)}\n```\n"
     for kind, content in operation["responses"].get("200", {}).get("content", {}).items():
         yield f"\n**Answer**, `{kind}`{': ' + content['schema']['description'] if 'description' in content['schema'] else ''}\n"
-        if rows := list(_fields(content["schema"])):
+        if rows := list(_fields(content["schema"], parts)):
             yield from _table(("field", "type"), rows)
     yield f"\n**Failures**: {', '.join(status for status in operation['responses'] if status != '200')}.\n"
 
 
-def _fields(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Name and type of each field, those of objects within by dotted names."""
+def _fields(schema: Mapping[str, Any], parts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Name and type of each field, those of objects within by dotted names. ``parts``: the document's schemas."""
+    schema = parts[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     for name, field in schema.get("properties", {}).items():
         yield f"`{prefix}{name}`", _said(field)
-        inner = field.get("items", field)
-        yield from _fields(inner, f"{prefix}{name}{'[]' if 'items' in field else ''}.")
+        held = next((each for each in field.get("anyOf", ()) if each != {"type": "null"}), field)
+        inner = held.get("items", held)
+        yield from _fields(inner, parts, f"{prefix}{name}{'[]' if 'items' in held else ''}.")
 
 
 def _said(schema: Mapping[str, Any]) -> str:
@@ -115,7 +117,7 @@ def _said(schema: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_said(each) for each in choices if each != {"type": "null"}))
     if "const" in schema or "enum" in schema:
         return " or ".join(f"`{json.dumps(each)}`" for each in schema.get("enum", [schema.get("const")]))
-    kind = schema.get("type", "any value")
+    kind = schema.get("type", "object" if "$ref" in schema else "any value")
     kind = " or ".join(kind) if isinstance(kind, list) else kind
     if kind == "array":
         return f"list of {_said(schema.get('items', {}))}"

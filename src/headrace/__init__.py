@@ -13,38 +13,24 @@ if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
     from headrace.engine.llm import LLM
     from headrace.errors import HeadraceError
-    from headrace.request import CompletionOutput, Logprob, RequestOutput
+    from headrace.request import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from headrace.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CacheConfig",
-    "CompletionOutput",
-    "DeviceConfig",
-    "EngineConfig",
-    "HeadraceError",
-    "Logprob",
-    "ModelConfig",
-    "RepetitionDetection",
-    "RequestOutput",
-    "SamplingParams",
-    "SchedulerConfig",
-    "ServerConfig",
-    "StructuredOutputs",
-    "__version__",
-]
 
 _HOMES = {
     "headrace.config": ("CacheConfig", "DeviceConfig", "EngineConfig", "ModelConfig", "SchedulerConfig", "ServerConfig"),
     "headrace.engine.client": ("AsyncLLM",),
     "headrace.engine.llm": ("LLM",),
     "headrace.errors": ("HeadraceError",),
-    "headrace.request": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "headrace.request": ("CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"),
     "headrace.sampling_params": ("RepetitionDetection", "SamplingParams", "StructuredOutputs"),
 }
+
+__all__ = [
+    "LLM", "AsyncLLM", "CacheConfig", "CompletionOutput", "DeviceConfig", "EngineConfig", "HeadraceError", "LoRARequest", "Logprob", "ModelConfig",
+    "RepetitionDetection", "RequestOutput", "SamplingParams", "SchedulerConfig", "ServerConfig", "StructuredOutputs", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from headrace.errors import ConfigError, HeadraceError
@@ -25,8 +25,9 @@ COMMANDS: dict[str, str] = {
     "serve": "answer the HTTP APIs of OpenAI and Anthropic",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts of a JSONL file or the command line",
+    "quantize": "a checkpoint in fewer bits: FP8, 8 or 4",
     "models": "what is in the hub's cache: list, pull, remove",
-    "bench": "measure throughput, latency, a server, start-up, kernels, techniques, policies, a rival",
+    "bench": "measure throughput, latency, a server, start-up, kernels, techniques",
     "simulate": "a workload's figures on a device that is not here",
     "doctor": "what was found on this machine, what was chosen and why",
     "techniques": "the mechanisms inside: source, switch, default",
@@ -61,9 +62,16 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0 fine, 1 an error that was explained in one line, 2 wrong usage (a flag or a setting)."""
+    return answer(_run, argv)
+
+
+def answer(run: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
+    """The status of ``run`` with these words, or with the process's; what goes wrong is explained."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        _set_up_logging("--debug" in words)
+        prepare_for_torch()
+        return run(words)
     except HeadraceError as error:
         return _explain(error, show_traceback="--debug" in words)
     except KeyboardInterrupt:
@@ -75,8 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    _set_up_logging("--debug" in words)
-    prepare_for_torch()
     chosen = next((word for word in words if not word.startswith("-")), None)
     module = _load(chosen) if chosen in COMMANDS else None
     args = create_parser(chosen, module).parse_args(words)

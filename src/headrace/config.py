@@ -6,13 +6,20 @@ What may not: torch, reading checkpoints, command-line parsing (flags.py), and a
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
+from headrace.spec import KV_FORMATS, KVFormat
+
+Config = TypeVar("Config")
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -45,6 +52,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32", "f32": "float32"}
 
 
+QUANTIZATIONS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "gguf")
+QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model, in which precision."""
@@ -57,7 +68,10 @@ class ModelConfig:
     )
     load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "gguf", "dummy"))
     max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=2)
-    quantization: str | None = option(None, "weight format; none is supported yet", choices=())
+    quantization: str | None = option(
+        None, "how weights are quantised: as the checkpoint says; none widens them while they are read", choices=("none", *QUANTIZATIONS),
+        aliases=QUANTIZATION_ALIASES,
+    )  # fmt: skip
     chat_template: str | None = option(None, "Jinja template: a file or the text itself")
     special_tokens_in_messages: bool = option(
         False, "on: the text of a special token in a message, tool or document is that token, as it is in /v1/completions; off: plain text"
@@ -84,7 +98,10 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
     num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
-    kv_cache_dtype: str = option("auto", "precision of the KV cache: the model's, so far", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES)
+    kv_cache_dtype: str = option(
+        "auto", "precision of the KV cache: auto (the model's), 8 or 4 bits", choices=("auto", *DTYPES, *KV_FORMATS),
+        aliases=DTYPE_ALIASES | {"fp8": "fp8_e4m3"}, technique="quantized_kv", on="int8", off="auto",
+    )  # fmt: skip
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", technique=True)
     paged_allocation: bool = switch(True, "off: reserve a sequence's longest length at admission")
     kv_caching: bool = switch(True, "off: recompute every token of a sequence at every step")
@@ -93,6 +110,18 @@ class CacheConfig:
         check_fields(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; give a share above 0 and up to 1.")
+
+
+def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | None:
+    """What ``kv_cache_dtype`` is for a model that computes in ``dtype``; None: that. Raises ConfigError."""
+    if requested in ("auto", dtype):
+        return None
+    if (found := KV_FORMATS.get(requested)) is None:
+        narrow = ", ".join(KV_FORMATS)
+        raise ConfigError(f"--kv-cache-dtype is {requested}, but the model computes in {dtype}; leave it at auto, or choose one of {narrow}.")
+    if (problem := found.problem(head_dim)) is not None:
+        raise ConfigError(f"--kv-cache-dtype {requested} does not fit this model: {problem}; int8 does.")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +155,16 @@ class SchedulerConfig:
     tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
     chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
     continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
+    fast_forward: bool = switch(True, "off: of the tokens that a grammar forces, each is sampled in a step of its own")
+    speculative_config: str | None = option(
+        None, 'drafts, verified several at a time: {"method": "ngram"}, {"method": "suffix"} or {"model": "a draft model"}', metavar="JSON",
+        technique="speculation", on='{"method": "ngram"}', off=None,
+    )  # fmt: skip
     longest_first: bool = switch(True, "off: requests of one offline call begin in the order given, also where the lengths of all answers are known")
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_config, Mapping):
+            object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         check_fields(self)
         self._check_fair()
         self._check_reader()
@@ -215,8 +251,10 @@ class DeviceConfig:
     token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
     last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
     compressed_weights: bool = switch(False, "bfloat16 weights are held in 12 bits without loss, on a CPU with AVX-512 BF16")
+    integer_products: bool = switch(True, "off: a CPU that computes in bfloat16 or float16 rounds no inputs of weights in few bits to 8 bits")
     flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
     tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
+    quantized_gemm: bool = switch(True, "off: quantised weights are widened in every step on a GPU, and multiplied by torch")
     gated_products: bool = switch(True, "off: the activation behind gate and up of 65 rows and more is a kernel of its own")
     cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
     deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
@@ -238,6 +276,7 @@ class DeviceConfig:
 
 
 MAX_FRONT_ENDS = 64
+_PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,41 +321,29 @@ class ServerConfig:
         256 * 2**20, "what all answers and their requests' lists may take, beyond which large ones get 503", size=True, minimum=2**16
     )
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls; automatic by its chat template",
-        choices=(
-            "auto", "none", "hermes", "granite4", "ernie45", "qwen25", "mistral_args", "mistral", "deepseek_v3",
-            "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "qwen3_coder", "qwen3_xml", "step3p5", "mimo",
-            "seed_oss", "glm45", "glm47", "poolside_v1", "ling3", "minimax_m2", "muse_glimmer", "step3", "openai",
-            "gpt_oss", "functionary", "functionary_v31", "cohere_command3", "cohere_command4", "cohere", "command_r",
-            "nemotron_json", "nemotron", "jamba", "hunyuan_a13b", "apriel", "minimax", "phi4_mini", "granite",
-            "phi4_mini_json", "firefunction", "granite-20b-fc", "internlm", "longcat", "gigachat31", "gigachat3",
-            "apertus", "gemma4", "functiongemma", "lfm2", "olmo3", "pythonic", "llama4_pythonic", "llama3_json",
-            "llama4_json", "xlam",
-        ),
-    )  # fmt: skip
+        "auto", "how the model writes tool calls; automatic by its chat template", choices=tuple(_PARSERS["tool_call_parser"])
+    )
     reasoning_parser: str = option(
-        "auto", "how the model writes reasoning; automatic by its chat template",
-        choices=(
-            "auto", "none", "openai_gptoss", "gpt_oss", "muse_glimmer", "deepseek_r1", "step3", "ernie45",
-            "hunyuan_a13b", "qwen3", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "mimo",
-            "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3p5", "mistral", "seed_oss", "cohere_command3",
-            "cohere", "cohere_command4", "gemma4", "granite", "apertus", "apriel",
-        ),
-    )  # fmt: skip
+        "auto", "how the model writes reasoning; automatic by its chat template", choices=tuple(_PARSERS["reasoning_parser"])
+    )
     repetition_detection: bool = option(False, "end answers that loop, also where a request does not ask for it (it may say false)")
     moderation: str | None = option(None, "a Python function of yours that judges answers as they grow", metavar="MODULE:FUNCTION")
     moderation_words: str | None = option(None, "a file of words that end an answer, one a line", metavar="FILE")
     moderation_prompt: bool = option(False, "prompts are judged, too")
     moderation_timeout: float = option(5.0, "seconds that the function gets each time", minimum=0.01)
     shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
-    supervise: bool = option(False, "a parent process starts the server again when it dies")
+    supervise: bool = option(False, "a parent process starts engine and front ends again when they die")
     log_format: str = option("text", "log lines for people (text) or for collectors (json)", choices=("text", "json"))
     tenant_by: str = option(
-        "auto", "who is a tenant to --scheduling-policy fair: an API key, a request's user field, or (auto) keys where there are several",
-        choices=("auto", "key", "user"),
+        "auto", "who is a tenant to --scheduling-policy fair: an API key, a request's user field, its adapter, or (auto) keys if several",
+        choices=("auto", "key", "user", "adapter"),
     )  # fmt: skip
     prefix_sharing: str = option(
         "key", "cached prefixes are shared by the requests of one API key (key) or by all of them (all)", choices=("key", "all")
+    )
+
+    allow_runtime_lora_updating: bool = option(
+        False, "adapters may be loaded and unloaded by POST /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
 
     def __post_init__(self) -> None:
@@ -329,6 +356,62 @@ class ServerConfig:
             raise ConfigError(f"api_server_count is {self.api_server_count}; give 1 to {MAX_FRONT_ENDS}.")
 
 
+MOST_LORA_RANK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Fine-tunings of the model that are served beside it."""
+
+    enable_lora: bool = option(False, "requests may name LoRA adapters, which are served side by side", technique="lora")
+    lora_modules: tuple[str, ...] = option((), "adapters by name: PEFT's folders; turns --enable-lora on", metavar="NAME=PATH")
+    lora_dir: str | None = option(
+        None, "a folder of adapters, each known by its folder's name; turns --enable-lora on", metavar="FOLDER"
+    )
+    max_loras: int = option(8, "adapters that one step may compute with; memory for so many is set aside", minimum=1)
+    max_lora_rank: int = option(16, f"the largest rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
+    max_cpu_loras: int | None = option(None, "adapters in host memory; without it, four times --max-loras", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.max_lora_rank > MOST_LORA_RANK:
+            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}; give 1 to {MOST_LORA_RANK}.")
+        if self.most_held < self.max_loras:
+            raise ConfigError(f"max_cpu_loras is {self.most_held}, below max_loras, {self.max_loras}; give at least as many.")
+        if len(self.modules) < len(self.lora_modules):
+            raise ConfigError(f"lora_modules names an adapter twice ({', '.join(self.lora_modules)[:200]}); give each name once.")
+        if (self.lora_modules or self.lora_dir is not None) and not self.enable_lora:
+            object.__setattr__(self, "enable_lora", True)
+
+    @property
+    def slots(self) -> int:
+        """Of a device; 0: it serves no adapters."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
+    def most_held(self) -> int:
+        return self.max_cpu_loras or 4 * self.max_loras
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """``lora_modules`` read: folders by name. Raises ConfigError."""
+        return dict(map(_read_module, self.lora_modules))
+
+
+def _read_module(entry: str) -> tuple[str, str]:
+    name, _, path = entry.partition("=")
+    if not path:
+        raise ConfigError(f"lora_modules has {entry[:80]!r}; give NAME=PATH, like sql=/adapters/sql.")
+    return check_adapter_name(name), path
+
+
+def check_adapter_name(name: str) -> str:
+    """Raises ConfigError."""
+    if not 0 < len(name) <= 128 or name.startswith(".") or not all(each.isalnum() or each in "-_.:@" for each in name):
+        raise ConfigError(f"an adapter is called {name[:80]!r}; give 1 to 128 letters, digits and -_.:@, not beginning with a dot.")
+    return name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything below the server. What only the checkpoint and the device can tell is filled at start, each choice with its reason (a Decision)."""
@@ -337,6 +420,37 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+
+
+ENGINE_PARTS: Mapping[str, type] = {
+    "model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig,
+    "adapters": AdapterConfig,
+}  # fmt: skip
+
+
+def engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """From values by field name; what is no field of the engine's is left out."""
+    return EngineConfig(**{name: built(part, given) for name, part in ENGINE_PARTS.items()})
+
+
+def built(config_class: type[Config], given: Mapping[str, Any]) -> Config:
+    """An instance from those given values that are its fields; absent ones keep their defaults."""
+    kinds = field_types(config_class)
+    return config_class(**{name: _as_field(given[name], kind) for name, kind in kinds.items() if name in given})
+
+
+def _as_field(value: Any, kind: FieldType) -> Any:
+    """As people write it: one word for a list of one, a path for a text."""
+    if kind.many:
+        return (value,) if isinstance(value, str) else tuple(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def switches() -> dict[str, tuple[type, Field[Any]]]:
+    """Every switch by each of its spellings, with the part that has it."""
+    every = ((part, each) for part in ENGINE_PARTS.values() for each in fields(part) if each.metadata.get("technique"))
+    return {spelling: (part, each) for part, each in every for spelling in technique_spellings(each)}
 
 
 @dataclass(frozen=True, slots=True)

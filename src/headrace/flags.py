@@ -12,27 +12,16 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
-from headrace.config import (
-    CacheConfig,
-    DeviceConfig,
-    EngineConfig,
-    FieldType,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-    field_types,
-    technique_name,
-    technique_spellings,
-)
+from headrace import config
+from headrace.config import ENGINE_PARTS, EngineConfig, FieldType, ServerConfig, field_types, switches, technique_name
 from headrace.errors import ConfigError
-from headrace.foreign_flags import ELSEWHERE, OTHER_COMMANDS
-
-ENGINE_PARTS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}
 
 MANY_FLAGS = 16  # beyond these the usage line does not list them
 # What most people need of the configs' fields: --help shows these and a command's own flags, --help=all every one.
@@ -45,32 +34,26 @@ COMMON_FIELDS = frozenset(
 
 WORDS = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 # As vLLM reads them: small letters are decimal, capitals and ...iB are binary, ...B is decimal.
-_FACTORS = {"": 1, "b": 1, "B": 1} | {
-    spelling: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for spelling, base in (
-        (letter, 1000),
-        (letter.upper(), 1024),
-        (letter + "ib", 1024),
-        (letter.upper() + "iB", 1024),
-        (letter + "b", 1000),
-        (letter + "B", 1000),
-        (letter.upper() + "B", 1000),
-    )
-}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kmgtKMGT])(?P<binary>i)?(?P<bytes>[bB])?|[bB])?\s*")
 
-_Config = TypeVar("_Config")
+
+@cache
+def elsewhere(kind: Literal["commands", "flags"]) -> Mapping[str, str]:
+    """A sentence for each that people bring along from other engines, instead of "unknown"."""
+    found: Mapping[str, str] = tomllib.loads((Path(__file__).parent / "data" / "elsewhere.toml").read_text(encoding="utf-8"))[kind]
+    return found
 
 
 def parse_size(text: str) -> int:
     """A whole number with an optional unit: 4096, 32k (32,000), 32K (32,768), 20GiB, 1.5GB."""
     match = _SIZE.fullmatch(text)
-    factor = _FACTORS.get(match[2]) if match else None
-    if match is None or factor is None:
+    if match is None or (match["binary"] and not match["bytes"]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 4096, 32k, 2M or 20GiB")
-    value = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    number, unit = match["number"], match["unit"] or ""
+    base = 1024 if match["binary"] or (unit.isupper() and not match["bytes"]) else 1000
+    factor = base ** ("kmgt".index(unit.lower()) + 1 if unit else 0)
+    value = float(number) * factor if "." in number else int(number) * factor
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)
@@ -161,7 +144,7 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """A command that is none: the nearest, or what those who know it from elsewhere look for."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            remedy = OTHER_COMMANDS.get(value) if action.dest == "command" else None
+            remedy = elsewhere("commands").get(value) if action.dest == "command" else None
             near = near_match(value, action.choices) or f"; there are {', '.join(action.choices)}"
             self.error(f"there is no {action.metavar} {value!r}{f': {remedy}' if remedy else near}")
         super()._check_value(action, value)
@@ -178,8 +161,8 @@ class CommandParser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
             return f"unexpected argument {word!r}"
-        if flag in ELSEWHERE:
-            return f"{flag}: {ELSEWHERE[flag]}"
+        if sentence := elsewhere("flags").get(flag):
+            return f"{flag}: {sentence}"
         return f"unknown flag {flag}{near_match(flag, self.options())}"
 
     def _config_path(self, words: list[str]) -> str | None:
@@ -206,7 +189,7 @@ class CommandParser(argparse.ArgumentParser):
         flag = ("-" if len(key) < 3 else "--") + key.replace("_", "-")
         action = self.options().get(flag)
         if action is None or flag in ("--config", "--help"):
-            sentence = ELSEWHERE.get(flag)
+            sentence = elsewhere("flags").get(flag)
             self.error(f"{path}: {f'{key}: {sentence}' if sentence else f'unknown key {key!r}{near_match(key, self._keys())}'}")
         if flag == "--technique":
             yield from (f"{flag}={entry}" for entry in _technique_entries(value))
@@ -319,7 +302,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
                 _add_flag(group, each, field_types(part)[each.name])
     if isinstance(parser, CommandParser):
         parser.rare |= {each.name for part in parts for each in config_fields(part) if each.metadata.get("flag", True)} - COMMON_FIELDS
-    if technique_fields(parts):
+    if any(each.metadata.get("technique") for part in parts for each in config_fields(part)):
         parser.add_argument(
             "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
             help="switch a technique on or off, or give it a value; may be repeated (headrace techniques lists them)",
@@ -331,11 +314,6 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
 def config_fields(config_class: type) -> tuple[Field[Any], ...]:
     """The fields of a config class that users set."""
     return tuple(each for each in fields(config_class) if "help" in each.metadata)
-
-
-def technique_fields(parts: Iterable[type]) -> dict[str, tuple[type, Field[Any]]]:
-    """Every switch by its field's name."""
-    return {each.name: (part, each) for part in parts for each in config_fields(part) if each.metadata.get("technique")}
 
 
 def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
@@ -377,25 +355,18 @@ def _reader(of: Field[Any], kind: FieldType) -> Callable[[str], Any]:
 
 def technique_values(entries: Sequence[str]) -> dict[str, Any]:
     """``NAME=VALUE`` entries as field values; the last one of a name wins. Raises ConfigError for what is not a switch or not a value of it."""
-    known = technique_fields(ENGINE_PARTS.values())
-    values: dict[str, Any] = {}
+    known, values = switches(), dict[str, Any]()
     for entry in entries:
         name, equals, text = entry.partition("=")
         spelled = name.strip().replace("-", "_")
-        name = _technique_field(spelled, known)
+        if spelled not in known:
+            near = near_match(spelled, known)
+            raise ConfigError(f"--technique {spelled}: there is no such switch{near or '.'} `headrace techniques` lists them all.")
         if not equals or not text:
             raise ConfigError(f"--technique {entry}: write it as {spelled}=on, {spelled}=off or {spelled}=VALUE.")
-        part, of = known[name]
-        values[name] = _technique_value(of, field_types(part)[name], text.strip())
+        part, of = known[spelled]
+        values[of.name] = _technique_value(of, field_types(part)[of.name], text.strip())
     return values
-
-
-def _technique_field(name: str, known: Mapping[str, tuple[type, Field[Any]]]) -> str:
-    fields_by_spelling = {spelling: each for each, (_, of) in known.items() for spelling in technique_spellings(of)}
-    if name not in fields_by_spelling:
-        near = near_match(name, fields_by_spelling)
-        raise ConfigError(f"--technique {name}: there is no such switch{near or '.'} `headrace techniques` lists them all.")
-    return fields_by_spelling[name]
 
 
 def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
@@ -427,7 +398,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     for name, value in switched.items():
         if given.get(name, value) != value:
             raise ConfigError(f"--{name.replace('_', '-')} says {given[name]} and --technique says {value}; give one of them.")
-    return EngineConfig(**{name: _build(part, {**given, **switched}) for name, part in ENGINE_PARTS.items()})
+    return config.engine_config({**given, **switched})
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -436,18 +407,10 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     key = os.environ.get("HEADRACE_API_KEY")
     if key and not given.get("api_key"):
         given["api_key"] = (key,)
-    return _build(ServerConfig, given)
+    return config.built(ServerConfig, given)
 
 
 def _model_choice(positional: str | None, option: str | None) -> str | None:
     if positional is not None and option is not None and positional != option:
         raise ConfigError(f"MODEL is {positional!r} and --model is {option!r}; give one of them.")
     return positional if positional is not None else option
-
-
-def _build(config_class: type[_Config], given: Mapping[str, Any]) -> _Config:
-    """An instance from those given values that are its fields; absent ones keep their defaults."""
-    assert is_dataclass(config_class)
-    kinds = field_types(config_class)
-    names = [each.name for each in config_fields(config_class) if each.name in given]
-    return config_class(**{name: tuple(given[name]) if kinds[name].many else given[name] for name in names})

@@ -1,6 +1,7 @@
 """What Linux offers and other systems do not, and what is done without it.
 
-What lives here: small stand-ins, and the list of what is missing here. What may not: decisions of one room; processes (process_tree.py).
+What lives here: small stand-ins, and the list of what is missing here. What may not: decisions of one room; processes
+(processes/tree.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def open_cpus() -> list[int]:
 
 
 def shared_file(num_bytes: int) -> int:
-    """A descriptor of ``num_bytes`` zeros that processes can share, without a name. In memory, or in a file whose blocks are allocated
-    here: whoever writes to a page of one on a full disk is killed."""
+    """A descriptor of ``num_bytes`` zeros that processes can share, without a name. In memory, or in a file whose
+    blocks are allocated here: whoever writes to a page of one on a full disk is killed."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("headrace")
         os.ftruncate(fd, num_bytes)
@@ -46,7 +47,8 @@ def address_space() -> int | None:
 
 
 def limit(kind: int, value: int) -> bool:
-    """Lowers one of ``resource``'s limits, never above the hard one. False where the system does not take it (macOS: address space)."""
+    """Lowers one of ``resource``'s limits, never above the hard one. False where the system does not take it (macOS:
+    address space)."""
     _, hard = resource.getrlimit(kind)
     try:
         resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
@@ -63,7 +65,6 @@ def missing() -> list[str]:
         "free memory is taken to be what is installed, and what a process holds is not told": not told,
         "templates and grammars are bounded in time, not in memory": not told,
         "a process whose parent is killed ends within a second": not told,
-        "no --supervise": not hasattr(signal, "sigtimedwait"),
     }
     return [line for line, holds in lines.items() if holds]
 

@@ -13,23 +13,29 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams
 
+if TYPE_CHECKING:
+    TokenArray = array[int]
+else:
+    TokenArray = array  # what msgspec asks for when a request is sent
+
+NO_SLOT = -1  # of a row without an adapter
 REPETITION = "repetition"  # the stop_reason of an answer that ended in a loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One validated, tokenised request. ``request_id`` is the engine's own number, never the client's string.
+    """One validated, tokenised request, as it is sent to the engine, too. ``request_id`` is the engine's own number, never the client's string.
 
     ``prompt_token_ids`` is an ``array('i')``: compact, sliceable to bytes for the prefix tree. ``seed`` is resolved (64 bits).
     ``bad_word_ids`` are the token sequences of ``params.bad_words``.
     """
 
     request_id: int
-    prompt_token_ids: array[int]
+    prompt_token_ids: TokenArray
     params: SamplingParams
     seed: int = 0
     priority: int = 0  # lower goes first
@@ -40,6 +46,17 @@ class Request:
     explain: bool = False  # its steps are counted
     tenant: str = ""  # who asks, for policies that share out
     expects: Expectations = NO_EXPECTATIONS
+    grammar_seconds: float = 0.0  # that compiling its grammar took when it was tried out
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Which adapter a prompt is answered with, as vLLM's: by its name; ``lora_path``: PEFT's folder, where the engine does not
+    know the name yet. ``lora_int_id`` is of no use here."""
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
 
 
 class FinishReason(str, Enum):
@@ -61,7 +78,8 @@ class NewRow:
     seed: int  # of this sequence: differs between the n of one request
     stop_token_ids: tuple[int, ...]  # EOS and the request's own: masked while fewer than min_tokens are out
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    adapter: str | None = None
+    pool: tuple[str, str] = ("", "")  # tenant and salt: whose earlier answers may be looked up
+    adapter_slot: int = NO_SLOT
 
 
 def _nothing() -> array[int]:
@@ -72,11 +90,17 @@ def _nothing() -> array[int]:
 class StepPlan:
     """One step, as a delta on the workers' rows; all arrays are flat ``array('i')``, equal for every rank.
 
-    In this order a worker: drops rows, builds rows, applies block-table edits, copies blocks, computes, samples.
+    In this order a worker: brings ``adapters`` (slot, name) in, drops rows, builds rows, applies block-table edits, copies blocks, computes, samples.
+    A row that is built again without having been dropped keeps its block tables.
     ``rows[i]`` computes ``counts[i]`` tokens from position ``starts[i]``; a token id the scheduler does not know yet
     is taken from the worker's row, where the step that sampled it wrote it.
     ``sample_work[j]`` indexes ``rows``: the logits of that chunk's last token give one new token to row ``sample_rows[j]``
     (n > 1: one chunk, several rows).
+    ``sample_back``: how far before its chunk's last token each sample reads its logits; empty: all read the last one's.
+    ``drafts``: by chunk, how many of its tokens, the last ones, nobody has sampled: the worker proposes them (or fewer, and then the chunk is
+    as much shorter), and samples behind each as well as before the first. What it would have sampled anyway is accepted, up to the first
+    that differs. Where it is not empty, starts of chunks that sample are upper bounds: the worker knows the length that is true, and
+    shifts them. Empty: nothing is proposed, and no step in flight proposes anything.
     ``prompt_logprobs`` indexes ``rows``: chunks whose every position is scored.
     ``shared_tokens``: tokens of KV that block tables name, once for each table but the first: what reading them once can spare. None: not counted.
     ``masked`` indexes ``sample_rows``: what may be sampled there is known only once the step before is collected. Where it is not
@@ -98,9 +122,12 @@ class StepPlan:
     counts: array[int] = field(default_factory=_nothing)
     sample_work: array[int] = field(default_factory=_nothing)
     sample_rows: array[int] = field(default_factory=_nothing)
+    sample_back: array[int] = field(default_factory=_nothing)
+    drafts: array[int] = field(default_factory=_nothing)
     prompt_logprobs: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
     shared_tokens: int | None = None
+    adapters: tuple[tuple[int, str], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -140,13 +167,7 @@ class Singles(Seq[tuple[int, ...]]):
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return zip(self.column)
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[int, ...]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[tuple[int, ...]]: ...
-
-    def __getitem__(self, at: int | slice) -> tuple[int, ...] | list[tuple[int, ...]]:
+    def __getitem__(self, at: Any) -> Any:
         return list(zip(self.column[at])) if isinstance(at, slice) else (self.column[at],)
 
     def __eq__(self, other: object) -> bool:
@@ -162,7 +183,9 @@ def column_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with speculation)."""
+    """What one step produced. ``tokens[j]`` belongs to ``plan.sample_rows[j]``: 0 to k+1 ids (more than one only with speculation).
+
+    ``drafted[j]``: so many of them were proposed; empty: none anywhere."""
 
     step_id: int
     tokens: Seq[tuple[int, ...]]
@@ -175,6 +198,7 @@ class StepResult:
     graph_tokens: int = 0  # that a step with prompts was filled up to by the graph that computed it; 0: none did
     recorded_graph: bool = False  # a graph was recorded behind the step: host time that comes once
     lent_seconds: float = 0.0  # CPU time of the submitting thread that was the device's: computing inline, or spinning until it was done
+    drafted: Seq[int] = ()
 
 
 class SequenceStatus(Enum):
@@ -250,13 +274,7 @@ class TokenOutputs(Seq[SequenceOutput]):
     def __iter__(self) -> Iterator[SequenceOutput]:
         return map(SequenceOutput, self.request_ids, self.indices, self.tokens)
 
-    @overload
-    def __getitem__(self, at: int) -> SequenceOutput: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[SequenceOutput]: ...
-
-    def __getitem__(self, at: int | slice) -> SequenceOutput | list[SequenceOutput]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return list(self)[at]
         return SequenceOutput(self.request_ids[at], self.indices[at], self.tokens[at])

@@ -37,16 +37,29 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} is {shown(value)}; give an integer from {low} to {high}.", param=name)
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a number. ``open_low``: the lower one itself is not taken. ``optional``: None is."""
+
+    low: float
+    high: float
+    integer: bool = False
+    open_low: bool = False
+    optional: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises InvalidRequest."""
+        if value is None and self.optional:
+            return
+        fits = isinstance(value, int if self.integer else (int, float)) and not isinstance(value, bool)
+        if not fits or not self.low <= value <= self.high or (self.open_low and value == self.low):
+            kind, above = "an integer" if self.integer else "a number", f", above {self.low}" if self.open_low else ""
+            raise InvalidRequest(f"{name} is {shown(value)}; give {kind} from {self.low} to {self.high}{above}.", param=name)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or not low <= value <= high or (open_low and value == low):
-        above = f", above {low}" if open_low else ""
-        raise InvalidRequest(f"{name} is {shown(value)}; give a number from {low} to {high}{above}.", param=name)
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raises InvalidRequest."""
+    Bounds(low, high, integer=True).check(name, value)
 
 
 def _boolean(name: str, value: Any) -> None:
@@ -60,11 +73,11 @@ def _string_list(name: str, value: Any, max_items: int, max_length: int) -> None
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_length:
             raise InvalidRequest(f"{name} holds {shown(item)}; give non-empty strings of at most {max_length} characters.", param=name)
-        if _has_surrogate(item):
+        if has_surrogate(item):
             raise InvalidRequest(f"{name} holds {shown(item)}, a lone surrogate in it; give valid text.", param=name)
 
 
-def _has_surrogate(text: str) -> bool:
+def has_surrogate(text: str) -> bool:
     """It cannot be written as UTF-8."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
@@ -73,7 +86,7 @@ def _id_list(name: str, value: Any, max_items: int) -> None:
     if not isinstance(value, tuple) or len(value) > max_items:
         raise InvalidRequest(f"{name} must be a list of at most {max_items} token ids; shorten it.", param=name)
     for item in value:
-        _integer(name, item, 0, 2**31 - 1)
+        check_integer(name, item, 0, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +157,7 @@ class StructuredOutputs:
         if size > MAX_GRAMMAR_CHARACTERS:
             shorten = f"give at most {MAX_GRAMMAR_CHARACTERS}"
             raise InvalidRequest(f"structured_outputs.{name} has {size} characters; {shorten}.", param="structured_outputs")
-        if any(_has_surrogate(text) for text in texts if text is not None):
+        if any(has_surrogate(text) for text in texts if text is not None):
             raise InvalidRequest(f"structured_outputs.{name} holds a lone surrogate; send valid text.", param="structured_outputs")
 
 
@@ -169,10 +182,10 @@ class RepetitionDetection:
     min_tokens: int = 256
 
     def __post_init__(self) -> None:
-        _integer("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
-        _integer("repetition_detection.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
-        _integer("repetition_detection.min_count", self.min_count, 3, 2**20)
-        _integer("repetition_detection.min_tokens", self.min_tokens, 24, 2**31 - 1)
+        check_integer("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        check_integer("repetition_detection.min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        check_integer("repetition_detection.min_count", self.min_count, 3, 2**20)
+        check_integer("repetition_detection.min_tokens", self.min_tokens, 24, 2**31 - 1)
 
 
 def _repetition_detection(value: Any) -> RepetitionDetection | None:
@@ -189,26 +202,6 @@ def _repetition_detection(value: Any) -> RepetitionDetection | None:
         return RepetitionDetection(**value)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, param="repetition_detection") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Of a number. ``open_low``: the lower one itself is not taken. ``optional``: None is."""
-
-    low: float
-    high: float
-    integer: bool = False
-    open_low: bool = False
-    optional: bool = False
-
-
-def _within(name: str, value: Any, bounds: Bounds) -> None:
-    if value is None and bounds.optional:
-        return
-    if bounds.integer:
-        _integer(name, value, int(bounds.low), int(bounds.high))
-    else:
-        _number(name, value, bounds.low, bounds.high, open_low=bounds.open_low)
 
 
 # Numbers among the sampling parameters; the server's schema is written from the same tables.
@@ -269,12 +262,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     repetition_detection: RepetitionDetection | None = None
+    speculative: bool | None = None  # False: nothing of it is drafted
 
     def __post_init__(self) -> None:
         self._accept_lists()
         object.__setattr__(self, "repetition_detection", _repetition_detection(self.repetition_detection))
         for name, bounds in BOUNDS.items():
-            _within(name, getattr(self, name), bounds)
+            bounds.check(name, getattr(self, name))
         self._check_logit_bias()
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, TokenIds):
@@ -289,10 +283,12 @@ class SamplingParams:
         _id_list("stop_token_ids", self.stop_token_ids, MAX_ID_ENTRIES)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _boolean(name, getattr(self, name))
+        if self.speculative is not None:
+            _boolean("speculative", self.speculative)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings are found in text, but detokenize is false; use stop_token_ids or set detokenize.", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.structured_outputs is not None:
             self._check_structured_outputs()
 
@@ -319,8 +315,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_ID_ENTRIES:
             raise InvalidRequest(f"logit_bias must map at most {MAX_ID_ENTRIES} token ids to numbers; shorten it.", param="logit_bias")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            check_integer("logit_bias", token, 0, 2**31 - 1)
+            Bounds(-100.0, 100.0).check("logit_bias", bias)
 
     @property
     def greedy(self) -> bool:
@@ -328,12 +324,8 @@ class SamplingParams:
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Every id the caller names must be a column of the logits ([rows, vocab_size])."""
-        named = {
-            "stop_token_ids": self.stop_token_ids,
-            "logit_bias": tuple(self.logit_bias or ()),
-        }
-        for name, ids in named.items():
-            check_token_ids(name, ids, vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("logit_bias", tuple(self.logit_bias or ()), vocab_size)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids.check("allowed_token_ids", vocab_size)
 
@@ -358,7 +350,7 @@ class Expectations:
 
     def __post_init__(self) -> None:
         for name, bounds in EXPECTED.items():
-            _within(name, getattr(self, name), bounds)
+            bounds.check(name, getattr(self, name))
 
 
 NO_EXPECTATIONS = Expectations()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.cache.manager import SequenceKV
-from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceStatus
+from headrace.request import NO_SLOT, Finished, FinishReason, Request, RequestTimes, SequenceStatus
 
 if TYPE_CHECKING:
     from headrace.scheduler.repetition import RepetitionDetector
@@ -22,6 +22,7 @@ ALWAYS = 2**62
 @dataclass(slots=True, eq=False)
 class Sequence:
     """``num_tokens`` counts known ids and the placeholders of steps in flight; ``num_computed_tokens`` advances when planned.
+    ``certain``: what the placeholders are bound to be, where that is known; of several, one is sampled and the others follow it.
 
         0 ........ num_prompt_tokens ........ len(token_ids) ........ num_tokens <= max_num_tokens
                                               | known         | placeholders: sampled, not collected yet
@@ -39,6 +40,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     row: int | None = None
     structured: bool = False  # each of its tokens waits for a mask: planning them is never without thought
+    adapter_slot: int = NO_SLOT  # while it runs
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_computed_tokens: int = 0
@@ -46,6 +48,10 @@ class Sequence:
     ignore_through: int = NEVER  # results of steps up to this one are dropped
     plain_until: int = 0  # while num_tokens is at most this, planning one more token needs no thought
     checkpoint: int = 0  # while fewer ids are known, a new one needs no thought
+    certain: tuple[int, ...] = ()
+    drafts: bool = False  # several of its tokens may be verified in a step
+    slack: int = 0  # drafts in flight: both counts above are upper bounds, and too high by this at most
+    row_lags: bool = False  # its row lacks ids that no step has sampled
     attentive: bool = True  # its outputs carry more than tokens (first token, logprobs)
     num_cached_tokens: int = 0
     num_scored_tokens: int = 0  # prompt logprobs delivered
@@ -60,6 +66,7 @@ class Sequence:
         self.request_id = self.request.request_id
         self.seed = (self.request.seed + self.index * 0x9E3779B97F4A7C15) & (2**64 - 1)
         self.structured = self.request.params.structured_outputs is not None
+        self.drafts = not self.structured and self.request.params.speculative is not False
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
 

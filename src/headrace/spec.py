@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.quant import Format
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# Weights that are held in another form than the type the model computes in: (a weight's own name, the format of each part stored apart).
+Formats = tuple[tuple[str, tuple["Format", ...]], ...]
 
 
 class NormKind(str, Enum):
@@ -62,12 +71,13 @@ class LayerSpec:
     """What differs from layer to layer. ``window`` is the number of keys a query may see, itself included; None = all.
 
     ``moe`` None means a dense feed-forward. ``attention_divisor`` divides the model's attention_scale (GPT-2 variants
-    that scale by depth).
+    that scale by depth). ``formats``: of this layer's matrices.
     """
 
     window: int | None = None
     moe: MoESpec | None = None
     attention_divisor: float = 1.0
+    formats: Formats = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,8 @@ class DecoderSpec:
     ``sandwich_norm``: a norm after attention and after the feed-forward too (Gemma 2). ``qk_norm``: an RMS norm over each
     head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``: act(gate) · up instead of
     act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both feed-forward projections.
-    ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's word for its weights.
+    ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's word for its weights. ``formats``: of the
+    matrices outside the layers.
     """
 
     family: str
@@ -110,10 +121,15 @@ class DecoderSpec:
     embedding_scale: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
+    formats: Formats = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def qkv_heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
 
 class KVKind(str, Enum):
@@ -122,11 +138,54 @@ class KVKind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class KVFormat:
+    """Keys and values in fewer bits than the model computes in: codes of ``bits``, and what turns them back.
+
+    ``scales``: numbers in bfloat16 that each token of each head has, a scale and perhaps the value of code 0; 0: one
+    scale a KV head for all tokens, the checkpoint's or 1.
+    """
+
+    name: str
+    codes: str  # as torch names their type; uint4: two a byte, the even element in the low half
+    bits: int
+    scales: int
+
+    def token_bytes(self, head_dim: int) -> int:
+        """Of one token's keys, or values, in one head of one layer."""
+        return head_dim * self.bits // 8 + 2 * self.scales
+
+    def problem(self, head_dim: int) -> str | None:
+        """Why heads of this size cannot be held so."""
+        return f"{head_dim} elements of a head are no whole bytes in {self.bits} bits" if head_dim * self.bits % 8 else None
+
+
+KV_FORMATS = {
+    each.name: each
+    for each in (
+        KVFormat("fp8_e4m3", "float8_e4m3fn", 8, 0),
+        KVFormat("fp8_e5m2", "float8_e5m2", 8, 0),
+        KVFormat("int8", "int8", 8, 1),
+        KVFormat("int4", "uint4", 4, 2),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVComponent:
+    """One of the tensors that a block holds of each layer, for keys and for values, in each KV head."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVSpec:
     """One KV group: layers that share a block table, an allocation and a lifetime rule.
 
-    The allocation is block-major, ``[num_blocks, layers, 2 (K, V), num_kv_heads, block_size, head_dim]``,
-    so that a block of all its layers is one contiguous span.
+    The allocation is block-major, ``[num_blocks, layers, 2 (K, V), num_kv_heads, block_size, head_dim]``, so that a
+    block of all its layers is one contiguous span. In a ``format`` the last dimension is of bytes (uint8), as many as a
+    token takes, and each head's part of a block holds the codes of all its tokens, then their scales (``components``).
     """
 
     layers: tuple[int, ...]
@@ -136,10 +195,31 @@ class KVSpec:
     head_dim: int
     dtype_bytes: int
     window: int | None = None  # tokens; sliding only
+    format: KVFormat | None = None  # None: the type the model computes in
+    beside: int = 0  # bytes a block of what else is kept under its number: a draft model's keys and values
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token's keys, or values, in one head of one layer."""
+        return self.head_dim * self.dtype_bytes if self.format is None else self.format.token_bytes(self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all layers' keys and values."""
+        return len(self.layers) * 2 * self.num_kv_heads * self.row_bytes
 
     @property
     def bytes_per_block(self) -> int:
-        return len(self.layers) * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        return self.beside + self.token_bytes * self.block_size
+
+    @property
+    def components(self) -> tuple[KVComponent, ...]:
+        """In the order in which they lie in a head's part of a block."""
+        if self.format is None:
+            return (KVComponent("elements", (self.block_size, self.head_dim), ""),)
+        codes = KVComponent("codes", (self.block_size, self.head_dim), self.format.codes)
+        scales = KVComponent("scales", (self.block_size, self.format.scales), "bfloat16")
+        return (codes, scales) if self.format.scales else (codes,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +239,7 @@ def attention_groups(spec: DecoderSpec) -> tuple[tuple[int | None, tuple[int, ..
     return tuple((window, tuple(layers)) for window, layers in ordered)
 
 
-def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVSpec, ...]:
+def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int, format: KVFormat | None = None) -> tuple[KVSpec, ...]:
     """The cache's view of ``attention_groups``: one KVSpec each, in that order."""
     return tuple(
         KVSpec(
@@ -170,6 +250,7 @@ def kv_groups(spec: DecoderSpec, block_size: int, dtype_bytes: int) -> tuple[KVS
             head_dim=spec.head_dim,
             dtype_bytes=dtype_bytes,
             window=window,
+            format=format,
         )
         for window, layers in attention_groups(spec)
     )

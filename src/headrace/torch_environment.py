@@ -1,12 +1,15 @@
-"""What torch and its libraries read from the environment once, when they are loaded: how compute threads wait, in which pages tensors lie.
+"""What torch and its libraries read from the environment once, when they are loaded: how compute threads wait, in which
+pages tensors lie.
 
-GNU OpenMP's default is to spin for milliseconds at every barrier. With more runnable threads than cores (a server's front end
-beside its engine, a benchmark's client, a busy laptop) the spinning thread burns the very core that the one it waits for needs,
-and a step takes many times as long (the bundled model's decode on two busy cores: 5 to 44 tokens/s, about 200 with threads that sleep).
+GNU OpenMP's default is to spin for milliseconds at every barrier. With more runnable threads than cores (a server's
+front end beside its engine, a benchmark's client, a busy laptop) the spinning thread burns the very core that the one
+it waits for needs, and a step takes many times as long (the bundled model's decode on two busy cores: 5 to 44 tokens/s,
+about 200 with threads that sleep).
 
-A decode step reads every weight once. In pages of 4 KiB each thread needs a new translation every 64 cache lines; in pages of 2 MiB the
-same step took 2 to 6 % less time (single runs of one thread, Llama-3.2-1B's shape, bf16). torch asks for them (MADV_HUGEPAGE, for
-allocations from 2 MiB on) when its variable is set; where the system's answer is no, nothing changes.
+A decode step reads every weight once. In pages of 4 KiB each thread needs a new translation every 64 cache lines; in
+pages of 2 MiB the same step took 2 to 6 % less time (single runs of one thread, Llama-3.2-1B's shape, bf16). torch asks
+for them (MADV_HUGEPAGE, for allocations from 2 MiB on) when its variable is set; where the system's answer is no,
+nothing changes.
 
 What lives here: these two settings. What may not: torch.
 """

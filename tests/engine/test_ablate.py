@@ -7,20 +7,19 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.bench import ablate
-from headrace.bench.ablations import every_step
-from headrace.bench.ablations.lab import Lab
+from headrace.bench.ablate import FIGURES, Ablation
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.errors import ConfigError
+from headrace.kernels.build.c_compiler import native_library
 from headrace.kernels.candidate import Declined
-from headrace.kernels.cpu.compiler import native_library
-from headrace.techniques import TECHNIQUES, find_technique
+from headrace.techniques import TECHNIQUES, Technique, find_technique
+from headrace.techniques.loads import read_loads
 from tests.support import tiny
 
 
@@ -43,14 +42,20 @@ def measured(config: EngineConfig) -> Callable[[str], list[Any]]:
 
     @cache
     def measure(name: str) -> list[Any]:
-        return ablate.measure(name, config, quick=True)
+        bundled = replace(config, model=ModelConfig(dtype="float32"))  # grammars want a tokenizer
+        return ablate.measure(name, bundled if name == "fast_forward" else config, quick=True)
 
     return measure
 
 
-def test_every_technique_has_an_ablation() -> None:
-    for technique in TECHNIQUES:
-        assert find_spec(f"headrace.bench.ablations.{technique.ablation or technique.name}"), technique.name
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=str)
+def test_what_a_technique_is_measured_under_can_be_run(technique: Technique) -> None:
+    for load in (each for full in technique.loads for each in (full, full.shortened)):
+        assert load.values and set(load.figures) <= FIGURES.keys() and "{" not in load.said
+        for value in load.values:
+            assert getattr(load.at(value), load.over) == value
+        many = max(len(load.candidates(mode)) for mode in ("off", "on"))
+        assert many == 1 or load.pick in load.figures
 
 
 @pytest.mark.parametrize("name", [technique.name for technique in TECHNIQUES if not technique.needs_gpu])
@@ -69,7 +74,7 @@ def test_compressed_weights_are_measured_in_bfloat16(config: EngineConfig) -> No
     if isinstance(found, Declined) or not found.library["headrace_has_compressed"]():
         pytest.skip("no C compiler, or no AVX-512 with BF16")
     steps, prompts = ablate.measure("compressed_weights", replace(config, model=replace(config.model, dtype="bfloat16")), quick=True)
-    assert all("kernel linear compressed" in ablate.render(each) and list(each.pairs()) for each in (steps, prompts))
+    assert all("kernel packed_linear lossless" in ablate.render(each) and list(each.pairs()) for each in (steps, prompts))
 
 
 def test_off_is_really_off(measured: Callable[[str], list[Any]]) -> None:
@@ -102,6 +107,6 @@ def test_what_needs_a_gpu_says_so_and_is_left_out_of_all(config: EngineConfig, c
 
 def test_steps_with_decoding_rows_beside_prompts_are_measured_with_equal_tokens(config: EngineConfig) -> None:
     """For techniques that need a GPU: with the switch of another one here."""
-    result = every_step._mixed(Lab(config, find_technique("chunked_prefill"), quick=True))
+    result = Ablation(config, find_technique("chunked_prefill"), quick=True).under(read_loads()["mixed"].shortened)
     ((off, on),) = result.pairs()
     assert result.same == result.compared > 0 and off["s in all"] > 0 < on["s in all"]

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace import garbage
-from headrace.engine.executor import KeyedHashExecutor, Ticket
+from headrace.engine.executor import Ticket
+from headrace.engine.keyed_hash import KeyedHashExecutor
 from headrace.engine.llm import LLM
 from headrace.errors import InvalidRequest
-from headrace.garbage import no_collections
+from headrace.processes import garbage
+from headrace.processes.garbage import no_collections
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams
 

@@ -73,17 +73,19 @@ def test_a_product_that_knew_the_batch_would_be_noticed(tmp_path: Path, monkeypa
     """The negative control: one unit in the last place of one layer's sums, in large batches alone."""
     from headrace.layers.linear import Linear
 
-    stock = Linear.forward
+    stock = Linear.finish_loading
 
-    def forward(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        y = stock(self, x)
-        return torch.nextafter(y, y + 1) if len(x) > OTHERS and self.shape.out_features == 64 else y
+    def finish_loading(self: Linear) -> None:
+        stock(self)
+        apply = self._apply_weight
+        if self.site.outs == 64:
+            self._apply_weight = lambda x: torch.nextafter(y := apply(x), y + 1) if len(x) > OTHERS else apply(x)
 
     rng, model = random.Random(13), str(tiny.save("llama", tmp_path))
     others = crowd.draw_crowd(rng, VOCAB, OTHERS + 6, longest=10, trunk=TRUNK)
     subjects = crowd.draw_subjects(rng, VOCAB, trunk=TRUNK, long=60, max_tokens=5)
     with engine(model, "float32") as llm:
         alone = crowd.answers_alone(llm, subjects)
-    monkeypatch.setattr(Linear, "forward", forward)
+    monkeypatch.setattr(Linear, "finish_loading", finish_loading)
     with engine(model, "float32") as llm, pytest.raises(AssertionError):
         crowd.assert_same_bits(crowd.answers_among(llm, others, subjects)[0], alone)

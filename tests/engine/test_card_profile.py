@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.commands import doctor
 from headrace.cost.profile import DeviceIdentity, Limits, find_profile, save_profile
 from headrace.errors import ConfigError
-from headrace.worker import profile
-from headrace.worker.card import CardMeasurement, LaunchCosts
+from headrace.worker import card, profile
+from headrace.worker.card import LaunchCosts
 
 CARD = DeviceIdentity(kind="cuda", name="Some Card", threads=0, features=("sm_90", "132 SMs", "140 GiB"))
 LIMITS = Limits(4.5e12, 4.28e12, {"bfloat16": 795e12, "float16": 790e12, "float32": 5e13})
 
 
-def measurement(reads: tuple[float, ...] = (4.4e12, 4.5e12, 4.6e12), others: int = 0) -> CardMeasurement:
-    return CardMeasurement(LIMITS, LaunchCosts(4e-6, 2e-6, 1.3e-6), 660e12, reads, 4 * 2**30, others)
+def measure(monkeypatch: pytest.MonkeyPatch, reads: tuple[float, ...] = (4.4e12, 4.5e12, 4.6e12), others: int = 0) -> None:
+    """What is found on the card when it is measured."""
+    played: dict[str, Callable[..., Any]] = {
+        "_emptied": nullcontext,
+        "_working_set": lambda wanted: wanted,
+        "_taken_by_others": lambda: others,
+        "_bandwidths": lambda *_: (list(reads), [LIMITS.copy_bandwidth]),
+        "_gemm_rates": lambda dtype, rounds: [LIMITS.gemm_rates[str(dtype).removeprefix("torch.")]],
+        "measure_launches": lambda: LaunchCosts(4e-6, 2e-6, 1.3e-6),
+        "_sustained_gemm_rate": lambda dtype: 660e12,
+    }
+    for name, function in played.items():
+        monkeypatch.setattr(card, name, function)
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def some_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profile, "card_identity", lambda: CARD)
-    monkeypatch.setattr(profile, "measure_card", measurement)
+    measure(monkeypatch)
     monkeypatch.setattr(profile, "glance_at_card", lambda: Limits(4e12, 4e12, {"bfloat16": 8e14}))
 
 
@@ -46,14 +60,14 @@ def test_another_size_of_the_same_card_is_another_device(monkeypatch: pytest.Mon
 
 
 def test_a_card_that_was_not_quiet_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "measure_card", lambda: measurement(reads=(4.5e12, 5.1e12)))
+    measure(monkeypatch, reads=(4.5e12, 4.5e12, 5.1e12))
     with pytest.raises(ConfigError, match=r"0\.88.*Stop other work"):
         profile.measure_profile(device="cuda")
 
 
 def test_what_others_hold_of_the_card_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(profile, "measure_card", lambda: measurement(others=30 * 2**30))
+    measure(monkeypatch, others=30 * 2**30)
     profile.measure_profile(lines.append, "cuda")
     assert "30.0 GiB of the card" in lines[-1]
 

@@ -6,7 +6,7 @@ from headrace.config import EngineConfig
 from headrace.planner.curve import Trial, run_trials
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load
-from headrace.planner.workload import Asked, arriving
+from headrace.planner.workload.asked import Asked, arriving
 from tests.support.specs import SMALL
 
 

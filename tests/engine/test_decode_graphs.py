@@ -22,19 +22,21 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.errors import StepFailed
-from headrace.kernels import TWINS, Kernels
-from headrace.kernels.rows import store_tokens
-from headrace.layers.inputs import ForwardInputs
+from headrace.kernels import Kernels
+from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.operations import OPERATIONS
+from headrace.kernels.rows.reference import store_tokens
 from headrace.request import FinishReason, TokenMasks
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.spec import Activation
-from headrace.worker import device_memory, graphs, model_runner
+from headrace.worker import device_memory, model_runner, recorder
 from headrace.worker.graphs import DecodeGraphs, buckets_up_to
 from headrace.worker.inputs import Gather
 from headrace.worker.rows import Rows
 from headrace.worker.sampler import Draw
 from tests.support import hash_engine
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take
+from tests.support.kernel_cases import called
 from tests.support.recorded_graphs import VOCAB, RecordableKernels, RecordedGraph, SlotDecoder, failing, info_of, recorded_executor, without_a_gpu
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40)
@@ -377,9 +379,9 @@ def test_twins_that_graphs_may_hold_do_not_look_at_the_device() -> None:
         "pick_tokens": lambda run: run(logits, logits.amax(-1), heat, filters, whole, whole),
     }
     for op, call in calls.items():
-        twin = TWINS[op]
+        twin = OPERATIONS[op].twin
         kernels = Kernels(torch.device("cpu"), disabled=frozenset({"native", "onednn"}))
-        kernels.choose(op, dtype=torch.float32)
+        kernels.choose(*called(op, dtype=torch.float32))
         if kernels.graphable:
             captured(lambda call=call, twin=twin: call(twin))
         else:
@@ -396,17 +398,19 @@ def serve(depth: int, *, graphed: bool, seed: int, fault: float = 0.0) -> tuple[
     asked: list[Any] = []
     gone: set[int] = set()
     with recorded_executor(graphed=graphed, prompts=graphed, num_blocks=20, max_model_len=48) as (executor, runner, _):
-        real: Callable[..., Any] = runner.forward
+        real: Callable[..., Any] = runner._forward
         rng = random.Random(seed + 1)
 
-        def forward(plan: Any, begun: Any = None) -> Any:
+        def forward(plan: Any) -> Any:
             if rng.random() < fault:
                 raise MemoryError("on purpose")
-            return real(plan, begun)
+            return real(plan)
 
-        runner.forward = forward  # type: ignore[method-assign]
+        runner._forward = forward  # type: ignore[method-assign]
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16)
-        core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=VirtualClock(), depth=depth)
+        core = EngineCore(
+            executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=VirtualClock(), depth=depth
+        )
         for turn in range(4000):
             if len(asked) < 40 and draw.random() < 0.5:
                 asked.append(request_of(draw, len(asked)))
@@ -581,7 +585,7 @@ def test_every_capture_is_made_with_scratch_of_its_own(monkeypatch: pytest.Monke
         assert inside[-1]
         begun(self, *arguments, **named)
 
-    monkeypatch.setattr(graphs, "scratch_of_graphs", scratch)
+    monkeypatch.setattr(recorder, "scratch_of_graphs", scratch)
     monkeypatch.setattr(RecordedGraph, "capture_begin", begin)
     with recorded_executor(graphed=True):
         assert inside == [True, False]

@@ -14,10 +14,9 @@ import torch
 from headrace.commands import doctor
 from headrace.errors import ConfigError
 from headrace.spec import LayerSpec, MoESpec
-from headrace.worker import driver, eligibility, settings
+from headrace.worker import driver, settings
 from headrace.worker.driver import CardFacts, DriverFacts, ask_driver
-from headrace.worker.eligibility import find_gpu
-from headrace.worker.settings import device_kind, resolve_device, takes_long_steps
+from headrace.worker.settings import device_kind, find_gpu, resolve_device, takes_long_steps
 from tests.support.specs import LLAMA_8B
 
 CARD = CardFacts("NVIDIA T400", "GPU-1", 3 * 2**30, 4 * 2**30)
@@ -51,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(torch.cuda, "get_device_name", there.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: there.capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(eligibility, "ask_driver", lambda: there.driver)
+    monkeypatch.setattr(settings, "ask_driver", lambda: there.driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return there
 

@@ -17,11 +17,12 @@ from headrace.bench.driver import drive
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.bench.shape_advice import Finding, ShapeBench, advise
 from headrace.bench.steps import summarise_steps
-from headrace.bench.workload import Lengths, random_dialogues
 from headrace.commands.doctor import _render_memory, _render_shape, found
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
 from headrace.engine.keywords import create_config
+from headrace.planner.workload.asked import Lengths
+from headrace.planner.workload.dialogues import random_dialogues
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
 from headrace.worker.residency import resident_bytes
 
@@ -59,7 +60,8 @@ def test_a_damaged_profile_is_named_and_does_not_stop_a_start(stored: DeviceProf
 
 
 def test_each_step_of_an_engine_is_held_against_the_profile(stored: DeviceProfile) -> None:
-    engine = create_engine(create_config(load_format="dummy", kv_cache_memory=2**24, threads=torch.get_num_threads()), with_tokenizer=False)
+    config = create_config(load_format="dummy", dtype="bfloat16", kv_cache_memory=2**24, threads=torch.get_num_threads())
+    engine = create_engine(config, with_tokenizer=False)
     try:
         drive(engine.core, random_dialogues(2, Lengths(20, 4), vocab_size=engine.info.vocab_size))
         records = engine.recorder.records

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from headrace.metrics import Energy, StepRecorder, render_steps
+from headrace.observe.metrics import Energy, StepRecorder
+from headrace.server.exposition import render_steps
 from headrace.worker import driver, energy
 from headrace.worker.energy import EnergyMeter, PackageCounters, create_energy_meter, power_limit
 

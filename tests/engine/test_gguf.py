@@ -47,7 +47,7 @@ NOT_KEPT: dict[str, dict[str, object]] = {
 
 
 def source_of(path: Path):
-    return find_model(ModelConfig(model=str(path)))
+    return find_model(ModelConfig(model=str(path), quantization="none"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -12,21 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.config import CacheConfig, ModelConfig
-from headrace.engine.executor import ExecutorInfo, keyed_hash_info
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.engine.executor import ExecutorInfo
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError, OutOfMemory, StepFailed
 from headrace.models import families
 from headrace.models.source import find_model
 from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker import device_memory
-from headrace.worker.allotment import Allotment, Demand
+from headrace.worker.allocation import Allocation
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter
 from headrace.worker.driver import CardFacts, DriverFacts
+from headrace.worker.executor import DeviceExecutor
 from headrace.worker.failure import failure_of
 from headrace.worker.memory import GIB, buckets_to_try, gpu_share, graph_bytes, row_bytes
-from headrace.worker.queued_executor import QueuedExecutor
-from headrace.worker.rehearsal import Limits, chunks, decode_step, largest_step
 from headrace.worker.rows import Rows
+from headrace.worker.settings import Setup
+from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step
 from tests.support.hand_plans import worker_for
 
 MIB = 2**20
@@ -93,34 +95,27 @@ class Runner:
         self.plans: list[StepPlan] = []
         self.masked: list[int] = []
 
-    def begin(self, plan: StepPlan) -> StepPlan:
+    def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        return plan
 
-    def finish(self, step: StepPlan, masks: TokenMasks) -> StepResult:
-        self.masked.append(len(masks.samples))
-        self._act(step)
-        return StepResult(step.step_id, [])
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> None:
+        self.submit(plan)
+        self.masked.append(len(masks.samples) if masks is not None else 0)
+        assert plan.masked == (masks.samples if masks is not None else ())
+        self._act(plan)
 
     def forget(self) -> None:
         pass
 
 
-def _demand(**changes: Any) -> Demand:
-    spec = families.spec_from_config(find_model(ModelConfig(load_format="dummy")).config)
-    values: dict[str, Any] = {
-        "spec": spec,
-        "cache": CacheConfig(gpu_memory_utilization=0.5),
-        "device": META,
-        "dtype": torch.bfloat16,
-        "block_size": 128,
-        "tokens_a_step": 2048,
-        "max_num_seqs": 64,
-        "max_logits_rows": 512,
-        "requested_len": None,
-        "graphs": True,
-    }
-    return Demand(**{**values, **changes})
+def _setup(*, rows: int = 64, tokens: int = 2048, logits_rows: int = 512, arena: bool = False, longest: int | None = None, **cache: Any) -> Setup:
+    config = EngineConfig(
+        model=ModelConfig(load_format="dummy", max_model_len=longest),
+        cache=CacheConfig(**{"gpu_memory_utilization": 0.5, "block_size": 128, **cache}),
+        scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, max_logits_rows=logits_rows),
+        device=DeviceConfig(activation_arena=arena),
+    )
+    return Setup(config, families.spec_from_config(find_model(config.model).config), META, torch.bfloat16)
 
 
 class Graphs:
@@ -141,20 +136,20 @@ class Graphs:
 
 
 def _settled(
-    card: Card, demand: Demand, act: Callable[[StepPlan], None], create_graphs: Callable[..., Sequence[Graphs]] = lambda *_: ()
-) -> tuple[Allotment, int, Runner]:
+    card: Card, setup: Setup, act: Callable[[StepPlan], None], create_graphs: Callable[..., Sequence[Graphs]] = lambda *_: ()
+) -> tuple[Allocation, int, Runner]:
     """The bytes of KV, with a model of one parameter of 100 MiB."""
-    allotment, runner = Allotment(demand), Runner(act)
-    longest = allotment.draft().max_model_len
+    allocation, runner = Allocation(setup), Runner(act)
+    longest = allocation.draft().max_model_len
     decoder = nn.Linear(1, 1)
     decoder.register_buffer("weight_of_all", torch.empty(100 * MIB, dtype=torch.uint8, device=META))
 
-    def create_runner(rows: Rows, caches: Sequence[Tensor]) -> Runner:
+    def create_runner(rows: Rows, caches: Sequence[Tensor]) -> Any:
         assert [cache.shape[0] for cache in caches] == [1] * len(caches)
         return runner
 
-    plan = allotment.settle(decoder, longest, create_runner, create_graphs)
-    return allotment, plan.num_bytes, runner
+    plan = allocation.plan(allocation.measure(decoder, longest, create_runner, create_graphs))
+    return allocation, plan.num_bytes, runner
 
 
 def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) -> None:
@@ -162,21 +157,21 @@ def test_kv_gets_what_is_left_beside_everything_that_was_measured(card: Card) ->
         card.peak_live, card.peak_held = (900 * MIB, 1000 * MIB) if plan.prompt_logprobs else (50 * MIB, 64 * MIB)
         card.take(10 * MIB)  # code of kernels
 
-    demand = _demand(max_num_seqs=2000)
-    allotment, kv, runner = _settled(card, demand, act)
-    taken = allotment._room.purposes
+    setup = _setup(rows=2000)
+    allocation, kv, runner = _settled(card, setup, act)
+    taken = allocation.room.purposes
     assert taken["activations"] == 1000 * MIB + SMALL_BYTES
     assert taken["context"] == 512 * MIB and taken["kernels"] == 20 * MIB
     assert taken["graphs"] == 0 and 100 * MIB <= taken["weights"] < 101 * MIB
     share = card.total // 2 - GIB  # others count
-    blocks = kv // (128 * 2 * 2 * demand.spec.num_kv_heads * demand.spec.head_dim * demand.spec.num_layers)
+    blocks = kv // (128 * 2 * 2 * setup.spec.num_kv_heads * setup.spec.head_dim * setup.spec.num_layers)
     assert kv <= share - sum(taken.values()) < kv // blocks * (blocks + 1)
     assert [plan.num_tokens for plan in runner.plans] == [2000, 2048] and runner.masked == [0, 2000]
 
 
 @pytest.mark.parametrize(("tokens", "shown"), [(2048, 2048), (16384, 4096)])
 def test_the_arena_is_shown_a_step_like_the_largest_before_that_is_measured(card: Card, tokens: int, shown: int) -> None:
-    _, _, runner = _settled(card, _demand(arena=True, tokens_a_step=tokens), lambda plan: None)
+    _, _, runner = _settled(card, _setup(arena=True, tokens=tokens), lambda plan: None)
     assert [plan.num_tokens for plan in runner.plans] == [64, shown, tokens] and len(runner.masked) == 2
     assert all(plan.prompt_logprobs for plan in runner.plans[1:])
 
@@ -193,10 +188,10 @@ def test_graphs_get_what_some_of_them_were_seen_to_take(prompts: tuple[int, ...]
         made.extend(kind.captured for kind in kinds)
         return kinds
 
-    allotment, _, _ = _settled(card, _demand(), lambda plan: None, create_graphs)
+    allocation, _, _ = _settled(card, _setup(), lambda plan: None, create_graphs)
     assert made == [[0, 1, 2, 3], [0, 1]][: len(made)]
-    assert allotment._room.purposes["graphs"] == taken * MIB
-    assert allotment._room.purposes["kernels"] == 70 * MIB, "what the driver keeps is there already"
+    assert allocation.room.purposes["graphs"] == taken * MIB
+    assert allocation.room.purposes["kernels"] == 70 * MIB, "what the driver keeps is there already"
 
 
 def test_few_graphs_are_all_tried() -> None:
@@ -211,7 +206,7 @@ def test_a_largest_step_that_does_not_fit_names_its_shape_and_the_flags(card: Ca
     with pytest.raises(
         OutOfMemory, match=r"2048 tokens, 64 sequences, 512 rows of logits.*14\.50 GiB were left.*--max-num-batched-tokens.*--device cpu"
     ):
-        _settled(card, _demand(), act)
+        _settled(card, _setup(), act)
 
 
 def test_a_share_that_others_hold_already_is_refused_with_numbers() -> None:
@@ -223,26 +218,26 @@ def test_a_share_that_others_hold_already_is_refused_with_numbers() -> None:
 def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(card: Card) -> None:
     card.total = 2 * GIB
     with pytest.raises(OutOfMemory, match=r"does not fit.*0\.02 GiB of memory.*weights 0\.03 GiB.*--gpu-memory-utilization.*--device cpu"):
-        Allotment(_demand(cache=CacheConfig(gpu_memory_utilization=0.51))).draft()
+        Allocation(_setup(gpu_memory_utilization=0.51)).draft()
 
 
 def test_a_length_that_kv_cannot_hold_names_the_share(card: Card) -> None:
-    demand = _demand(cache=CacheConfig(gpu_memory_utilization=0.065), requested_len=4096, max_logits_rows=1, tokens_a_step=64)
+    setup = _setup(gpu_memory_utilization=0.065, longest=4096, logits_rows=1, tokens=64)
     with pytest.raises(ConfigError, match=r"4096 tokens needs .* raise --gpu-memory-utilization\."):
-        Allotment(demand).draft()
+        Allocation(setup).draft()
 
 
 def test_more_blocks_than_fit_are_refused(card: Card) -> None:
     with pytest.raises(OutOfMemory, match=r"--num-blocks 1000000 is .* GiB of KV, but .* left\. Lower --num-blocks"):
-        Allotment(_demand(cache=CacheConfig(num_blocks=10**6))).draft()
+        Allocation(_setup(num_blocks=10**6)).draft()
 
 
 def test_what_cannot_be_allocated_names_purpose_size_and_remedy(card: Card) -> None:
-    allotment = Allotment(_demand())
+    allocation = Allocation(_setup())
     said = r"3\.00 GiB for KV blocks could not be allocated: 14\.50 GiB are free\. Lower --gpu-memory-utilization"
-    with pytest.raises(OutOfMemory, match=said), allotment.explaining("KV blocks", 3 * GIB):
+    with pytest.raises(OutOfMemory, match=said), allocation.explaining("KV blocks", 3 * GIB):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(RuntimeError, match="another"), allotment.explaining("weights"):
+    with pytest.raises(RuntimeError, match="another"), allocation.explaining("weights"):
         raise RuntimeError("another mistake")
 
 
@@ -274,7 +269,7 @@ def test_rows_are_as_large_as_planned() -> None:
     assert rows.num_bytes == row_bytes(5, 100, 64, [16, 8])
 
 
-# --- the rehearsed steps
+# --- the largest steps
 
 
 def test_the_largest_step_fills_every_budget() -> None:
@@ -328,13 +323,15 @@ class Queue:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def launch(self, plan: StepPlan) -> Any:
-        self.calls.append(f"launch {plan.step_id}")
+    queued = True
+
+    def submit(self, plan: StepPlan) -> Any:
+        self.calls.append(f"submit {plan.step_id}")
         if plan.step_id == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return plan
 
-    def read(self, step: Any) -> StepResult:
+    def collect(self, step: Any) -> StepResult:
         return StepResult(step.step_id, [(7,)])
 
     def forget(self) -> None:
@@ -347,7 +344,7 @@ def _info() -> ExecutorInfo:
 
 def test_after_a_step_that_ran_out_the_next_ones_go_on() -> None:
     queue = Queue()
-    executor = QueuedExecutor(cast(Any, queue), _info(), lambda: queue.calls.append("restore"))
+    executor = DeviceExecutor(cast(Any, queue), _info(), restore=lambda: queue.calls.append("restore"))
     tickets = [executor.submit(replace(_plan(), step_id=number)) for number in range(3)]
     assert executor.collect(tickets[0]).tokens == [(7,)]
     with pytest.raises(StepFailed, match=r"asked for 1\.00 GiB"):
@@ -355,5 +352,5 @@ def test_after_a_step_that_ran_out_the_next_ones_go_on() -> None:
     with pytest.raises(StepFailed, match="builds on one that failed"):
         executor.collect(tickets[2])
     executor.recover()
-    assert queue.calls == ["launch 0", "launch 1", "restore", "forget"]
+    assert queue.calls == ["submit 0", "submit 1", "restore", "forget"]
     assert executor.collect(executor.submit(replace(_plan(), step_id=3, rows=array("i", [0])))).step_id == 3

@@ -18,10 +18,10 @@ from headrace.errors import ModelError
 from headrace.kernels import Kernels
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
-from headrace.models.families import ignored_keys, spec_from_config, weight_rules
+from headrace.models.families import spec_from_config
 from headrace.models.loader import fill_dummy, load_weights
 from headrace.models.source import ModelSource, find_model
-from headrace.models.weight_rules import WeightRule
+from headrace.models.weight_rules import WeightRule, ignored_keys, weight_rules
 from tests.support import tiny
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_merged_parameters_hold_their_parts(tmp_path: Path) -> None:
 def test_experts_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
     loaded, stored = weights(load(find(tiny.save("mixtral", tmp_path / "m")))), load_file(tmp_path / "m" / "model.safetensors")
     expert = "model.layers.0.block_sparse_moe.experts.2."
-    assert torch.equal(loaded["layers.0.feed_forward.gate_up"][2], torch.cat([stored[expert + "w1.weight"], stored[expert + "w3.weight"]]))
+    assert torch.equal(loaded["layers.0.feed_forward.up"][2], torch.cat([stored[expert + "w1.weight"], stored[expert + "w3.weight"]]))
     loaded, stored = weights(load(find(tiny.save("gpt2", tmp_path / "g")))), load_file(tmp_path / "g" / "model.safetensors")
     assert torch.equal(loaded["layers.0.attention.qkv.weight"], stored["transformer.h.0.attn.c_attn.weight"].t())
 

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 import headrace.kernels as registry
-from headrace.kernels import reference
-from headrace.kernels.around import MOST_ROWS
 from headrace.kernels.candidate import Candidate
+from headrace.kernels.linear import reference
+from headrace.kernels.linear.around import MOST_ROWS
 from headrace.models.decoder import Decoder
 from headrace.spec import NormKind
 from tests.support import tiny
 from tests.support.forward import PagedRun, load_decoder
+from tests.support.kernel_cases import carried_out
 
 TOLERANCE = 1e-4
 LENGTHS = {"a": 64, "b": 8, "c": 17, "d": 1, "e": 39}  # one token, below, on and above block edges, the whole context; up to five windows
@@ -97,7 +98,7 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Ca
         return lambda x, around: (rows.append(len(x)), apply(x, around))[1]
 
     offered = (Candidate("planted", lambda site: counted, failure=None),)
-    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, "fused_linear": offered})
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out("fused_linear", *offered))
     decoder = load_decoder(case.folder, max_model_len=64)
     sizes = random.Random(1)
     uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
@@ -105,6 +106,7 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(case: Ca
     spec = decoder.spec
     fuses = spec.norm is NormKind.RMS and spec.gated_mlp and not spec.sandwich_norm and all(layer.moe is None for layer in spec.layers)
     assert bool(rows) == fuses and max(rows, default=0) <= MOST_ROWS
+    assert_last_rows(decoder, case)
 
 
 def test_many_rows_through_products_that_take_in_the_residual(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +121,20 @@ def test_many_rows_through_products_that_take_in_the_residual(case: Case, monkey
         return apply
 
     offered = (Candidate("planted", lambda site: counted, failure=None),)
-    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, "added_linear": offered})
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out("added_linear", *offered))
     monkeypatch.setattr("headrace.models.decoder.LEAST_ADDED", 20)
     decoder = load_decoder(case.folder, max_model_len=64)
     sizes = random.Random(1)
     uneven = in_chunks(PagedRun(decoder, seed=2), case.sequences, lambda key, done: 1 if key == "c" else sizes.choice((1, 9, 30, 40)))
     assert_close(uneven, case.expected)
-    assert bool(rows) == decoder.layers[0].adds and min(rows, default=20) >= 20
+    assert bool(rows) == decoder.composed(20)[1] and min(rows, default=20) >= 20
+    assert_last_rows(decoder, case)
+
+
+def assert_last_rows(decoder: Decoder, case: Case) -> None:
+    """Of beginnings in one step, whose other rows nobody reads."""
+    found = PagedRun(decoder, seed=3).step({key: ids[:9] for key, ids in case.sequences.items()}, last=True)
+    assert_close(found, {key: case.expected[key][:9][-1:] for key in case.sequences})
 
 
 def test_the_last_block_attends_to_what_is_read_alone(case: Case) -> None:

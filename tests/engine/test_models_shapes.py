@@ -11,7 +11,8 @@ from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.layers.rotary import inverse_frequencies, rotary_table
 from headrace.models.decoder import Decoder
-from headrace.models.families import spec_from_config, weight_rules
+from headrace.models.families import spec_from_config
+from headrace.models.weight_rules import weight_rules
 from headrace.spec import DecoderSpec
 from tests.support import tiny
 from tests.support.outside import shared

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, AsyncLLM, SamplingParams
-from headrace.engine import client, connection
-from headrace.engine import process as frames
+from headrace.engine import client, connection, frames
 from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed, Unavailable
-from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceOutput, TokenLogprobs
+from headrace.processes.frames import HEADER
+from headrace.processes.messages import BadFrame, Unpacker, pack
+from headrace.request import Finished, FinishReason, Request, RequestTimes, SequenceOutput, Singles, TokenLogprobs, TokenOutputs
 from headrace.sampling_params import Expectations
+from tests.support.snapshot import listening, names_of_sockets
 
 SMALL = {"executor": "keyed-hash", "max_model_len": 4000, "max_num_seqs": 8, "num_blocks": 1024}
 LONG = SamplingParams(temperature=0, max_tokens=3900, ignore_eos=True)
@@ -123,7 +124,7 @@ outputs = st.builds(
 @given(rows=st.lists(outputs, max_size=6), cut=st.integers(0, 200))
 def test_a_step_comes_out_of_its_frame_as_it_went_in_however_the_bytes_arrive(rows: list[SequenceOutput], cut: int) -> None:
     data = frames.pack_step(rows)
-    unpacker = frames.Unpacker(frames.Event)
+    unpacker = Unpacker(frames.Event)
     found = [frame for part in (data[:cut], data[cut:]) for frame in unpacker.feed(part)]
     assert [row for frame in found for row in frames.unpack_step(frame)] == rows
 
@@ -143,21 +144,24 @@ def test_a_request_comes_out_of_its_frame_as_it_went_in() -> None:
         tenant="key1/ann",
         expects=Expectations(ttft=0.5, tpot=0.1, reading_speed=8.0),
     )
-    (frame,) = frames.Unpacker(frames.Command).feed(frames.pack_request(asked))
-    assert frames.unpack_request(frame) == asked
+    assert list(Unpacker(frames.Command).feed(pack(asked))) == [asked]
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff" * 64, frames.HEADER.pack(3) + b"abc", frames.HEADER.pack(2**31), frames.pack(frames.Abort(1)) + b"\x01\x00\x00\x00\xc1"]
+    "data", [b"\xff" * 64, HEADER.pack(3) + b"abc", HEADER.pack(2**31), pack(frames.Abort(1)) + b"\x01\x00\x00\x00\xc1"]
 )
 def test_bytes_outside_the_schema_are_refused(data: bytes) -> None:
-    with pytest.raises(frames.BadFrame):
-        list(frames.Unpacker(frames.Event).feed(data))
+    with pytest.raises(BadFrame):
+        list(Unpacker(frames.Event).feed(data))
 
 
 def test_the_usual_step_is_two_columns() -> None:
     """64 rows with one token each: 12 bytes a row and a small frame around them."""
-    assert len(frames.pack_step([SequenceOutput(i, 0, (i,)) for i in range(64)])) < 64 * 12 + 32
+    outputs = TokenOutputs(range(64), [0] * 64, Singles(list(range(64))))
+    data = frames.pack_step(outputs)
+    assert len(data) < 64 * 12 + 32
+    (frame,) = Unpacker(frames.Event).feed(data)
+    assert list(frames.unpack_step(frame)) == list(outputs)
 
 
 # --- answers
@@ -398,7 +402,8 @@ from headrace.engine import connection
 from headrace.engine.keywords import create_config
 
 async def main():
-    await connection.EngineConnection.launch(create_config(executor="keyed-hash"))
+    engine = await connection.EngineConnection.launch(create_config(executor="keyed-hash"))
+    print(engine._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -407,24 +412,15 @@ asyncio.run(main())
 
 @pytest.fixture
 def short_tmp() -> Iterator[Path]:
-    """A socket's name is at most 108 bytes long: pytest's own folders are not for it."""
+    """Where temporary files go."""
     with tempfile.TemporaryDirectory(prefix="hr-") as folder:
         yield Path(folder)
 
 
-def test_a_parent_killed_while_the_engine_starts_leaves_no_file(short_tmp: Path) -> None:
-    subprocess.run([sys.executable, "-c", ORPHAN], env={**os.environ, "TMPDIR": str(short_tmp)}, check=False)
-    asyncio.run(until(lambda: not list(short_tmp.iterdir()), 5))
-
-
-def test_a_temporary_folder_with_a_long_name_or_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    assert sum(len(delta.token_ids) for delta in with_engine(lambda llm: collect(llm.stream([1], SHORT)))) == 12
-    monkeypatch.setattr("tempfile.tempdir", "/no/such")
-    with pytest.raises(ConfigError, match="TMPDIR"):
-        with_engine(lambda llm: collect(llm.stream([1], SHORT)))
+def test_a_parent_killed_while_the_engine_starts_leaves_nothing(short_tmp: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(short_tmp)}
+    done = subprocess.run([sys.executable, "-c", ORPHAN], env=env, stdout=subprocess.PIPE, check=False)
+    asyncio.run(until(lambda: gone(int(done.stdout)) and not list(short_tmp.iterdir()), 5))
 
 
 def test_an_engine_that_freezes_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,49 +484,6 @@ async def collect(stream: Any) -> list[RequestDelta]:
     return [delta async for batch in stream for delta in batch]
 
 
-def test_the_socket_is_private_and_gone_once_the_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Path, int, int]] = []
-    spawn = connection._spawn
-
-    async def look(launch: bytes) -> Any:
-        (frame,) = frames.Unpacker(frames.Launch).feed(launch)
-        address = Path(frame.address)
-        seen.append((address, stat.S_IMODE(address.stat().st_mode), stat.S_IMODE(address.parent.stat().st_mode)))
-        return await spawn(launch)
-
-    monkeypatch.setattr(connection, "_spawn", look)
-
-    async def work(llm: AsyncLLM) -> None:
-        (address, socket_mode, folder_mode) = seen[0]
-        assert (socket_mode, folder_mode) == (0o600, 0o700)
-        assert not address.parent.exists()
-
-    with_engine(work)
-
-
-@pytest.mark.parametrize(
-    "greeting", [frames.pack(frames.Hello(b"x" * 32)), frames.pack(frames.Died("")), b"GET / HTTP/1.1\r\n\r\n", frames.HEADER.pack(2**30)]
-)
-def test_a_stranger_on_the_socket_is_cut_off_and_the_engine_still_gets_in(monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
-    spawn = connection._spawn
-
-    async def stranger_first(launch: bytes) -> Any:
-        (frame,) = frames.Unpacker(frames.Launch).feed(launch)
-        reader, writer = await asyncio.open_unix_connection(frame.address)
-        writer.write(greeting)
-        with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-        writer.close()
-        return await spawn(launch)
-
-    monkeypatch.setattr(connection, "_spawn", stranger_first)
-
-    async def work(llm: AsyncLLM) -> None:
-        assert sum(len(delta.token_ids) for delta in await collect(llm.stream([1], SHORT))) == 12
-
-    with_engine(work)
-
-
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
@@ -563,7 +516,7 @@ def test_an_engine_that_is_told_nonsense_ends_and_says_so() -> None:
     async def work(llm: AsyncLLM) -> None:
         stream = llm.stream([1], LONG)
         await anext(stream)
-        llm._connection.send(frames.HEADER.pack(3) + b"abc")
+        llm._connection.send(HEADER.pack(3) + b"abc")
         with pytest.raises(EngineDead, match="exit code 1"):
             async for _ in stream:
                 pass
@@ -580,6 +533,15 @@ def test_a_request_that_the_core_refuses_ends_alone() -> None:
                 pass
         assert sum(len(delta.token_ids) for delta in await collect(good)) == 12
         await idle(llm)
+
+    with_engine(work)
+
+
+def test_the_engines_sockets_have_no_name() -> None:
+    """So nobody else can come in."""
+
+    async def work(llm: AsyncLLM) -> None:
+        assert not names_of_sockets([os.getpid(), pid_of(llm)]) and not listening([pid_of(llm)])
 
     with_engine(work)
 

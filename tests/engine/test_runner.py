@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.engine.executor import Executor
-from headrace.layers.inputs import MOST_FEW, ForwardInputs
+from headrace.kernels.inputs import MOST_FEW, ForwardInputs
 from headrace.models.decoder import Decoder
 from headrace.request import StepPlan
 from headrace.sampling_params import SamplingParams

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.config import CacheConfig, EngineConfig, ModelConfig
+from headrace.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, resolve_kv_format
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.models.source import find_model
-from headrace.spec import KVKind, KVSpec
+from headrace.spec import KV_FORMATS, KVKind, KVSpec
 from headrace.worker import settings
 from headrace.worker.memory import GIB, KVPlan, Room, blocks_needed, check_weights_fit, plan_kv
-from headrace.worker.settings import check_kv_dtype, resolve_dtype, resolve_threads
+from headrace.worker.settings import resolve_dtype, resolve_threads
 from headrace.worker.worker import create_executor
 from tests.support import tiny
 from tests.support.hand_plans import worker_for
@@ -27,9 +27,9 @@ ROOM = Room(8 * GIB, {"weights": 3 * GIB, "activations": GIB})  # 4 GiB left
 def _plan(
     *specs: KVSpec, cache: CacheConfig | None = None, on_cpu: bool = True, seqs: int = 64, positions: int = 8192, asked: int | None = None
 ) -> KVPlan:
-    return plan_kv(
-        specs, cache or CacheConfig(), ROOM, on_cpu=on_cpu, max_num_seqs=seqs, tokens_a_step=512, max_positions=positions, requested_len=asked
-    )
+    scheduler, model = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=512), ModelConfig(max_model_len=asked)
+    config = EngineConfig(model=model, cache=cache or CacheConfig(), scheduler=scheduler)
+    return plan_kv(specs, config, ROOM, max_positions=positions, on_cpu=on_cpu)
 
 
 def test_a_cpu_gives_a_quarter_of_what_is_left() -> None:
@@ -105,9 +105,23 @@ def test_precision_on_a_cpu(monkeypatch: pytest.MonkeyPatch, requested: str, sto
 
 
 def test_a_cache_of_another_precision_is_refused() -> None:
-    check_kv_dtype("bfloat16", torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"float32.*bfloat16"):
-        check_kv_dtype("float32", torch.bfloat16)
+    assert resolve_kv_format("bfloat16", "bfloat16", 64) is None
+    with pytest.raises(ConfigError, match=r"float32.*bfloat16.*int8"):
+        resolve_kv_format("float32", "bfloat16", 64)
+
+
+def test_the_same_memory_holds_more_tokens() -> None:
+    cache = CacheConfig(kv_cache_memory=FULL.bytes_per_block * 100)
+    blocks = {name: _plan(replace(FULL, format=form), cache=cache).groups[0].num_blocks for name, form in KV_FORMATS.items()}
+    assert blocks == {"fp8_e4m3": 200, "fp8_e5m2": 200, "int8": 193, "int4": 355}
+
+
+def test_a_cache_of_fewer_bits_needs_heads_that_fit() -> None:
+    assert resolve_kv_format(CacheConfig(kv_cache_dtype="fp8").kv_cache_dtype, "bfloat16", 33) is KV_FORMATS["fp8_e4m3"]
+    with pytest.raises(ConfigError, match=r"33 elements.*4 bits; int8"):
+        resolve_kv_format("int4", "bfloat16", 33)
+    with pytest.raises(ConfigError, match="int3"):
+        CacheConfig(kv_cache_dtype="int3")
 
 
 def test_threads_are_bounded_by_cores() -> None:

@@ -15,10 +15,10 @@ from headrace.clock import VirtualClock
 from headrace.engine.executor import ExecutorInfo
 from headrace.errors import StepFailed
 from headrace.kernels import Kernels
-from headrace.layers.inputs import ForwardInputs
+from headrace.kernels.inputs import ForwardInputs
 from headrace.sampling_params import SamplingParams
 from headrace.worker import sampler
-from headrace.worker.local_executor import LocalExecutor
+from headrace.worker.executor import DeviceExecutor
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows, Trait
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
@@ -40,7 +40,7 @@ class TableDecoder:
             raise fault
         return inputs.token_ids[:, None].float()
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: object = None) -> Tensor:
         return self.table[hidden[:, 0].long()].clone()
 
 
@@ -58,11 +58,11 @@ def _random_table(seed: int = 0) -> Tensor:
     return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def _executor(table: Tensor, overlap: int = 0) -> tuple[LocalExecutor, TableDecoder]:
+def _executor(table: Tensor, overlap: int = 0) -> tuple[DeviceExecutor, TableDecoder]:
     decoder = TableDecoder(table)
     rows = Rows(8, 64, VOCAB, (64,), torch.device("cpu"))
     runner = ModelRunner(decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock())
-    return LocalExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), overlap=overlap, threads=1), decoder
+    return DeviceExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), threads=1 if overlap else None), decoder
 
 
 def _output(

@@ -15,15 +15,15 @@ from headrace import LLM, SamplingParams
 from headrace.clock import VirtualClock
 from headrace.errors import OutOfMemory
 from headrace.kernels import Kernels, StrictKernelError
-from headrace.kernels.ahead import CompileAhead
-from headrace.kernels.candidate import Candidate
+from headrace.kernels.build.ahead import CompileAhead
+from headrace.kernels.candidate import FLOATS, Candidate
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.models import loader
-from headrace.quant.unquantized import Unquantized
+from headrace.sites import Role, Weight
 from headrace.worker import worker
 from headrace.worker.graphs import buckets_up_to
-from headrace.worker.stages import Stages
+from headrace.worker.head_start import Stages
 from headrace.worker.warm_up import product_sizes, warm_linears
 from tests.support import tiny
 
@@ -57,7 +57,7 @@ def test_a_start_that_finds_no_room_leaves_no_thread_behind(folder: str, monkeyp
 
     begun: list[CompileAhead[None]] = []
     monkeypatch.setattr(worker, "create_ahead", lambda *_, **__: begun.append(CompileAhead(lambda: None, strict=False, threads=2)) or begun[-1])
-    monkeypatch.setattr(worker, "Allotment", full)
+    monkeypatch.setattr(worker, "Allocation", full)
     with pytest.raises(OutOfMemory, match="full"):
         LLM(folder, **options())
     assert len(begun) == 1 and not any(thread.is_alive() for thread in begun[0]._threads._threads)
@@ -85,11 +85,15 @@ def test_a_kernel_that_does_not_build_is_a_decision_and_no_failure(folder: str, 
 
     makes = {"linear": lambda weight, bias: broken}
     planted = {
-        op: (Candidate("planted", lambda site, op=op: makes.get(op, broken), failure=str), *(replace(each, devices=()) for each in group))
-        for op, group in registry.CANDIDATES.items()
+        op: (
+            Candidate("planted", lambda site, op=op: makes.get(op, broken), dtypes=(*FLOATS, torch.int32), failure=str),
+            *(replace(each, devices=()) for each in one.candidates),
+        )
+        for op, one in registry.OPERATIONS.items()
         if op not in SHORTCUTS
     }
-    monkeypatch.setattr(registry, "CANDIDATES", {**planted, **dict.fromkeys(SHORTCUTS, ())})
+    operations = {op: replace(one, candidates=planted.get(op, ())) for op, one in registry.OPERATIONS.items()}
+    monkeypatch.setattr(registry, "OPERATIONS", operations)
     with LLM(folder, **options()) as llm:
         assert tokens(llm) == expected
         said = {decision.name: decision for decision in llm.info.decisions}
@@ -114,8 +118,8 @@ def test_products_are_tried_for_every_batch_a_graph_may_have(rows: int, tokens: 
     counts: list[int] = []
     monkeypatch.setattr(Linear, "forward", lambda self, x: counts.append(len(x)))
     cpu = torch.device("cpu")
-    context = LayerContext(torch.float32, cpu, Kernels(cpu), Unquantized())
-    layers = [Linear(*each, context, bias=False) for each in ((8, 16), (16, 8))]
+    context = LayerContext(torch.float32, cpu, Kernels(cpu))
+    layers = [Linear(Weight("layer", Role.UP, 0, (outs,), ins), context) for ins, outs in ((8, 16), (16, 8))]
     made = product_sizes(min(rows, tokens), tokens)
     assert made[: len(buckets_up_to(min(rows, tokens)))] == buckets_up_to(min(rows, tokens)) and made[-1] == tokens
     warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))

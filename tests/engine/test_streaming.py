@@ -18,9 +18,10 @@ from headrace.kernels import Kernels
 from headrace.models import loader, streaming
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
-from headrace.models.families import ignored_keys, spec_from_config, weight_rules
+from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource, find_model
 from headrace.models.streaming import Source, stream
+from headrace.models.weight_rules import ignored_keys, weight_rules
 from tests.support import tiny
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def load(source: ModelSource, dtype: torch.dtype, *, streamed: bool, buffer_byte
         tensor.data.fill_(7.0)
     checkpoint = SafetensorsCheckpoint(source.path)
     if streamed:
-        parameters, names = dict(decoder.named_parameters()), loader._Names(checkpoint.keys())
+        parameters, names = dict(decoder.named_parameters()), loader.KeyNames(checkpoint.keys())
         copies = [copy for rule in weight_rules(spec) for copy in loader._copies(parameters[rule.target], rule, checkpoint, names, dtype)]
         stream([loader._source(copy, checkpoint) for copy in copies], CPU, readers=3, buffer_bytes=buffer_bytes)
     else:

@@ -17,13 +17,14 @@ import jsonschema
 import pytest
 
 from headrace import LLM, SamplingParams, StructuredOutputs
-from headrace.cli import main
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
 from headrace.errors import InvalidRequest
 from headrace.server.forced import hold
+from headrace.server.messages import Mode, ToolChoice
 from headrace.server.parsing import form_of
 from headrace.server.parsing.formats import TOOL_FORMATS, Dialect
-from headrace.server.tools import Mode, ToolChoice, functions_of
+from headrace.server.tools import functions_of
+from lab.__main__ import main
 from tests.support.outside import shared
 
 EVERY = 1 if os.environ.get("HEADRACE_ALL_SCHEMAS") else 12  # each so many-th schema
@@ -33,6 +34,12 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+KEYS = {
+    "type": "object",
+    "properties": {"temperature_in_degrees_celsius": {"type": "integer", "maximum": 99}, "name_of_the_city": {"enum": ["Ulm", "Bonn"]}},
+    "required": ["temperature_in_degrees_celsius", "name_of_the_city"],
+    "additionalProperties": False,
+}
 ASKED = (
     ("Once", {"json": PERSON}, {"temperature": 0.0, "max_tokens": 80}),
     ("Once", {"choice": ("yes", "no")}, {"n": 3, "seed": 1}),
@@ -40,6 +47,7 @@ ASKED = (
     ("Twice", {"regex": "[ab]+"}, {"min_tokens": 9, "seed": 3, "max_tokens": 30}),
     ("Thrice", {"json_object": True}, {"stop": ["}"], "seed": 4, "max_tokens": 60}),
     ("Thrice", {"grammar": 'start: "a" start | "b"'}, {"presence_penalty": 2.0, "logit_bias": {9: -50.0}, "seed": 5, "max_tokens": 20}),
+    ("Again", {"json": KEYS}, {"presence_penalty": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 6, "max_tokens": 60}),
     ("Alone", None, {"temperature": 0.0, "max_tokens": 20}),
 )
 LONG = "a long beginning that many share, over and over again, until it fills some blocks of the cache. " * 3
@@ -68,19 +76,21 @@ def plain(llm: LLM) -> list[Any]:
 
 
 def test_answers_are_what_was_asked_for(plain: list[Any]) -> None:
-    person, *choices, digits, letters, cut, grammar, _ = plain
+    person, *choices, digits, letters, cut, grammar, keys, _ = plain
     jsonschema.validate(json.loads(person[0]), PERSON)
     assert person[1] == "stop" and {choice[0] for choice in choices} <= {"yes", "no"}
     assert re.fullmatch("[0-9]{3}-[a-z]{2}", digits[0]) and digits[1] == "stop"
     assert re.fullmatch("[ab]+", letters[0]) and len(letters[2]) >= 9
     assert (cut[3] == "}") == (cut[1] == "stop")
     assert re.fullmatch("a*b?", grammar[0])
+    jsonschema.validate(json.loads(keys[0]), KEYS)
 
 
 @pytest.mark.parametrize(
     "mode",
     [
         {"overlap": 2},
+        {"technique": {"fast_forward": False}},
         {"max_num_batched_tokens": 16, "overlap": 1},
         {"num_blocks": 70, "overlap": 1},  # too few for all at once
         {"enable_prefix_caching": False, "overlap": 1},
@@ -228,7 +238,7 @@ def test_masks_are_measured(tmp_path: Path) -> None:
     tests = [{"data": {"a": 5}, "valid": True}]
     schemas = ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "object"}, {"not": {}}, {"enum": [{"a": 5}]})
     lines.write_text("".join(json.dumps({"schema": schema, "tests": tests}) + "\n" for schema in schemas))
-    args = ("bench", "masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "1", "--output-json", str(out))
+    args = ("masks", "--schemas", str(lines), "--rows", "1", "2", "8", "--vocabulary", "1", "--output-json", str(out))
     assert main(args) == 0
     figures = json.loads(out.read_text())
     assert (figures["schemas"], figures["followed"]) == (4, 3)

@@ -103,13 +103,15 @@ def run_group(group: str, deadline: float, extra: Iterable[str]) -> Outcome:
     """pytest over one file, in a process of its own; stopped at ``deadline`` (time.monotonic)."""
     given = os.environ.get("PYTHONPATH")  # what the caller put first stays first: another copy of the sources, say
     path = os.pathsep.join([*([given] if given else []), *(str(ROOT / part) for part in ("src", "tests", "."))])
+    # The caller's pytest options are the caller's: `cache_dir`, say, is unknown where there is no cache.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         record, output = Path(folder, "record"), Path(folder, "output")
         command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.run", f"--record={record}", str(HERE / f"test_{group}.py")]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS_A_TEST}", *extra]
         started, code = time.monotonic(), None
         with output.open("w") as file:
-            process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=file, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
             try:
                 code = process.wait(max(0.0, deadline - started))
             except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ import torch
 
 from headrace import LLM
 from headrace.kernels.candidate import plainly_empty
-from headrace.kernels.vendor.into import LinearInto
+from headrace.kernels.linear.reference import LinearInto
 from headrace.worker import worker
 from headrace.worker.arena import Arena, sees_lifetimes
 from tests.support import tiny

@@ -19,10 +19,11 @@ from headrace.kernels import TWIN, Kernels
 from headrace.spec import Activation
 from tests.support import crowd, tiny
 from tests.support.card import require_card
+from tests.support.kernel_cases import called
 
 require_card()
 
-from headrace.kernels.triton import linear  # noqa: E402  Triton is there where a GPU is
+from headrace.kernels.linear import triton_linear as linear  # noqa: E402  Triton is there where a GPU is
 
 CUDA = torch.device("cuda")
 OTHERS = 64
@@ -58,7 +59,7 @@ MODELS = (  # tiny ones: windows and caps, plain GELU and layer norms, experts
 
 def chosen(op: str, **facts: Any) -> Any:
     kernels = Kernels(CUDA, strict=True, batch_invariant=True)
-    kernel = kernels.choose(op, **facts)
+    kernel = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen != TWIN
     return kernel
 

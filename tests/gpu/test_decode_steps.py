@@ -181,9 +181,9 @@ def test_results_are_read_when_they_have_come(
     prefill(card, planner, running)
     real = model_runner._to_host
 
-    def late(step: Any) -> Any:
+    def late(step: Any) -> None:
         torch.cuda._sleep(LATE)
-        return real(step)
+        real(step)
 
     monkeypatch.setattr(model_runner, "_to_host", late)
     for _ in range(6):
@@ -236,12 +236,12 @@ def test_a_failed_step_takes_those_behind_it_along_and_is_recovered_from(folder:
     prefill(executor, planner, running)
     for _ in range(4):
         decode(executor, planner, running)
-    runner, real = executor._runner, executor._runner.forward  # type: ignore[attr-defined]
+    runner, real = executor._runner, executor._runner._forward  # type: ignore[attr-defined]
 
     tickets = [executor.submit(planner.plan([each.next for each in running]))]
-    runner.forward = exhaust
+    runner._forward = exhaust
     tickets.append(executor.submit(planner.plan([(each, len(each.ids), 1) for each in running])))
-    runner.forward = real
+    runner._forward = real
     tickets.append(executor.submit(planner.plan([(each, len(each.ids) + 1, 1) for each in running])))
     take(executor.collect(tickets[0]), running)
     with pytest.raises(StepFailed, match="--max-num-batched-tokens"):

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from headrace import LLM
-from headrace.kernels import Kernels, reference
-from headrace.kernels.around import Around
-from headrace.kernels.triton.candidates import FUSED
+from headrace.kernels import Kernels
+from headrace.kernels.linear import reference
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.candidates import FUSED
 from headrace.spec import Activation
 from tests.support import tiny
 from tests.support.card import STRICT, check, params, require_card
+from tests.support.kernel_cases import called
 
 require_card()
 
@@ -26,7 +28,7 @@ ROWS = (1, 2, 8, 15, 16, 17, 33, 64)
 
 def offered(outs: int, ins: int, *, gated: bool, programmatic: bool) -> object:
     kernels = Kernels(CUDA, programmatic=programmatic)
-    return kernels.offer("fused_linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, gated=gated)
+    return kernels.offer(*called("fused_linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, gated=gated))
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels import reference
-from headrace.kernels.cuda.gated_measured import TALL, TILES, Form, Tile
+from headrace.kernels.linear.gated_tiles import TALL, TILES, Form, Tile
+from headrace.kernels.norm import reference
 from headrace.spec import Activation
 from tests.support.card import require_card
 
 require_card()
 
-from headrace.kernels.cuda.gated import GatedLinear, Kernels  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of  # noqa: E402  (needs Triton's cache, so a card's packages)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -22,7 +22,7 @@ def test_the_product_is_the_twins(tile: Tile, outs: int, ins: int) -> None:
     if not tile.takes(ins):
         pytest.skip("too few steps of K, so that it is never asked for")
     weight = torch.randn(2 * outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
-    layer = GatedLinear(weight, Kernels(weight.device), (), {})
+    layer = GatedLinear(weight, kernels_of(weight.device), (), {})
     for tokens in (1, 65, 127, 128, 129, 300, 512, 2100, 5000):
         x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
         y = layer.compute(x, Activation.SILU, tile)
@@ -44,7 +44,7 @@ def test_tall_tiles_at_their_edges(tile: Tile, outs: int, ins: int) -> None:
         held.append(torch.full((shape[0] + 2 * around, shape[1]), 7.0, dtype=dtype, device=device))
         return held[-1][around:-around]
 
-    layer = GatedLinear(weight, Kernels(weight.device), (), {}, within)
+    layer = GatedLinear(weight, kernels_of(weight.device), (), {}, within)
     for tokens in (1, 127, 128, 129, 255, 256, 257, 1000, 2304, 8448):
         x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
         y = layer.compute(x, Activation.SILU, tile)
@@ -61,7 +61,7 @@ def test_tall_tiles_at_their_edges(tile: Tile, outs: int, ins: int) -> None:
 @pytest.mark.parametrize("tile", [Tile(192, Form.TURNS), *TALL])
 def test_a_graph_replays_it(tile: Tile) -> None:
     weight = torch.randn(2 * 448, 512, device="cuda", dtype=torch.bfloat16).mul_(512**-0.5)
-    layer = GatedLinear(weight, Kernels(weight.device), (), {})
+    layer = GatedLinear(weight, kernels_of(weight.device), (), {})
     x, inputs = torch.zeros(2304, 512, device="cuda", dtype=torch.bfloat16), torch.randn(3, 2304, 512, device="cuda", dtype=torch.bfloat16)
     want = [layer.compute(each, Activation.SILU, tile) for each in inputs]
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def test_a_graph_replays_it(tile: Tile) -> None:
 @pytest.mark.parametrize("activation", Activation)
 def test_every_activation_and_large_values(activation: Activation, tile: Tile) -> None:
     weight = torch.randn(512, 320, device="cuda", dtype=torch.bfloat16)
-    layer = GatedLinear(weight, Kernels(weight.device), (), {})
+    layer = GatedLinear(weight, kernels_of(weight.device), (), {})
     x = torch.randn(200, 320, device="cuda", dtype=torch.bfloat16) * torch.logspace(-3, 2, 200, device="cuda").bfloat16()[:, None]
     y, want = layer.compute(x, activation, tile), reference.gated_activation((x.float() @ weight.float().t()), activation)
     assert y.isfinite().all()
@@ -88,7 +88,7 @@ def test_every_activation_and_large_values(activation: Activation, tile: Tile) -
 @pytest.mark.parametrize("tile", [Tile(224), Tile(192, Form.TURNS), *TALL])
 def test_memory_beyond_the_result_stays_as_it_was(tile: Tile) -> None:
     weight = torch.randn(2 * 1000, 512, device="cuda", dtype=torch.bfloat16)
-    layer = GatedLinear(weight, Kernels(weight.device), (), {})
+    layer = GatedLinear(weight, kernels_of(weight.device), (), {})
     x = torch.randn(130, 512, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     held = torch.full((8 * 130 * 1000,), 7.0, device="cuda", dtype=torch.bfloat16)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.bench.skip import launch_floor, profiled, run_skip_profile
 from headrace.bench.steps import steady_decode
 from headrace.engine.keywords import create_config
 from headrace.worker.card import card_limits, glance_at_card, measure_launches
+from lab.skip import launch_floor, profiled, run_skip_profile
 from tests.support.card import STRICT, params, require_card
 from tests.support.residue_masks import follow_residues, masked
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from headrace import LLM
 from headrace.kernels import NOBODY, Kernels
-from headrace.kernels.cuda.candidates import PERSISTENT
-from headrace.kernels.whole_step import StepWeights, WholeStep, decode_step, longest_context
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.step.candidates import PERSISTENT
+from headrace.kernels.step.reference import StepWeights, WholeStep, decode_step, longest_context
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 from tests.support import tiny
 from tests.support.card import STRICT, params, require_card
+from tests.support.kernel_cases import called
 from tests.support.specs import LLAMA_1B
 
 require_card()
@@ -61,7 +62,7 @@ def random_weights(spec: DecoderSpec) -> StepWeights:
 
     layers = tuple((*(weight(*shape) for shape in shapes), norm(), norm()) for _ in spec.layers)
     table = torch.randn(VOCAB, hidden, device=CUDA).bfloat16()
-    return StepWeights(layers, table, norm(), turns(dim), spec.num_heads, spec.num_kv_heads, spec.norm_eps, spec.attention_scale)
+    return StepWeights(layers, table, norm(), turns(dim), spec.qkv_heads, spec.norm_eps, spec.attention_scale)
 
 
 def wide(weights: StepWeights) -> StepWeights:
@@ -92,7 +93,7 @@ def random_step(spec: DecoderSpec, contexts: list[int], block_size: int) -> tupl
 
 
 def persistent(spec: DecoderSpec, weights: StepWeights, *, programmatic: bool = False) -> WholeStep:
-    make = Kernels(CUDA, programmatic=programmatic).offer("decode_step", dtype=torch.bfloat16, spec=spec)
+    make = Kernels(CUDA, programmatic=programmatic).offer(*called("decode_step", dtype=torch.bfloat16, spec=spec))
     assert make is not None
     step: WholeStep = make(weights)
     return step

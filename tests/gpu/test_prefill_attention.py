@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.kernels import Kernels, reference
-from headrace.kernels.cuda import compiler
-from headrace.layers.inputs import AttentionInputs
+from headrace.kernels import Kernels
+from headrace.kernels.attention import reference
+from headrace.kernels.build import nvrtc as compiler
+from headrace.kernels.inputs import AttentionInputs
 from tests.support.card import check, require_card
-from tests.support.kernel_cases import PagedCase
+from tests.support.kernel_cases import PagedCase, called
 
 require_card()
 
-from headrace.kernels.cuda.prefill import Prompts  # noqa: E402  (a card's packages)
+from headrace.kernels.attention.cuda_prefill import Prompts  # noqa: E402  (a card's packages)
 
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("its matrix instruction is that of compute capability 9.0", allow_module_level=True)
@@ -125,7 +126,7 @@ def test_lengths_are_read_on_the_device() -> None:
 
 def chosen(**flags: Any) -> Any:
     kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), **flags)
-    return kernels.choose("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    return kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8))
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (500, None), (None, 30.0)])
@@ -164,7 +165,7 @@ def test_single_queries_before_prompts(heads: int, kv_heads: int, dim: int, leng
     first, prompts = SINGLES[lengths], [(300, 900), (17, 17), (130, 2130)]
     case, inputs = on_card(PagedCase([*first, *prompts], heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, block_size=block_size))
     kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset({"cascade"}), cuda_prefill=True, cuda_decode=True)
-    kernel = kernels.choose("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads)
+    kernel = kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=dim, num_heads=heads, num_kv_heads=kv_heads))
     step = replace(inputs, leading=len(first))
     arguments = (case.q, case.k_cache, case.v_cache)
     got = kernel(*arguments, step, dim**-0.5, None, None)
@@ -179,7 +180,7 @@ def test_who_else_attends_to_single_queries_before_prompts(flags: dict[str, bool
     lengths = [*SINGLES["uneven"], (300, 900)]
     case, inputs = on_card(PagedCase(lengths, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16, block_size=128))
     kernels = Kernels(torch.device("cuda"), strict=True, cuda_prefill=True, **({"cuda_decode": True} | flags))
-    kernel = kernels.choose("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8)
+    kernel = kernels.choose(*called("paged_attention", dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8))
     step = replace(inputs, leading=17, shared_tokens=shared)
     arguments = (case.q, case.k_cache, case.v_cache)
     check(kernel(*arguments, step, 128**-0.5, window, None), reference.paged_attention(*arguments, inputs, 128**-0.5, window, None))

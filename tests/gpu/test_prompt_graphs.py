@@ -47,7 +47,7 @@ def graphs_of(llm: LLM) -> PromptGraphs:
 
 def planned_graphs(llm: LLM) -> int:
     """Bytes."""
-    size: int = llm.engine.core.executor._restore.__self__._room.purposes["graphs"]  # type: ignore[attr-defined]
+    size: int = llm.engine.core.executor._restore.__self__.room.purposes["graphs"]  # type: ignore[attr-defined]
     return size
 
 

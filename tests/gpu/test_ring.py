@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.kernels import Kernels, reference
-from headrace.kernels.around import Around
-from headrace.kernels.cuda.ring_forms import ROWS, RingForm, candidate_forms
-from headrace.kernels.triton.flat_forms import Shape
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import Shape
+from headrace.kernels.linear import reference
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.ring_forms import ROWS, RingForm, candidate_forms
 from headrace.spec import Activation
 from tests.support.card import check, require_card
+from tests.support.kernel_cases import called
 
 require_card()
 
-from headrace.kernels.cuda.ring import RingLinear, kernels_of, machine_code  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of, machine_code  # noqa: E402  (needs Triton's cache, so a card's packages)
 
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
@@ -122,7 +124,8 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int, ways: 
 
 
 def test_a_weight_of_the_table_is_served_for_every_number_of_rows() -> None:
-    offered = Kernels(CUDA, programmatic=True).offer("fused_linear", dtype=torch.bfloat16, in_features=2048, out_features=2048, gated=False)
+    facts = {"dtype": torch.bfloat16, "in_features": 2048, "out_features": 2048, "gated": False}
+    offered = Kernels(CUDA, programmatic=True).offer(*called("fused_linear", **facts))
     weight = random(2048, 2048, scale=2048**-0.5)
     assert offered is not None
     product, twin = offered(weight, None), reference.fused_linear(weight, None)

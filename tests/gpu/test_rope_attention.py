@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from headrace import LLM
-from headrace.kernels import Kernels, reference
-from headrace.kernels.candidate import Site
-from headrace.kernels.cuda.candidates import PERSISTENT
-from headrace.kernels.cuda.rope_candidates import ROPE, ROPE_CASCADE
-from headrace.layers.inputs import AttentionInputs
-from support import tiny
-from support.card import STRICT, check, params, require_card, runner_of
-from support.kernel_cases import PagedCase
+from headrace.kernels import Kernels
+from headrace.kernels.attention import reference
+from headrace.kernels.attention.candidates import ROPE, ROPE_CASCADE
+from headrace.kernels.candidate import CallSite
+from headrace.kernels.inputs import AttentionInputs
+from headrace.kernels.step.candidates import PERSISTENT
+from tests.support import tiny
+from tests.support.card import STRICT, check, params, require_card, runner_of
+from tests.support.kernel_cases import PagedCase, called
 
 require_card()
 
-from headrace.kernels.cuda.rope_attention import RopeAttention, create  # noqa: E402  (needs Triton's cache, so a card's packages)
-from headrace.kernels.triton.plan import ALIKE  # noqa: E402
+from headrace.kernels.attention.cuda_rope import RopeAttention, create  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.attention.triton_plan import ALIKE  # noqa: E402
 
 SOME = random.Random(1)
 LENGTHS = {
@@ -41,7 +42,7 @@ SHAPES = [(32, 8, 128, 16), (32, 8, 64, 128), (32, 8, 64, 16), (32, 8, 128, 128)
 
 def made(heads: int, kv_heads: int, dim: int, *, cascade: bool = False, programmatic: bool = True) -> RopeAttention:
     facts = {"dtype": torch.bfloat16, "head_dim": dim, "num_heads": heads, "num_kv_heads": kv_heads}
-    return create(Site("rope_attention", torch.device("cuda"), facts, batch_invariant=False, programmatic=programmatic), cascade=cascade)
+    return create(CallSite("rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], programmatic=programmatic), cascade=cascade)
 
 
 class Step:
@@ -133,7 +134,8 @@ def test_layers_one_behind_the_other_in_a_graph(dim: int, kv_heads: int, program
     heads, rows, layers = 32, 24, 6
     kernels = Kernels(torch.device("cuda"), programmatic=programmatic)
     width, inner = (heads + 2 * kv_heads) * dim, heads * dim
-    make = [kernels.choose("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs) for outs, ins in ((width, 2048), (2048, inner))]
+    sites = [called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs) for outs, ins in ((width, 2048), (2048, inner))]
+    make = [kernels.choose(*site) for site in sites]
     weights = [
         torch.randn(outs, ins, device="cuda").mul_(ins**-0.5).bfloat16() for _ in range(layers) for outs, ins in ((width, 2048), (2048, inner))
     ]
@@ -183,7 +185,8 @@ def test_an_engine_answers_as_without_it(dim: int, cascade: bool, tmp_path: Path
             asked = [params(max_tokens=48 - index, logprobs=2) for index in range(len(prompts))]
             found.append(llm.generate(prompts, asked, use_tqdm=False))
             graphs = runner_of(llm).graphs
-            assert graphs is not None and bool(graphs._shared) == cascade, "steps with shared keys have graphs of their own"
+            own = graphs is not None and any(each.shared_tried for each in graphs._captured.values())
+            assert own == cascade, "steps with shared keys have graphs of their own"
     for one, other in zip(*found, strict=True):
         tokens, scores = one.outputs[0].token_ids, other.outputs[0].logprobs
         for at, (token, wanted) in enumerate(zip(tokens, other.outputs[0].token_ids, strict=True)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.kernels import reference
+from headrace.kernels.attention import reference
 from tests.support.card import check, chosen, require_card
 from tests.support.kernel_cases import PagedCase
 

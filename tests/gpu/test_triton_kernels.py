@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels import reference
-from headrace.kernels import sampling as twin
-from headrace.kernels.rows import write_rows
+from headrace.kernels.attention import reference as attention_twins
+from headrace.kernels.moe import reference as moe_twins
+from headrace.kernels.norm import reference as norm_twins
+from headrace.kernels.rows import reference as rows_twins
+from headrace.kernels.rows.reference import write_rows
+from headrace.kernels.sampling import reference as twin
 from headrace.spec import Activation
 from tests.support.card import check, chosen, require_card
 from tests.support.kernel_cases import DTYPES
@@ -29,16 +32,16 @@ def test_elementwise(dtype: torch.dtype) -> None:
     for rows, width in ((1, 4096), (300, 8192), (7, 2048), (5, 72)):
         x, residual, weight, bias = (torch.randn(shape, device=CUDA).to(dtype) for shape in ((rows, width), (rows, width), (width,), (width,)))
         for added in (None, residual):
-            for got, want in zip(chosen("rms_norm", dtype=dtype)(x, weight, 1e-5, added), reference.rms_norm(x, weight, 1e-5, added), strict=True):
+            for got, want in zip(chosen("rms_norm", dtype=dtype)(x, weight, 1e-5, added), norm_twins.rms_norm(x, weight, 1e-5, added), strict=True):
                 check(got, want)
-            results = (norm(x, weight, bias, 1e-5, added) for norm in (chosen("layer_norm", dtype=dtype), reference.layer_norm))
+            results = (norm(x, weight, bias, 1e-5, added) for norm in (chosen("layer_norm", dtype=dtype), norm_twins.layer_norm))
             for got, want in zip(*results, strict=True):
                 check(got, want)
         for kind in Activation:
-            check(chosen("gated_activation", dtype=dtype)(x, kind), reference.gated_activation(x, kind))
-            check(chosen("activation", dtype=dtype)(x, kind), reference.activation(x.float(), kind).to(dtype))
+            check(chosen("gated_activation", dtype=dtype)(x, kind), norm_twins.gated_activation(x, kind))
+            check(chosen("activation", dtype=dtype)(x, kind), norm_twins.activation(x.float(), kind).to(dtype))
         ids = torch.randint(rows, (33,), device=CUDA)
-        assert torch.equal(chosen("embedding", dtype=dtype)(ids, x, 3.0), reference.embedding(ids, x, 3.0))
+        assert torch.equal(chosen("embedding", dtype=dtype)(ids, x, 3.0), rows_twins.embedding(ids, x, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -50,7 +53,7 @@ def test_rotary_write(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
     slots, positions = torch.randperm(64 * 16, device=CUDA)[:777], torch.randint(0, 5000, (777,), device=CUDA)
     slots[::7] = -1
     packed, results = torch.randn(777, 20, dim, device=CUDA).to(dtype), []
-    for write in (kernel, reference.rotary_write):
+    for write in (kernel, attention_twins.rotary_write):
         q, k, v = packed.clone().split((12, 4, 4), dim=1)
         caches = torch.zeros(64, 3, 2, 4, 16, dim, dtype=dtype, device=CUDA)
         results.append((write(q, k, v, positions, cos_sin, caches[:, 1, 0], caches[:, 1, 1], slots), caches))
@@ -72,7 +75,7 @@ def test_moe(dtype: torch.dtype, tokens: int, crowded: bool) -> None:
         router[:, -2:] -= 30.0
         gate_up[-2:], down[-2:] = float("nan"), float("nan")
     arguments = (*(each.to(dtype) for each in (x, router, gate_up, down)), 4, True, Activation.SILU)
-    check(chosen("moe", dtype=dtype, num_experts=experts, top_k=4)(*arguments), reference.moe(*arguments), factor=2.0)
+    check(chosen("moe", dtype=dtype, num_experts=experts, top_k=4)(*arguments), moe_twins.moe(*arguments), factor=2.0)
     if dtype is torch.bfloat16 and tokens > 1:
         kernel = chosen("moe", dtype=dtype, num_experts=experts, top_k=4, batch_invariant=True)
         together = kernel(*arguments)
@@ -108,7 +111,7 @@ def test_filters(spread: float) -> None:
         torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.2], device=CUDA),
     )
     seeds, positions = torch.arange(rows, device=CUDA), torch.arange(rows, device=CUDA)
-    from headrace.kernels.triton.thresholds import keep_thresholds
+    from headrace.kernels.sampling.triton_thresholds import keep_thresholds
 
     got, want = keep_thresholds(logits, *filters, scale=(peak, heat)), twin.keep_thresholds(scores, *filters)
     kept, wanted = scores >= got[:, None], scores >= want[:, None]

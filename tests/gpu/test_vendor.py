@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.bench.tune_vendor import WIDEST
+from headrace.bench.tune import WIDEST
 from headrace.kernels import TWIN, Kernels
-from headrace.kernels.triton.candidates import FLAT
-from headrace.kernels.vendor.candidates import TUNED
-from headrace.kernels.vendor.cublaslt import Operands, Products
-from headrace.kernels.vendor.measured import measured_choices
+from headrace.kernels.candidate import Shape
+from headrace.kernels.linear.candidates import FLAT, TUNED
+from headrace.kernels.linear.cublaslt import Operands, Products
+from headrace.kernels.linear.tuned import MEASURED
+from tests.support.kernel_cases import called
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,16 +42,17 @@ def test_every_algorithm_on_offer_computes_the_product_and_the_sum(tokens: int, 
 
 def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows() -> None:
     """Red: another version of the library, whose table must be measured again."""
-    table = measured_choices(torch.cuda.get_device_name())
+    table = MEASURED.table(torch.cuda.get_device_name())
     if not table:
         pytest.skip("nothing was measured on this card")
-    for (outs, ins), choices in table.items():
+    for shape, choices in table.items():
+        outs, ins = shape.outs, shape.ins
         kernels = Kernels(torch.device("cuda"))
         facts = {"dtype": torch.bfloat16, "in_features": ins, "out_features": outs}
-        pack = kernels.choose("linear", shared_weight=False, fused=True, **facts)
+        pack = kernels.choose(*called("linear", shared=False, fused=True, **facts))
         assert kernels.choices[-1].chosen == TUNED, (outs, ins)
         weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)
-        linear, add = pack(weight, None), kernels.choose("added_linear", **facts)(weight, None)
+        linear, add = pack(weight, None), kernels.choose(*called("added_linear", **facts))(weight, None)
         for tokens in (1, 100, *((4096, 5001, 8192, 12300) if outs < WIDEST else (500, 600))):
             x = torch.randn(tokens, ins, device="cuda", dtype=torch.bfloat16)
             want, residual = F.linear(x, weight).float(), torch.randn(tokens, outs, device="cuda", dtype=torch.bfloat16)
@@ -64,8 +66,8 @@ def test_what_was_measured_on_this_card_is_offered_and_serves_any_number_of_rows
 @pytest.mark.parametrize(("outs", "ins"), [(128256, 2048), (2048, 8192)])  # a head; a layer whose products are not fused
 def test_rows_that_the_flat_kernels_leave_are_computed_by_what_stands_behind_them(outs: int, ins: int, tuned: bool) -> None:
     kernels = Kernels(torch.device("cuda"), strict=True, disabled=frozenset() if tuned else frozenset({TUNED}))
-    pack = kernels.choose("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, shared_weight=True, fused=False)
-    measured = (outs, ins) in measured_choices(torch.cuda.get_device_name())
+    pack = kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=ins, out_features=outs, shared=True, fused=False))
+    measured = Shape(outs, ins) in MEASURED.table(torch.cuda.get_device_name())
     behind = TUNED if tuned and measured else TWIN
     assert [(choice.behind, choice.chosen) for choice in kernels.choices] == [(FLAT, behind), (None, FLAT)]
     weight = torch.randn(outs, ins, device="cuda", dtype=torch.bfloat16).mul_(ins**-0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 import headrace.kernels as registry
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels, StrictKernelError, reference
-from headrace.kernels.candidate import Candidate, Declined, Site, Sizes
+from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels.candidate import CallSite, Candidate, Declined, Sizes
+from headrace.kernels.linear import reference
 from headrace.worker.worker import _kernel_decisions
+from tests.support.kernel_cases import called, carried_out
 
 CPU = torch.device("cpu")
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
@@ -44,14 +47,14 @@ class Layer:
         return self.name
 
 
-def rehearse(site: Site, run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+def rehearse(site: CallSite[Any], run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
     return [(run(WEIGHT, None).name, lambda: run(WEIGHT, None)(FEW))]
 
 
 def few(broken: Exception | None = None, *, invariant: bool = True) -> Candidate:
     """Serves one row."""
 
-    def create(site: Site) -> Callable[..., Any]:
+    def create(site: CallSite[Any]) -> Callable[..., Any]:
         behind = site.behind()
         return lambda weight, bias: Layer("few", broken, behind(weight, bias))
 
@@ -64,10 +67,10 @@ def whole(name: str, *, declines: Declined | None = None, broken: Exception | No
     )
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate, **settings: Any) -> tuple[Kernels, Callable[[torch.Tensor], Any]]:
-    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, "linear": candidates})
+def chosen(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate[Any], **settings: Any) -> tuple[Kernels, Callable[[torch.Tensor], Any]]:
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out("linear", *candidates))
     kernels = Kernels(CPU, **settings)
-    return kernels, kernels.choose("linear", **FACTS)(WEIGHT, None)
+    return kernels, kernels.choose(*called("linear", **FACTS))(WEIGHT, None)
 
 
 def said(kernels: Kernels) -> list[tuple[str | None, str, tuple[tuple[str, str], ...]]]:
@@ -78,7 +81,7 @@ def test_the_next_candidate_serves_what_the_first_leaves_and_is_named(monkeypatc
     kernels, linear = chosen(monkeypatch, few(), whole("second"), whole("third"))
     assert (linear(FEW), linear(MANY)) == ("few", "second")
     assert said(kernels) == [("few", "second", ()), (None, "few", ())]
-    kernels.choose("linear", **FACTS)
+    kernels.choose(*called("linear", **FACTS))
     assert len(kernels.choices) == 2
     assert [(each.name, each.value) for each in _kernel_decisions(kernels)] == [
         ("kernel linear, what few leaves", "second"), ("kernel linear", "few")
@@ -105,7 +108,7 @@ def test_who_is_disabled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_two_that_serve_a_part_stand_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(site: Site) -> Callable[..., Any]:
+    def create(site: CallSite[Any]) -> Callable[..., Any]:
         behind = site.behind()
         return lambda weight, bias: Layer("none", None, behind(weight, bias))
 
@@ -122,9 +125,9 @@ def test_batch_invariance_holds_behind_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_strict_minds_a_twin_for_a_part_as_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for by_choice in (True, False):
-        refusal = whole("second", declines=Declined("no compiler", by_choice=by_choice))
-        if by_choice:
+    for optional in (True, False):
+        refusal = replace(whole("second", declines=Declined("no compiler")), optional=optional)
+        if optional:
             assert chosen(monkeypatch, few(), refusal, strict=True)[1](FEW) == "few"
         else:
             with pytest.raises(StrictKernelError, match="second: no compiler"):
@@ -173,7 +176,7 @@ def test_it_is_asked_for_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> Non
     """A candidate may ask when it is first called, in a thread that builds kernels."""
     asked: list[Callable[[], Any]] = []
 
-    def create(site: Site) -> Callable[..., Any]:
+    def create(site: CallSite[Any]) -> Callable[..., Any]:
         asked.append(site.behind)
         return lambda weight, bias: Layer("lazy")
 
@@ -190,4 +193,4 @@ def test_it_is_asked_for_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_site_without_a_registry_says_so() -> None:
     with pytest.raises(LookupError, match="not made by the registry"):
-        Site("linear", CPU, FACTS, False).behind()
+        CallSite("linear", CPU, called("linear", **FACTS)[1]).behind()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from headrace.bench import kernels as bench
 from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.cost.profile import Limits
 from headrace.errors import ConfigError
-from headrace.kernels import CANDIDATES, TWINS
 from headrace.kernels.candidate import Candidate
+from headrace.kernels.operations import OPERATIONS
+from tests.support.kernel_cases import carried_out
 
 LIMITS = Limits(1e10, 1e10, {"bfloat16": 1e11, "float32": 1e11})
 TINY = bench.KernelBench(
@@ -35,9 +35,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_every_candidate_of_every_operation_has_a_row(dtype: str) -> None:
     rows = bench.measure(replace(TINY, dtype=dtype), LIMITS)
-    assert {row.op for row in rows} == set(TWINS)
-    for op, candidates in CANDIDATES.items():
-        assert {row.kernel for row in rows if row.op == op} == {candidate.name for candidate in candidates} | {"torch"}
+    assert {row.op for row in rows} == set(OPERATIONS)
+    for op, one in OPERATIONS.items():
+        assert {row.kernel for row in rows if row.op == op} == {candidate.name for candidate in one.candidates} | {"torch"}
     for row in rows:
         assert not row.wrong, row
         assert (row.seconds is None) == (row.fraction is None)
@@ -53,9 +53,9 @@ def test_what_batch_invariance_would_choose_is_timed_beside_torch_s_own() -> Non
 
 def test_a_wrong_candidate_is_not_timed_and_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     broken = Candidate("broken", lambda site: lambda x, weight, eps, residual: (x * 1.5, x + residual))
-    patched = MappingProxyType({**CANDIDATES, "rms_norm": (broken,)})
-    monkeypatch.setattr(bench, "CANDIDATES", patched)
-    monkeypatch.setattr("headrace.kernels.CANDIDATES", patched)
+    patched = carried_out("rms_norm", broken)
+    monkeypatch.setattr(bench, "OPERATIONS", patched)
+    monkeypatch.setattr("headrace.kernels.OPERATIONS", patched)
     monkeypatch.setattr(bench, "limits_now", lambda device: LIMITS)
     assert cli.main(["bench", "kernels", "--ops", "rms_norm", "--rows", "1", "--seconds", "1e-9"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if "broken" in line)

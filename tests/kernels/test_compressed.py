@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
-from headrace.kernels import Kernels, reference
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cpu import compressed
-from headrace.kernels.cpu.compiler import Native, native_library
+from headrace.kernels import Kernels
+from headrace.kernels.build.c_compiler import Native, native_library
+from headrace.kernels.candidate import CallSite, Declined
+from headrace.kernels.linear import compressed, reference
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
-from headrace.quant.unquantized import Unquantized
-from tests.support.kernel_cases import assert_close
+from headrace.layers.packed import Piece
+from headrace.quant import lossless
+from headrace.quant.lossless import Lossless
+from headrace.sites import Role, Weight
+from tests.support.kernel_cases import assert_close, called
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+FACTS: dict[str, Any] = {"dtype": BF16, "formats": (Lossless().label,)}
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +49,18 @@ def as_it_was(native: Native, weight: Tensor) -> bool:
 
 
 def make(native: Native, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False) -> Callable[[Tensor], Tensor]:
-    site = Site("linear", CPU, {"dtype": BF16, "out_features": weight.shape[0], "in_features": weight.shape[1]}, invariant)
-    pack = compressed.create_linear(native, site)
+    pack = compressed.create_linear(native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1], invariant))
     assert not isinstance(pack, Declined)
-    linear: Callable[[Tensor], Tensor] = pack(weight, bias)
+    linear: Callable[[Tensor], Tensor] = pack([held(weight)], bias)
     return linear
+
+
+def held(weight: Tensor) -> Piece:
+    outs, ins = weight.shape
+    piece = Piece("layer", Lossless(), outs, ins, dtype=BF16, device=CPU)
+    piece.get_parameter("weight").data.copy_(weight)
+    piece.finish_loading()
+    return piece
 
 
 def drawn(rows: int, depth: int, seed: int = 0) -> Tensor:
@@ -89,7 +100,7 @@ def test_it_is_a_quarter_smaller(native: Native, largest: float | None) -> None:
     weight = drawn(256, 4096)
     if largest is not None:
         weight[::16, 7] = largest
-    assert as_it_was(native, weight) and compressed.compress(native.library, weight).num_bytes / weight.nbytes < 0.758
+    assert as_it_was(native, weight) and held(weight).num_bytes / weight.nbytes < 0.758
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(5, 4), (64, 96), (130, 100), (67, 544)])
@@ -127,48 +138,44 @@ def test_a_row_may_lie_anywhere(native: Native) -> None:
         assert torch.equal(linear(x[1:2, begin : begin + 8]), linear(x[1:2, begin : begin + 8].clone()))
 
 
-def test_it_is_there_only_where_it_was_asked_for(native: Native) -> None:
-    facts = {"dtype": BF16, "in_features": 64, "out_features": 64}
-    for asked, name in ((frozenset[str](), "onednn"), (frozenset({compressed.COMPRESSED}), compressed.COMPRESSED)):
-        kernels = Kernels(CPU, asked=asked)
-        kernels.choose("linear", **facts)
-        assert kernels.choices[0].chosen == name and kernels.choices[0].declined == ()
-
-
 def test_parts_of_a_weight_make_the_whole_product(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "PART_BYTES", 2 * 64 * 40)  # 40 rows: 32, a multiple of 16
     weight, bias, x = drawn(100, 64), drawn(1, 100, 1)[0], drawn(compressed.FEW_ROWS + 1, 64, 2)
     assert_close(make(native, weight, bias)(x), reference.linear(weight.float(), bias.float())(x.float()).to(BF16), BF16)
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"dtype": torch.float32}, "compresses bfloat16, not torch.float32"),
-        ({"shared_weight": True}, "another layer's too"),
-        ({"in_features": 6}, "6 is no multiple of 4"),
-        ({"in_features": 0}, "0 is no multiple"),
-        ({"in_features": None}, "None is no multiple"),
-    ],
-)
-def test_declines_name_their_reason(native: Native, facts: dict[str, Any], said: str) -> None:
-    found = compressed.create_linear(native, Site("linear", CPU, {"dtype": BF16, "in_features": 8, "out_features": 8, **facts}, False))
-    assert isinstance(found, Declined) and said in found.reason
+@pytest.mark.parametrize("facts", [{"formats": ("GGUF Q8_0",)}, {"formats": (Lossless().label, "unquantised")}])
+def test_it_leaves_other_formats_to_others(native: Native, facts: dict[str, Any]) -> None:
+    found = compressed.create_linear(native, CallSite("packed_linear", CPU, called("packed_linear", **FACTS | facts)[1]))
+    assert isinstance(found, Declined) and "12 bits, lossless alone" in found.reason
+
+
+def test_what_is_held_is_what_was_loaded(native: Native) -> None:
+    weight = drawn(100, 64)
+    assert torch.equal(held(weight).dense(slice(32, 96), BF16), weight[32:96])
 
 
 def test_a_processor_without_the_instructions_declines() -> None:
     library: Any = {"headrace_has_compressed": lambda: 0}
-    found = compressed.create_linear(Native(library, None, True), Site("linear", CPU, {"dtype": BF16}, False))  # type: ignore[arg-type]
+    found = compressed.create_linear(Native(library, None, True), CallSite("packed_linear", CPU, called("packed_linear", **FACTS)[1]))  # type: ignore[arg-type]
     assert isinstance(found, Declined) and "AVX-512" in found.reason
 
 
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (BF16, "cuda")])
+def test_other_types_and_devices_are_named(dtype: torch.dtype, device: str) -> None:
+    assert (lossless.missing(dtype, torch.device(device)) or "").startswith("holds bfloat16 on a CPU, not ")
+
+
 def test_a_layer_says_what_it_holds(native: Native) -> None:
-    layer = Linear(1024, 64, LayerContext(BF16, CPU, Kernels(CPU, asked=frozenset({compressed.COMPRESSED})), Unquantized()), bias=True)
-    assert layer.weight is not None and layer.bias is not None
-    layer.weight.data.copy_(drawn(64, 1024))
+    layer = Linear(
+        Weight("layer", Role.OUTPUT, 0, (64,), 1024, bias=True, formats=(Lossless(),)),
+        LayerContext(BF16, CPU, Kernels(CPU)),
+    )
+    assert layer.weight is None and layer.bias is not None
+    layer.get_parameter("pieces.0.weight").data.copy_(drawn(64, 1024))
     layer.bias.data.zero_()
     layer.finish_loading()
-    assert layer.weight is None and 0.75 < (layer.weight_bytes - 2 * 64) / (2 * 64 * 1024) < 0.77
+    assert not list(layer.parameters()) and 0.75 < (layer.weight_bytes - 2 * 64) / (2 * 64 * 1024) < 0.77
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

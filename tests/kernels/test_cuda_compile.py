@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.kernels.cuda import compiler
-from headrace.kernels.cuda.step_shape import SOURCES, StepShape, why_not
+from headrace.kernels.build import nvrtc as compiler
+from headrace.kernels.step.shape import SOURCES, StepShape, why_not
 from tests.support.assembler import nvcc
 from tests.support.specs import LLAMA_8B
 

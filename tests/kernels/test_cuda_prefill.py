@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.kernels.cuda import compiler, prefill
-from headrace.kernels.cuda.prefill import FORMS, instructions, machine_code, rows_of, shared_bytes, why_not
+from headrace.kernels.attention import cuda_prefill as prefill
+from headrace.kernels.attention.cuda_prefill import FORMS, instructions, machine_code, rows_of, shared_bytes, why_not
+from headrace.kernels.build import nvrtc as compiler
 from tests.support.assembler import said_of
 
 SHARED = 232448  # bytes a program may have

@@ -24,9 +24,11 @@ import torch
 
 import headrace.kernels as registry
 from headrace.errors import ConfigError
-from headrace.kernels import Kernels, StrictKernelError, reference
-from headrace.kernels.ahead import CompileAhead
-from headrace.kernels.candidate import Candidate, Site, Sizes
+from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels.build.ahead import CompileAhead
+from headrace.kernels.candidate import CallSite, Candidate, Sizes
+from headrace.kernels.norm import reference
+from tests.support.kernel_cases import called, carried_out
 
 CPU = torch.device("cpu")
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
@@ -52,7 +54,7 @@ class Planted:
         return self.name
 
     def candidate(self, created: Callable[..., Any] | None = None) -> Candidate:
-        def rehearse(site: Site, run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+        def rehearse(site: CallSite[Any], run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
             return [(self.name, lambda: run(X, WEIGHT, 1e-5, None))]
 
         return Candidate(self.name, lambda site: created or self, failure=judge, rehearse=rehearse)
@@ -62,15 +64,15 @@ def judge(error: Exception) -> str | None:
     return str(error) if isinstance(error, DoesNotBuild) else None
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, op: str, *candidates: Candidate) -> None:
-    monkeypatch.setattr(registry, "CANDIDATES", {**registry.CANDIDATES, op: candidates})
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, *candidates: Candidate[Any]) -> None:
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out(op, *candidates))
 
 
 def test_the_twin_takes_over_once_and_loudly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     broken = Planted("broken", DoesNotBuild("error: no such instruction"))
     plant(monkeypatch, "rms_norm", broken.candidate())
     kernels = Kernels(CPU)
-    norm, same = kernels.choose("rms_norm", dtype=torch.float32), kernels.choose("rms_norm", dtype=torch.float32)
+    norm, same = kernels.choose(*called("rms_norm", dtype=torch.float32)), kernels.choose(*called("rms_norm", dtype=torch.float32))
     assert kernels.choices[0].chosen == "broken"
     with caplog.at_level(logging.WARNING):
         results = [call(X, WEIGHT, 1e-5, None)[0] for call in (norm, same, norm)]
@@ -81,13 +83,13 @@ def test_the_twin_takes_over_once_and_loudly(monkeypatch: pytest.MonkeyPatch, ca
     ]
     assert kernels.choices[0].chosen == "torch"
     assert kernels.choices[0].declined == (("broken", "did not compile: error: no such instruction"),)
-    assert kernels.choose("rms_norm", dtype=torch.float32) is reference.rms_norm
+    assert kernels.choose(*called("rms_norm", dtype=torch.float32)) is reference.rms_norm
 
 
 def test_a_specialisation_that_fails_later_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Planted("kernel", None)
     plant(monkeypatch, "rms_norm", kernel.candidate())
-    norm = Kernels(CPU).choose("rms_norm", dtype=torch.float32)
+    norm = Kernels(CPU).choose(*called("rms_norm", dtype=torch.float32))
     assert norm(X, WEIGHT, 1e-5, None) == "kernel"
     kernel.error = DoesNotBuild("out of resource")
     assert torch.equal(norm(X, WEIGHT, 1e-5, None)[1], X)
@@ -97,7 +99,7 @@ def test_who_gave_way_stays_alive_for_graphs_that_hold_its_memory(monkeypatch: p
     kernel = Planted("kernel", None)
     plant(monkeypatch, "rms_norm", kernel.candidate())
     kernels = Kernels(CPU)
-    norm, kernel.error = kernels.choose("rms_norm", dtype=torch.float32), DoesNotBuild("out of resource")
+    norm, kernel.error = kernels.choose(*called("rms_norm", dtype=torch.float32)), DoesNotBuild("out of resource")
     norm(X, WEIGHT, 1e-5, None)
     monkeypatch.undo()
     alive = weakref.ref(kernel)
@@ -109,13 +111,13 @@ def test_who_gave_way_stays_alive_for_graphs_that_hold_its_memory(monkeypatch: p
 def test_the_next_candidate_stands_before_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "rms_norm", Planted("first", DoesNotBuild("no")).candidate(), Planted("second", None).candidate())
     kernels = Kernels(CPU, strict=True)
-    assert kernels.choose("rms_norm", dtype=torch.float32)(X, WEIGHT, 1e-5, None) == "second"
+    assert kernels.choose(*called("rms_norm", dtype=torch.float32))(X, WEIGHT, 1e-5, None) == "second"
     assert kernels.choices[0].chosen == "second"
 
 
 def test_strict_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "rms_norm", Planted("broken", DoesNotBuild("no such instruction")).candidate())
-    norm = Kernels(CPU, strict=True).choose("rms_norm", dtype=torch.float32)
+    norm = Kernels(CPU, strict=True).choose(*called("rms_norm", dtype=torch.float32))
     for _ in range(2):
         with pytest.raises(StrictKernelError, match=r"rms_norm would fall back .*did not compile: no such instruction.*drop --strict-kernels"):
             norm(X, WEIGHT, 1e-5, None)
@@ -124,7 +126,7 @@ def test_strict_raises_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batch_invariance_is_not_given_up_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "moe", Planted("broken", DoesNotBuild("no")).candidate())
     with pytest.raises(ConfigError, match="No batch-invariant kernel for moe"):
-        Kernels(CPU, batch_invariant=True).choose("moe", dtype=torch.float32)()
+        Kernels(CPU, batch_invariant=True).choose(*called("moe", dtype=torch.float32))()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"), torch.OutOfMemoryError("x"), KeyError("x")])
@@ -132,7 +134,7 @@ def test_other_errors_pass_through_and_change_nothing(error: Exception, monkeypa
     kernel = Planted("kernel", error)
     plant(monkeypatch, "rms_norm", kernel.candidate())
     kernels = Kernels(CPU)
-    norm = kernels.choose("rms_norm", dtype=torch.float32)
+    norm = kernels.choose(*called("rms_norm", dtype=torch.float32))
     with pytest.raises(type(error)) as raised:
         norm(X, WEIGHT, 1e-5, None)
     assert raised.value is error
@@ -145,7 +147,7 @@ def test_what_a_candidate_makes_from_weights_is_guarded(monkeypatch: pytest.Monk
     broken = Planted("broken", DoesNotBuild("no"))
     plant(monkeypatch, "linear", broken.candidate(created=lambda weight, bias: broken))
     kernels = Kernels(CPU)
-    layers = [kernels.choose("linear", dtype=torch.float32)(WEIGHT.view(1, 3) * scale, None) for scale in (1.0, 2.0)]
+    layers = [kernels.choose(*called("linear", dtype=torch.float32))(WEIGHT.view(1, 3) * scale, None) for scale in (1.0, 2.0)]
     assert [layer(X).flatten().tolist() for layer in layers] == [[3.0, 12.0], [6.0, 24.0]]
     assert broken.calls == 2  # one a layer; their weights differ
 
@@ -154,7 +156,7 @@ def test_who_is_called_now_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -
     broken = Planted("broken", DoesNotBuild("no"))
     broken.least_shared = 7  # type: ignore[attr-defined]
     plant(monkeypatch, "rms_norm", broken.candidate())
-    norm = Kernels(CPU).choose("rms_norm", dtype=torch.float32)
+    norm = Kernels(CPU).choose(*called("rms_norm", dtype=torch.float32))
     assert getattr(norm, "least_shared", None) == 7
     norm(X, WEIGHT, 1e-5, None)  # it gives way
     assert getattr(norm, "least_shared", None) is None
@@ -163,7 +165,7 @@ def test_who_is_called_now_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_are_given_up_where_a_twin_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, "moe", Planted("broken", DoesNotBuild("no")).candidate())
     kernels = Kernels(CPU)
-    moe = kernels.choose("moe", dtype=torch.float32)
+    moe = kernels.choose(*called("moe", dtype=torch.float32))
     assert kernels.graphable
     with pytest.raises(TypeError):  # the twin's, for want of arguments
         moe()
@@ -186,12 +188,12 @@ def test_a_rehearsal_finds_out_before_anybody_waits(monkeypatch: pytest.MonkeyPa
     broken = Planted("broken", DoesNotBuild("no"))
     plant(monkeypatch, "rms_norm", broken.candidate())
     kernels = Kernels(CPU)
-    norm = kernels.choose("rms_norm", dtype=torch.float32)
+    norm = kernels.choose(*called("rms_norm", dtype=torch.float32))
     assert list(rehearsed(kernels)) == ["rms_norm torch.float32: broken"]
     assert kernels.choices[0].chosen == "torch"
     assert torch.equal(norm(X, WEIGHT, 1e-5, None)[1], X)
     strict = Kernels(CPU, strict=True)
-    strict.choose("rms_norm", dtype=torch.float32)
+    strict.choose(*called("rms_norm", dtype=torch.float32))
     with pytest.raises(StrictKernelError, match="did not compile: no"):
         rehearsed(strict, strict=True)
 
@@ -199,7 +201,7 @@ def test_a_rehearsal_finds_out_before_anybody_waits(monkeypatch: pytest.MonkeyPa
 def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     plant(monkeypatch, "rms_norm", Planted("kernel", KeyError("shape")).candidate())
     kernels = Kernels(CPU)
-    kernels.choose("rms_norm", dtype=torch.float32)
+    kernels.choose(*called("rms_norm", dtype=torch.float32))
     rehearsed(kernels)
     assert "the rehearsal of rms_norm torch.float32: kernel failed" in caplog.text
     with pytest.raises(KeyError):
@@ -215,7 +217,7 @@ def test_kernels_are_tried_where_they_cannot_be_made_ready(monkeypatch: pytest.M
     plant(monkeypatch, "rms_norm", Planted("broken", DoesNotBuild("no")).candidate())
     for strict, ends in ((False, None), (True, RuntimeError)):
         kernels = Kernels(CPU)
-        kernels.choose("rms_norm", dtype=torch.float32)
+        kernels.choose(*called("rms_norm", dtype=torch.float32))
         ahead = CompileAhead(lambda: None, strict=strict, threads=2)
         ahead.start(kernels, SIZES, no_compiler)
         with nullcontext() if ends is None else pytest.raises(ends, match="C compiler"):
@@ -228,11 +230,11 @@ def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: py
     kernel = Planted("kernel", None)
     plant(monkeypatch, "rms_norm", kernel.candidate())
     kernels, order = Kernels(CPU), []
-    kernels.choose("rms_norm", dtype=torch.float32)
-    kernels.choose("rms_norm", dtype=torch.float32, weight_dtype=torch.bfloat16)
+    kernels.choose(*called("rms_norm", dtype=torch.float32))
+    kernels.choose(*called("rms_norm", dtype=torch.float32, weight_dtype=torch.bfloat16))
     ahead = CompileAhead(lambda: order.append("prepared"), strict=True, threads=3)
     for dtype in (torch.float32, torch.bfloat16):
-        kernels.choose("rms_norm", dtype=dtype)
+        kernels.choose(*called("rms_norm", dtype=dtype))
         ahead.start(kernels, SIZES, lambda: order.append(f"calls {kernel.calls}"))
     ahead.finish()
     ahead.close()
@@ -243,12 +245,12 @@ def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: py
 def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     order, last = list[str](), threading.Event()
 
-    def rehearse(site: Site, run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+    def rehearse(site: CallSite[Any], run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
         return [("one", lambda: order.append("one")), ("last", lambda: last.wait(5)), ("two", lambda: order.append("two"))]
 
     plant(monkeypatch, "rms_norm", replace(Planted("kernel", None).candidate(), rehearse=rehearse))
     kernels = Kernels(CPU)
-    kernels.choose("rms_norm", dtype=torch.float32)
+    kernels.choose(*called("rms_norm", dtype=torch.float32))
     ahead = CompileAhead(lambda: None, strict=True, threads=3)
     ahead.start(kernels, SIZES, lambda: None)
     took = ahead.finish(lambda: (order.append("looked"), last.set()))
@@ -270,7 +272,7 @@ def test_a_compiler_that_hangs_ends_the_start_and_keeps_nobody_waiting(monkeypat
     stuck = threading.Event()
     plant(monkeypatch, "rms_norm", Planted("kernel", None).candidate())
     kernels = Kernels(CPU)
-    kernels.choose("rms_norm", dtype=torch.float32)
+    kernels.choose(*called("rms_norm", dtype=torch.float32))
     ahead = CompileAhead(stuck.wait, strict=False, threads=1, patience=0.1)
     ahead.start(kernels, SIZES, lambda: None)
     begin = time.monotonic()
@@ -287,7 +289,7 @@ BROKEN = """
 import json, sys, torch, triton, triton.language as tl
 from triton.runtime import driver
 from triton.runtime.errors import InterpreterError, OutOfResources
-from headrace.kernels.triton.toolchain import build_failure
+from headrace.kernels.build.toolchain import build_failure
 from tests.support.triton_offline import CompileOnly
 
 driver.set_active(CompileOnly())
@@ -342,8 +344,8 @@ def test_the_compilers_errors_are_told_from_the_devices(tmp_path: Path) -> None:
 
 NO_COMPILER = """
 from triton.runtime import build
-from headrace.kernels.triton import toolchain
-from headrace.kernels.triton.candidates import prepare_compiler
+from headrace.kernels.build import toolchain
+from headrace.kernels.build.gpu import prepare_compiler
 
 class Driver:
     @property
@@ -369,7 +371,7 @@ def test_a_machine_without_a_c_compiler_says_so(tmp_path: Path) -> None:
 def test_a_cache_folder_that_cannot_be_written_is_said_and_replaced(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    code = "import json; from headrace.kernels.triton.toolchain import cache_folder; print(json.dumps([cache_folder(), cache_folder()]))"
+    code = "import json; from headrace.kernels.build.toolchain import cache_folder; print(json.dumps([cache_folder(), cache_folder()]))"
     results = []
     for folder in (tmp_path / "cache", blocked / "cache"):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(folder)}
@@ -384,7 +386,7 @@ def test_a_cache_folder_that_cannot_be_written_is_said_and_replaced(tmp_path: Pa
 def test_a_cache_folder_without_room_is_said_and_replaced(tmp_path: Path) -> None:
     """Files of at most 1 MiB stand for a full disk: what cannot be kept is no reason to build nothing."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
-    code += "from headrace.kernels.triton.toolchain import cache_folder; print(cache_folder()[1])"
+    code += "from headrace.kernels.build.toolchain import cache_folder; print(cache_folder()[1])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert "cannot be written (File too large)" in done.stdout

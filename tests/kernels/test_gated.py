@@ -14,35 +14,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.bench import tune_gated
-from headrace.bench.tune_gated import TunedGate
-from headrace.kernels import Kernels, reference
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda import compiler, gated_candidates, gated_measured
-from headrace.kernels.cuda.gated_measured import TALL, Form, Tile
-from headrace.kernels.triton.flat_forms import Shape
+from headrace.bench import tune
+from headrace.kernels import Kernels
+from headrace.kernels.build import nvrtc as compiler
+from headrace.kernels.build import variants
+from headrace.kernels.candidate import CallSite, Declined, Shape
+from headrace.kernels.linear import candidates, gated_tiles, measured
+from headrace.kernels.linear.gated_tiles import MEASURED, TALL, Form, Tile
+from headrace.kernels.norm import reference
 from headrace.layers.basic import FeedForward
 from headrace.layers.context import LayerContext
-from headrace.quant import Applies
-from headrace.quant.unquantized import Unquantized
+from headrace.sites import Role, Weight
 from headrace.spec import Activation
 from tests.support.assembler import said_of
+from tests.support.kernel_cases import called
 
+GATES = tune.GatedProducts(Activation.SILU)
 GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64}
 
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    monkeypatch.setattr(gated_candidates, "measured_tiles", lambda name: {(64, 64): ((96, None), (128, Tile(224))), (64, 32): ((512, None),)})
+    monkeypatch.setattr(candidates, "measured_tiles", lambda name: {Shape(64, 64): ((96, None), (128, Tile(224))), Shape(64, 32): ((512, None),)})
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"dtype": torch.float16}, "bfloat16"),
-        ({"out_features": None}, "shape is known"),
         ({"out_features": 136}, "copy engine"),
         ({"in_features": 60}, "copy engine"),
         ({"in_features": 72}, "nothing was measured"),
@@ -50,34 +51,34 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = gated_candidates._create(Site("gated_linear", torch.device("cuda"), GOOD | facts, batch_invariant=False))
-    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+    declined = candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **(GOOD | facts))[1]))
+    assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_another_card_and_a_cpu_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(gated_candidates._create(Site("gated_linear", torch.device("cuda"), GOOD, batch_invariant=False)), Declined)
-    assert Kernels(torch.device("cpu")).offer("gated_linear", **GOOD) is None
+    assert isinstance(candidates.create_gated(CallSite("gated_linear", torch.device("cuda"), called("gated_linear", **GOOD)[1])), Declined)
+    assert Kernels(torch.device("cpu")).offer(*called("gated_linear", **GOOD)) is None
 
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, tiles = tmp_path / "gates.json", {(64, 32): ((96, None), (128, Tile(224)), (4096, Tile(192, Form.TURNS)), (8192, Tile(192, Form.TALL)))}
-    gated_measured.keep_tiles(path, "A card", tiles)
-    assert gated_measured.read_tiles(path, "A card") == tiles
-    rows = json.loads(path.read_text())["A card"]["64 x 32"]
-    assert rows == [[96, 0], [128, 224], [4096, 192, 1], [8192, 192, 2]]  # the first three as they were kept before there were tall tiles
+    path, rows = tmp_path / "gates.json", ((96, None), (128, Tile(224)), (4096, Tile(192, Form.TURNS)), (8192, Tile(192, Form.TALL)))
+    tiles = {Shape(64, 32): rows}
+    MEASURED.keep("A card", tiles, path)
+    assert MEASURED.read(path, "A card") == tiles
+    assert json.loads(path.read_text())["A card"]["gated"]["64 x 32"] == [[96, 0], [128, 224], [4096, 192, 1], [8192, 192, 2]]
     for odd in ("[128, 100]", "[128, 176, 2]", "[128, 192, 3]", "[128, 192, 1, 1]", "[128, 128, 1]", "[128, 0, 1]", "[128, 192, true]", "[128]"):
         caplog.clear()
-        path.write_text(f'{{"A card": {{"64 x 32": [{odd}]}}}}')
-        assert gated_measured.read_tiles(path, "A card") == {} and "cannot be read" in caplog.text, odd
+        path.write_text(f'{{"A card": {{"gated": {{"64 x 32": [{odd}]}}}}}}')
+        assert MEASURED.read(path, "A card") == {} and "cannot be read" in caplog.text, odd
 
 
 def test_tall_tiles_serve_no_weight_that_is_too_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wrote the table: two steps of K at either end of a tile, and one between."""
-    monkeypatch.setattr(gated_measured, "kept_tiles", lambda: tmp_path / "gates.json")
+    monkeypatch.setattr(measured, "kept_file", lambda: tmp_path / "gates.json")
     rows = ((2048, Tile(176, Form.TURNS)), (8192, TALL[0]))
-    gated_measured.keep_tiles(tmp_path / "gates.json", "A card", {(64, 256): rows, (64, 264): rows})
-    assert gated_measured.measured_tiles("A card") == {(64, 256): (rows[0], (8192, None)), (64, 264): rows}
+    MEASURED.keep("A card", {Shape(64, 256): rows, Shape(64, 264): rows})
+    assert gated_tiles.measured_tiles("A card") == {Shape(64, 256): (rows[0], (8192, None)), Shape(64, 264): rows}
 
 
 @pytest.mark.parametrize(("outs", "thin"), [(192, 0), (384, 0), (14336, 128), (8192, 128), (64, 64), (1024, 64), (1000, 0), (200, 0), (208, 16)])
@@ -87,7 +88,7 @@ def test_what_pairs_of_tall_tiles_leave_gets_thin_ones(outs: int, thin: int) -> 
 
 
 def test_the_shipped_table_is_sound() -> None:
-    for tiles in gated_measured.read_tiles(gated_measured.SHIPPED, "NVIDIA H200").values():
+    for tiles in MEASURED.read(measured.SHIPPED, "NVIDIA H200").values():
         assert [most for most, _ in tiles] == sorted({most for most, _ in tiles}) and any(tile for _, tile in tiles)
 
 
@@ -95,12 +96,13 @@ def test_the_shipped_table_is_sound() -> None:
 @pytest.mark.parametrize(("rows", "whole"), [(64, False), (65, True), (512, True), (5000, True)])
 def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, whole: bool, declines: bool) -> None:
     cpu = torch.device("cpu")
-    layer = FeedForward(8, 6, Activation.SILU, LayerContext(torch.float32, cpu, Kernels(cpu), Unquantized()), gated=True, bias=False)
+    sites = {Role.UP: Weight("up", Role.UP, 0, (6, 6), 8), Role.DOWN: Weight("down", Role.DOWN, 0, (8,), 6)}
+    layer = FeedForward(sites, Activation.SILU, LayerContext(torch.float32, cpu, Kernels(cpu)))
     for part in (layer.up, layer.down):
         torch.nn.init.normal_(part.weight)  # type: ignore[arg-type]
         part.finish_loading()
     x, calls = torch.randn(rows, 8), []
-    want, plain = layer.forward(x), layer.up._applies.plain
+    want, plain = layer.up.activated(x), layer.up._apply_weight
 
     def through_gate(x: Tensor, kind: Activation) -> Tensor | None:
         calls.append(len(x))
@@ -109,8 +111,8 @@ def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, w
         gate, up = plain(x).chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
-    layer.up._applies = Applies(plain, gated=through_gate)
-    torch.testing.assert_close(layer.forward(x), want)
+    layer.up._gated = through_gate
+    torch.testing.assert_close(layer.up.activated(x), want)
     assert bool(calls) == whole
 
 
@@ -120,41 +122,43 @@ def test_a_layer_takes_the_product_with_its_gate_for_its_rows_alone(rows: int, w
 def test_neighbours_with_one_tile_are_one_row_and_the_quickest_right_tile_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, turns, tall = Tile(224), Tile(192, Form.TURNS), TALL[0]
     chosen = ((72, None), (80, None), (128, wide), (256, wide), (512, None), (1024, turns), (2048, turns))
-    found = [TunedGate((64, 32), rows, tile, 1.0, 2.0) for rows, tile in chosen]
-    other = [TunedGate((8, 32), 72, Tile(128), 1.0, 2.0)]
-    assert tune_gated.tiles_of(found + other) == {(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), (8, 32): ((72, Tile(128)),)}
-    found = [TunedGate((64, 32), rows, tile, 1.0, 2.0) for rows, tile in ((2048, turns), (8192, tall), (16384, tall))]
-    assert tune_gated.tiles_of(found) == {(64, 32): ((2048, turns), (gated_measured.BEYOND, tall))}, "beyond what was measured, too"
-    assert "64 x 32" in (said := tune_gated.render(found)) and "192 in turns" in said and "192 tall" in said
-    assert tune_gated.gates_of([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == ((64, 32),)
+    found = [tune.Tuned(Shape(64, 32, True), rows, tile, 1.0, 2.0) for rows, tile in chosen]
+    other = [tune.Tuned(Shape(8, 32, True), 72, Tile(128), 1.0, 2.0)]
+    assert GATES.table(found + other) == {
+        Shape(64, 32): ((80, None), (256, wide), (512, None), (2048, turns)), Shape(8, 32): ((72, Tile(128)),)
+    }  # fmt: skip
+    found = [tune.Tuned(Shape(64, 32, True), rows, tile, 1.0, 2.0) for rows, tile in ((2048, turns), (8192, tall), (16384, tall))]
+    assert GATES.table(found) == {Shape(64, 32): ((2048, turns), (gated_tiles.BEYOND, tall))}, "beyond what was measured, too"
+    assert [each.row(1.0)[::2][:2] for each in found] == [("64 x 32, gated", "192 in turns"), *[("64 x 32, gated", "192 tall")] * 2]
+    assert GATES.shapes([Shape(64, 32, True), Shape(64, 32), Shape(60, 32, True), Shape(64, 32, True)]) == (Shape(64, 32, True),)
 
 
 def test_tall_tiles_are_tried_for_long_prompts_of_weights_that_they_take() -> None:
-    tried = {rows: set(tune_gated.tiles_for(rows, 4096)) for rows in tune_gated.MANY}
-    assert {rows for rows, tiles in tried.items() if tiles & {*TALL}} == {rows for rows in tune_gated.MANY if rows > 1024}
-    assert all(tiles >= {*gated_measured.IN_TURNS} for tiles in tried.values())
-    assert not {*TALL} & {*tune_gated.tiles_for(16384, 256)}
+    tried = {rows: set(tune.tiles_for(rows, 4096)) for rows in tune.PROMPTS}
+    assert {rows for rows, tiles in tried.items() if tiles & {*TALL}} == {rows for rows in tune.PROMPTS if rows > 1024}
+    assert all(tiles >= {*gated_tiles.IN_TURNS} for tiles in tried.values())
+    assert not {*TALL} & {*tune.tiles_for(16384, 256)}
 
 
 def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second tile computes something else, whatever its time."""
-    weight, (first, second), asked = torch.randn(16, 8), gated_measured.TOGETHER[:2], []
-    real = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, **given: real(*shape))
-    monkeypatch.setitem(sys.modules, "headrace.kernels.triton.activation", SimpleNamespace(gated_activation=reference.gated_activation))
-    monkeypatch.setattr(tune_gated, "_vendor", lambda weight: torch.nn.functional.linear)
+    weight, (first, second), asked = torch.randn(16, 8), gated_tiles.TOGETHER[:2], []
+    monkeypatch.setitem(sys.modules, "headrace.kernels.norm.triton_activation", SimpleNamespace(gated_activation=reference.gated_activation))
+    monkeypatch.setattr(tune, "_tuned_product", lambda weight: torch.nn.functional.linear)
 
     def compute(x: Tensor, activation: Activation, tile: Tile) -> Tensor:
         right = reference.gated_activation(torch.nn.functional.linear(x, weight), activation)
         return right if tile is first else right + 1
 
-    def best(seconds: float, least_gain: float) -> Tile | None:
-        def timed(calls: dict[Any, Any]) -> dict[Any, float]:
-            asked.append(set(calls))
+    def best(seconds: float, gain: float) -> Tile | None:
+        def held(forms: dict[Any, Any]) -> dict[Any, float]:
+            asked.append(set(forms))
             return {None: 1.0, first: seconds}
 
+        monkeypatch.setattr(tune, "_held", held)
         layers = [SimpleNamespace(weight=weight, compute=compute)]
-        return tune_gated._best((8, 8), 70, layers, Activation.SILU, (first, second), timed, least_gain).tile
+        x = torch.randn(70, 8)
+        return tune.fastest(tune.gate_trial(Shape(8, 8, True), x, layers, (first, second), Activation.SILU, gain=gain, held=True)).form
 
     found = [best(seconds, gain) for seconds, gain in ((0.9, 1.02), (0.99, 1.02), (0.99, 1.0), (1.0, 1.0))]
     assert found == [first, None, first, None] and asked == [{None, first}] * 4
@@ -163,13 +167,14 @@ def test_a_tile_must_be_right_and_quicker_and_a_prompts_need_not_be_by_much(monk
 def test_the_source_compiles_for_every_tile() -> None:
     """Where NVRTC is; tests/gpu has it always."""
     pytest.importorskip("triton")
-    from headrace.kernels.cuda import compiler, gated
+    from headrace.kernels.build import nvrtc as compiler
+    from headrace.kernels.linear import cuda_gated as gated
 
     try:
         compiler._nvrtc()
     except compiler.CompileError:
         pytest.skip("no NVRTC here")
-    for tile in gated_measured.TILES:
+    for tile in gated_tiles.TILES:
         assert b"gated" in gated.machine_code(tile, Activation.SILU, tile.thin(1024))
 
 
@@ -177,21 +182,21 @@ def test_the_source_compiles_for_every_tile() -> None:
 @pytest.mark.parametrize("outs", [14336, 1024, 192])
 def test_tall_tiles_spill_nothing_and_their_products_overlap(outs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their sums take 192 of 232 registers: a word more, and every product waits for the one before."""
-    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     said = said_of(lambda: gated.machine_code(TALL[0], Activation.SILU, TALL[0].thin(outs)), tmp_path, monkeypatch)
     assert "0 bytes spill stores" in said and "serialized" not in said, said
 
 
 def test_the_ring_fits_the_processor() -> None:
-    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
-    for tile in gated_measured.TILES:
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
+    for tile in gated_tiles.TILES:
         assert gated.stages_of(tile) >= 4 and gated._shared_bytes(tile) <= 232448
         text = gated.instruction(tile.columns)
         assert f"m64n{tile.columns}k16" in text and text.count('"+f"') == tile.columns // 2
 
 
 def test_as_many_clusters_are_launched_as_there_are_tiles_to_share() -> None:
-    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     cases = {(128, 224): (2, 3, 2), (129, 225): (6, 3, 2), (257, 1000): (27, 22, 12)}  # rows and columns of the result
     for (rows, outs), want in cases.items():
         assert tuple(gated.places(tile, rows, outs) for tile in (Tile(224), Tile(192, Form.TURNS), TALL[0])) == want, (rows, outs)
@@ -211,7 +216,7 @@ def test_machine_code_that_a_disk_has_damaged_is_made_anew(tmp_path: Path, monke
 
 def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another they took a cold start 1.8 s (8B), longer than any other kernel."""
-    gated = pytest.importorskip("headrace.kernels.cuda.gated", exc_type=ImportError)
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     meeting, loaded = threading.Barrier(2, timeout=5), list[object]()
 
     def compiled(tile: Tile, activation: Activation, thin: int) -> object:
@@ -219,10 +224,10 @@ def test_tiles_are_compiled_side_by_side_and_each_is_loaded_once(monkeypatch: py
         return tile
 
     monkeypatch.setattr(gated, "machine_code", compiled)
-    monkeypatch.setattr(gated, "Module", lambda code, device: SimpleNamespace(function=lambda *_: loaded.append(code) or code))
+    monkeypatch.setattr(variants, "Module", lambda code, device: SimpleNamespace(function=lambda *_: loaded.append(code) or code))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     for tiles in ((Tile(224), Tile(128)), (Tile(192), Tile(192))):
-        kernels = gated.Kernels(torch.device("cuda", 0))
+        kernels = gated.kernels_of(torch.device("cuda", 0))
         with ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(lambda tile, kernels=kernels: kernels.function(tile, Activation.SILU, 1024), tiles)) == list(tiles)
+            assert list(pool.map(lambda tile, kernels=kernels: kernels.function((tile, Activation.SILU, 0)), tiles)) == list(tiles)
     assert sorted(tile.columns for tile in loaded) == [128, 192, 224]  # type: ignore[attr-defined]

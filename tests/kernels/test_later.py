@@ -14,13 +14,15 @@ import torch
 
 import headrace.kernels as registry
 from headrace.engine.assembly import Engine
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.kernels.ahead import Behind, CompileAhead
+from headrace.kernels.build.ahead import CompileAhead
+from headrace.kernels.build.later import Ended, Later, Missing
 from headrace.kernels.candidate import Candidate, Sizes
-from headrace.kernels.later import Ended, Later, Missing
 from headrace.request import StepPlan
-from headrace.worker.later import LaterKernels
+from headrace.worker.executor import DeviceExecutor
+from tests.support.kernel_cases import called, carried_out
 
 CPU = torch.device("cpu")
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
@@ -61,9 +63,9 @@ class Workshop:
     def start(self, *rehearsals: tuple[str, Any], threads: int = 2, later: bool = True, strict: bool = False) -> CompileAhead[None]:
         candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: rehearsals)
         self.ahead = CompileAhead(lambda: None, strict=strict, threads=threads, later=later)
-        registry.CANDIDATES = {**registry.CANDIDATES, "rms_norm": (candidate,)}  # type: ignore[misc]
+        registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
         kernels = Kernels(CPU)
-        kernels.choose("rms_norm", dtype=torch.float32)
+        kernels.choose(*called("rms_norm", dtype=torch.float32))
         self.ahead.start(kernels, SIZES, lambda: None)
         return self.ahead
 
@@ -74,7 +76,7 @@ class Workshop:
 
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    monkeypatch.setattr(registry, "CANDIDATES", registry.CANDIDATES)
+    monkeypatch.setattr(registry, "OPERATIONS", registry.OPERATIONS)
     shop = Workshop()
     yield shop
     shop.door.set()
@@ -185,19 +187,17 @@ class Coming:
         self.calls.append("close")
 
 
-def later_of(coming: Coming) -> LaterKernels:
-    behind: Behind = coming  # type: ignore[assignment]
-    return LaterKernels(behind)
-
-
 @pytest.mark.parametrize("shared", [None, 4096, 0])
 def test_until_they_are_there_steps_are_told_that_theirs_share_no_keys(shared: int | None) -> None:
-    coming = Coming()
-    later, plan = later_of(coming), StepPlan(7, shared_tokens=shared)
-    told = later.without(plan)
-    assert told.shared_tokens == 0 and told.step_id == 7 and told.rows is plan.rows
+    coming, told, runner = Coming(), list[StepPlan](), SimpleNamespace(queued=True)
+    runner.submit = told.append
+    executor = DeviceExecutor(runner, keyed_hash_info(), later=coming)  # type: ignore[arg-type]
+    plan = StepPlan(7, shared_tokens=shared)
+    executor.submit(plan)
+    assert told[0].shared_tokens == 0 and told[0].step_id == 7 and told[0].rows is plan.rows
     coming.there = True
-    assert later.without(plan) is plan
+    executor.submit(plan)
+    assert told[1] is plan
 
 
 def test_who_compares_steps_can_wait() -> None:
@@ -207,7 +207,7 @@ def test_who_compares_steps_can_wait() -> None:
         engine: Any = SimpleNamespace(core=SimpleNamespace(executor=executor))
         return Engine.await_kernels(engine, 3.0)
 
-    executor = SimpleNamespace(later=later_of(coming))
+    executor = SimpleNamespace(later=coming)
     assert not waits(executor) and coming.calls == [3.0]
     coming.there = True
     assert waits(executor) and waits(object()), "an executor that has all its kernels from the start"

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.errors import ConfigError
-from headrace.kernels import Kernels, reference
-from headrace.kernels.cpu import onednn
+from headrace.kernels import Kernels
+from headrace.kernels.linear import onednn, reference
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
-from headrace.quant.unquantized import Unquantized
-from tests.support.kernel_cases import DTYPES, assert_close, native
+from headrace.sites import Role, Split, Weight
+from tests.support.kernel_cases import DTYPES, assert_close, called, native
 
 CPU = torch.device("cpu")
 SHAPES = ((5, 7), (64, 96), (130, 100), (67, 544))  # (out, in): tails of every tile and vector
@@ -24,7 +23,7 @@ SHAPES = ((5, 7), (64, 96), (130, 100), (67, 544))  # (out, in): tails of every 
 def test_every_candidate_equals_the_twin(dtype: torch.dtype, outs: int, ins: int, disabled: tuple[str, ...]) -> None:
     torch.manual_seed(outs)
     weight, bias = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype)
-    pack = Kernels(CPU, disabled=frozenset(disabled)).choose("linear", dtype=dtype, in_features=ins, out_features=outs)
+    pack = Kernels(CPU, disabled=frozenset(disabled)).choose(*called("linear", dtype=dtype, in_features=ins, out_features=outs))
     for rows in (1, 2, 3, 4, 5, 8, 11, 16, 50):
         x = torch.randn(rows, ins * 2).to(dtype)[:, :ins]  # strided rows
         for given in (bias, None):
@@ -43,7 +42,8 @@ def test_rows_have_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def make(kernels: Kernels, *, bias: bool = True) -> Linear:
-    layer = Linear(12, 20, LayerContext(torch.float32, CPU, kernels, Unquantized()), bias=bias)
+    site = Weight("layer", Role.OUTPUT, 0, (20,), 12, Split.ROW, bias)
+    layer = Linear(site, LayerContext(torch.float32, CPU, kernels))
     for parameter in layer.parameters():
         parameter.data.normal_()
     return layer
@@ -64,18 +64,13 @@ def test_a_tied_head_reads_the_embedding_and_makes_no_copy() -> None:
     kernels = Kernels(CPU)
     embedding = nn.Parameter(torch.randn(20, 12), requires_grad=False)
     head = make(kernels, bias=False)
-    head.tie_weight(embedding)
+    head.tie_weight(embedding, nn.ModuleList())
     head.finish_loading()
     x = torch.randn(3, 12)
     torch.testing.assert_close(head(x), x @ embedding.T)
     embedding.data[7] = 0.0  # seen by the head: one storage
     assert not head(x)[:, 7].any() and head.weight_bytes == 0
     assert [name for name, reason in kernels.choices[-1].declined if "second copy" in reason] == ["onednn"]
-
-
-def test_a_split_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="part 1 of 2"):
-        Linear(4, 4, LayerContext(torch.float32, CPU, Kernels(CPU), Unquantized()), bias=False, rank=1, world=2)
 
 
 def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +83,7 @@ def test_a_cpu_that_onednn_does_not_pack_for_takes_the_next_candidate(monkeypatc
     onednn._refusal.cache_clear()
     kernels = Kernels(CPU)
     weight, x = torch.randn(7, 5).bfloat16(), torch.randn(3, 5).bfloat16()
-    pack = kernels.choose("linear", dtype=torch.bfloat16, in_features=5, out_features=7)
+    pack = kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=5, out_features=7))
     assert_close(pack(weight, None)(x), reference.linear(weight, None)(x), torch.bfloat16)
     assert "on this CPU: bf16 path needs the cpu support avx512bw" in str(kernels.choices)
     onednn._refusal.cache_clear()

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kernels import reference
+from headrace.kernels.attention import reference as attention_twins
+from headrace.kernels.moe import reference as moe_twins
+from headrace.kernels.norm import reference as norm_twins
 from headrace.spec import Activation
 from tests.support.kernel_cases import DTYPES, PagedCase, assert_close, native
 
@@ -39,13 +41,13 @@ def attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int):  # type:
 def test_attention_equals_its_twin(lengths, shape, block_size, window, soft_cap, dtype, seed) -> None:  # type: ignore[no-untyped-def]
     heads, kv_heads, dim = shape
     case = PagedCase(lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, block_size=block_size, seed=seed)
-    assert_close(case.run(attention(dtype, *shape), window, soft_cap), case.run(reference.paged_attention, window, soft_cap), dtype)
+    assert_close(case.run(attention(dtype, *shape), window, soft_cap), case.run(attention_twins.paged_attention, window, soft_cap), dtype)
 
 
 def test_attention_over_a_cache_of_another_type() -> None:
     case = PagedCase([(3, 70), (1, 5)], heads=4, kv_heads=2, dim=32, dtype=torch.bfloat16)
     case.k_cache, case.v_cache = case.k_cache.float(), case.v_cache.float()
-    assert_close(case.run(attention(torch.bfloat16, 4, 2, 32)), case.run(reference.paged_attention), torch.bfloat16)
+    assert_close(case.run(attention(torch.bfloat16, 4, 2, 32)), case.run(attention_twins.paged_attention), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,7 +55,7 @@ def test_attention_over_a_cache_of_another_type() -> None:
 def test_attention_splits_long_contexts(dtype: torch.dtype, window: int | None, threads: int) -> None:
     """One sequence and one KV head: with two threads its splits are computed apart and merged."""
     case = PagedCase([(2, 2500)], heads=4, kv_heads=1, dim=16, dtype=dtype)
-    assert_close(case.run(attention(dtype, 4, 1, 16), window), case.run(reference.paged_attention, window), dtype)
+    assert_close(case.run(attention(dtype, 4, 1, 16), window), case.run(attention_twins.paged_attention, window), dtype)
 
 
 def test_attention_bits_depend_on_nothing_else(threads: int) -> None:
@@ -86,7 +88,7 @@ def test_rotary_write_equals_its_twin(dtype: torch.dtype, dim: int, rotary_dim: 
     slots[::7] = -1
     results = []
     packed = torch.randn(300, 4 + 2 * 2, dim).to(dtype)
-    for write in (native("rotary_write", dtype=dtype, head_dim=dim, num_heads=4, num_kv_heads=2), reference.rotary_write):
+    for write in (native("rotary_write", dtype=dtype, head_dim=dim, num_heads=4, num_kv_heads=2), attention_twins.rotary_write):
         q, k, v = packed.clone().split((4, 2, 2), dim=1)  # strided, as they come out of the merged product
         caches = torch.zeros(20, 3, 2, 2, 16, dim, dtype=dtype)
         results.append((write(q, k, v, positions, cos_sin, caches[:, 1, 0], caches[:, 1, 1], slots), caches))
@@ -112,7 +114,7 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype, shape: tuple[int, ...], wi
     residual = torch.randn(shape).to(dtype) if with_residual else None
     for weight_dtype in (dtype, torch.float32):
         weight = torch.randn(shape[-1]).to(weight_dtype)
-        for got, want in zip(native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual), reference.rms_norm(x, weight, 1e-5, residual), strict=True):
+        for got, want in zip(native("rms_norm", dtype=dtype)(x, weight, 1e-5, residual), norm_twins.rms_norm(x, weight, 1e-5, residual), strict=True):
             assert_close(got, want, dtype)
 
 
@@ -120,7 +122,7 @@ def test_rms_norm_equals_its_twin(dtype: torch.dtype, shape: tuple[int, ...], wi
 @pytest.mark.parametrize("kind", list(Activation))
 def test_gated_activation_equals_its_twin(dtype: torch.dtype, kind: Activation) -> None:
     x = torch.cat((torch.randn(300, 146) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 140]))).to(dtype)
-    assert_close(native("gated_activation", dtype=dtype)(x, kind), reference.gated_activation(x, kind), dtype)
+    assert_close(native("gated_activation", dtype=dtype)(x, kind), norm_twins.gated_activation(x, kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +132,7 @@ def test_activation_equals_its_twin_and_no_element_knows_its_place(dtype: torch.
     x = torch.cat((torch.randn(700, 67) * 3, torch.tensor([[-100.0, 100.0, 0.0, 1e-4, -1e-4, 0.24] + [1.0] * 61]))).to(dtype)
     act = native("activation", batch_invariant=True, dtype=dtype)
     together = act(x, kind)
-    assert_close(together, reference.activation(x.float(), kind).to(dtype), dtype)
+    assert_close(together, norm_twins.activation(x.float(), kind).to(dtype), dtype)
     assert torch.equal(act(x[3:, 1:], kind), together[3:, 1:])
     for first, end in ((0, 1), (5, 6), (3, 20), (600, 701)):
         assert torch.equal(act(x[first:end], kind), together[first:end])
@@ -146,14 +148,14 @@ def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, experts: int, top_
     x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
     gate_up, down = (torch.randn(experts, 2 * inner, hidden) * hidden**-0.5).to(dtype), (torch.randn(experts, hidden, inner) * inner**-0.5).to(dtype)
     arguments = (x, router, gate_up, down, top_k, renormalize, Activation.SILU)
-    assert_close(native("moe", dtype=dtype, num_experts=experts, top_k=top_k)(*arguments), reference.moe(*arguments), dtype)
+    assert_close(native("moe", dtype=dtype, num_experts=experts, top_k=top_k)(*arguments), moe_twins.moe(*arguments), dtype)
 
 
 def test_moe_reads_only_chosen_experts() -> None:
     x, router = torch.ones(2, 16), torch.tensor([[9.0, 0, 0, 8], [9, 0, 0, 8]])
     gate_up, down = torch.ones(4, 32, 16), torch.ones(4, 16, 16)
     gate_up[1:3], down[1:3] = float("nan"), float("nan")
-    for moe in (native("moe", dtype=torch.float32, num_experts=4, top_k=2), reference.moe):
+    for moe in (native("moe", dtype=torch.float32, num_experts=4, top_k=2), moe_twins.moe):
         assert moe(x, router, gate_up, down, 2, True, Activation.SILU).isfinite().all()
 
 

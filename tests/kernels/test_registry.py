@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import headrace.kernels as registry
+from headrace.config import DeviceConfig
 from headrace.errors import ConfigError
-from headrace.kernels import CANDIDATES, TWINS, Kernels, StrictKernelError, reference
-from headrace.kernels.candidate import Declined
-from headrace.kernels.cpu import compiler, native
+from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels.build import c_compiler as compiler
+from headrace.kernels.build import native
+from headrace.kernels.candidate import Candidate, Declined
+from headrace.kernels.linear import reference as linear_twins
+from headrace.kernels.norm import reference as norm_twins
+from headrace.kernels.operations import OPERATIONS
+from headrace.techniques import TECHNIQUES, switched_off
+from tests.support.kernel_cases import called, carried_out
+from tests.support.kernel_cases import native as native_kernel
 
 CPU = torch.device("cpu")
 ALL = frozenset({"native", "onednn"})
@@ -20,47 +31,51 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "native_library", compiler.native_library.__wrapped__)
 
 
-def test_every_operation_has_a_twin() -> None:
-    assert set(CANDIDATES) == set(TWINS)
-
-
 def test_equal_facts_share_one_choice() -> None:
     kernels = Kernels(CPU)
-    assert kernels.choose("rms_norm", dtype=torch.float32) is kernels.choose("rms_norm", dtype=torch.float32)
-    kernels.choose("rms_norm", dtype=torch.bfloat16)
+    assert kernels.choose(*called("rms_norm", dtype=torch.float32)) is kernels.choose(*called("rms_norm", dtype=torch.float32))
+    kernels.choose(*called("rms_norm", dtype=torch.bfloat16))
     assert len(kernels.choices) == 2
 
 
 def test_disabled_candidates_give_way_to_the_twin_even_when_strict() -> None:
     kernels = Kernels(CPU, strict=True, disabled=ALL)
-    assert kernels.choose("gated_activation", dtype=torch.float32) is reference.gated_activation
+    assert kernels.choose(*called("gated_activation", dtype=torch.float32)) is norm_twins.gated_activation
     assert kernels.choices[0].declined == (("native", "disabled by configuration"),)
     assert kernels.choices[0].chosen == "torch"
 
 
 def test_without_a_compiler_the_twin_runs_and_says_why(no_compiler: None) -> None:
     kernels = Kernels(CPU)
-    assert kernels.choose("rms_norm", dtype=torch.float32) is reference.rms_norm
+    assert kernels.choose(*called("rms_norm", dtype=torch.float32)) is norm_twins.rms_norm
     assert "no C compiler" in kernels.choices[0].declined[0][1]
 
 
 def test_strict_refuses_the_twin_where_a_candidate_declined(no_compiler: None) -> None:
     with pytest.raises(StrictKernelError, match=r"paged_attention .*no C compiler.*drop --strict-kernels"):
-        Kernels(CPU, strict=True).choose("paged_attention", dtype=torch.float32, head_dim=8, num_heads=2, num_kv_heads=1)
-    Kernels(CPU, strict=True).choose("layer_norm", dtype=torch.float32)  # nobody else there: the twin is the kernel
+        Kernels(CPU, strict=True).choose(*called("paged_attention", dtype=torch.float32, head_dim=8, num_heads=2, num_kv_heads=1))
+    Kernels(CPU, strict=True).choose(*called("layer_norm", dtype=torch.float32))  # nobody else there: the twin is the kernel
 
 
 def test_batch_invariance_is_refused_rather_than_broken(no_compiler: None) -> None:
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*drop --batch-invariant"):
-        Kernels(CPU, batch_invariant=True).choose("linear", dtype=torch.float32, in_features=4, out_features=4)
+        Kernels(CPU, batch_invariant=True).choose(*called("linear", dtype=torch.float32, in_features=4, out_features=4))
+
+
+def test_a_batch_invariant_engine_gets_no_kernel_that_knows_the_batch() -> None:
+    native_kernel("linear", dtype=torch.float32)  # skips where it cannot be built
+    kernels = Kernels(CPU, batch_invariant=True)
+    kernels.choose(*called("linear", dtype=torch.float32, in_features=64, out_features=64))
+    assert kernels.choices[0].chosen == "native"
+    assert kernels.choices[0].declined == (("onednn", "its sums depend on what else is in the batch"),)
 
 
 def test_a_shortcut_that_nobody_takes_says_why_where_asked() -> None:
     kernels = Kernels(torch.device("cuda"))
-    assert kernels.offer("decode_step", dtype=torch.bfloat16) is None and kernels.passed == ()
-    assert kernels.offer("decode_step", reported=True, dtype=torch.bfloat16) is None
+    assert kernels.offer(*called("decode_step", dtype=torch.float16)) is None and kernels.passed == ()
+    assert kernels.offer(*called("decode_step", dtype=torch.float16), reported=True) is None
     (passed,) = kernels.passed
-    assert passed.chosen == "nobody" and "does not state" in passed.declined[0][1] and kernels.choices == ()
+    assert passed.chosen == "nobody" and "float16 is none of bfloat16" in passed.declined[0][1] and kernels.choices == ()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +84,6 @@ def test_a_shortcut_that_nobody_takes_says_why_where_asked() -> None:
         ("paged_attention", {"dtype": torch.float64, "head_dim": 8, "num_heads": 2, "num_kv_heads": 1}, "torch.float64"),
         ("paged_attention", {"dtype": torch.float32, "head_dim": 1024, "num_heads": 2, "num_kv_heads": 1}, "above 512"),
         ("paged_attention", {"dtype": torch.float32, "head_dim": 8, "num_heads": 71, "num_kv_heads": 1}, "71 heads"),
-        ("paged_attention", {"dtype": torch.float32}, "does not state"),
         ("linear", {"dtype": torch.float16}, "packs float32 and bfloat16"),
     ],
 )
@@ -77,7 +91,7 @@ def test_declines_name_their_reason(op: str, facts: dict[str, object], reason: s
     if isinstance(compiler.native_library(), Declined):
         pytest.skip("no compiler here: that is the reason they would all give")
     kernels = Kernels(CPU)
-    kernels.choose(op, **facts)
+    kernels.choose(*called(op, **facts))
     assert reason in kernels.choices[0].declined[0][1]
 
 
@@ -89,5 +103,31 @@ def test_unknown_candidates_cannot_be_disabled() -> None:
 def test_oneDNN_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     kernels = Kernels(CPU, disabled=frozenset({"native"}))
-    assert kernels.choose("linear", dtype=torch.float32, in_features=4, out_features=4) is reference.linear
+    assert kernels.choose(*called("linear", dtype=torch.float32, in_features=4, out_features=4)) is linear_twins.linear
     assert "mkldnn._reorder_linear_weight" in kernels.choices[0].declined[0][1]
+
+
+def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
+    known = {each.name: each for each in TECHNIQUES}
+    for operation in OPERATIONS.values():
+        for candidate in operation.candidates:
+            for technique in (known[name] for name in candidate.techniques):
+                field = technique.switch.removeprefix("device.")
+                assert technique.name in switched_off(replace(DeviceConfig(), **{field: technique.off}))
+                assert technique.name not in switched_off(replace(DeviceConfig(), **{field: technique.on}))
+    of = {name: {each.name for op in OPERATIONS.values() for each in op.candidates if name in each.techniques} for name in known}
+    assert of["flat_gemm"] == {"flat", "fused", "ring"} and of["early_weights"] == {"ring"}
+    assert of["deep_fusion"] == {"fused", "ring", "codes", "w8a8"}
+    assert of["fused_rope_attention"] == {"rope", "rope_cascade"} and of["cascade_attention"] == {"cascade", "rope_cascade"}
+    assert of["quantized_gemm"] == {"codes", "w8a8"}
+    assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == ({"tuned"}, {"gated"}, {"persistent"})
+
+
+def test_a_candidate_of_a_technique_that_is_off_gives_way_even_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, facts = called("rms_norm", dtype=torch.float32)
+    guest = Candidate("guest", lambda site: "made", techniques=frozenset({"one", "other"}))
+    monkeypatch.setattr(registry, "OPERATIONS", carried_out("rms_norm", guest))
+    assert Kernels(CPU, strict=True, off=frozenset({"another"})).choose(norm, facts) == "made"
+    kernels = Kernels(CPU, strict=True, off=frozenset({"other"}))
+    assert kernels.choose(norm, facts) is norm_twins.rms_norm
+    assert kernels.choices[0].declined == (("guest", "disabled by configuration"),)

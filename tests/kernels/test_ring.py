@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.bench import tune, tune_ring
+from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
-from headrace.bench.tune_ring import TunedRing
 from headrace.kernels import Kernels
-from headrace.kernels.around import MOST_ROWS
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda import ring_candidates, ring_forms
-from headrace.kernels.cuda.ring_forms import ROWS, RingForm, candidate_forms, form_of, read_forms
-from headrace.kernels.triton.flat_forms import Shape, flat, vector
+from headrace.kernels.candidate import CallSite, Declined, Shape
+from headrace.kernels.linear import candidates, ring_forms
+from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.flat_forms import flat, vector
+from headrace.kernels.linear.measured import SHIPPED, Measured
+from headrace.kernels.linear.ring_forms import MEASURED, ROWS, RingForm, candidate_forms, form_of
 from headrace.spec import Activation
+from tests.support.kernel_cases import called
 
 GOOD = {"dtype": torch.bfloat16, "out_features": 128, "in_features": 64, "gated": False}
+RINGS = tune.RingProducts(Activation.SILU)
 FORMS = ((1, None), (16, RingForm(16, 64, 2)), (32, None))
 STATIC_SHARED = {64: 2048, 128: 3600}  # bytes the kernel keeps beside its ring, at most, by columns (compiled)
 
@@ -29,28 +31,26 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    monkeypatch.setattr(ring_candidates, "measured_forms", lambda name: {Shape(128, 64): FORMS, Shape(128, 32): ((64, None),)})
+    monkeypatch.setattr(Measured, "table", lambda self, name: {Shape(128, 64): FORMS, Shape(128, 32): ((64, None),)})
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"dtype": torch.float16}, "bfloat16"),
-        ({"out_features": None}, "shape is known"),
         ({"in_features": 72}, "nothing was measured"),
         ({"in_features": 32}, "nothing was measured"),  # it was, and nothing was better
         ({"gated": True}, "nothing was measured"),
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str, on_hopper: None) -> None:
-    declined = ring_candidates._create(Site("fused_linear", torch.device("cuda"), GOOD | facts, batch_invariant=False))
-    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+    declined = candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **(GOOD | facts))[1]))
+    assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_another_card_and_a_cpu_are_not_served(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert isinstance(ring_candidates._create(Site("fused_linear", torch.device("cuda"), GOOD, batch_invariant=False)), Declined)
-    assert Kernels(torch.device("cpu")).offer("fused_linear", **GOOD) is None
+    assert isinstance(candidates.create_ring(CallSite("fused_linear", torch.device("cuda"), called("fused_linear", **GOOD)[1])), Declined)
+    assert Kernels(torch.device("cpu")).offer(*called("fused_linear", **GOOD)) is None
 
 
 def test_a_number_of_rows_has_the_form_of_its_class_or_none() -> None:
@@ -59,13 +59,13 @@ def test_a_number_of_rows_has_the_form_of_its_class_or_none() -> None:
 
 def test_a_start_builds_of_the_others_what_is_left_to_them() -> None:
     one, few, more = (1, vector(4, 64, 0, 4)), (16, flat(16, 64, 64, 4)), (32, flat(32, 64, 64, 4))
-    assert ring_candidates.unserved(FORMS, (one, few, more)) == (one, more)
-    assert ring_candidates.unserved((), (one, few)) == (one, few)
-    assert ring_candidates.unserved(((16, FORMS[1][1]),), (one, (8, few[1]), more)) == (more,)
-    assert ring_candidates.unserved(((1, None), (16, FORMS[1][1])), (few,)) == (few,), "one row of its class is left"
+    assert candidates.unserved(FORMS, (one, few, more)) == (one, more)
+    assert candidates.unserved((), (one, few)) == (one, few)
+    assert candidates.unserved(((16, FORMS[1][1]),), (one, (8, few[1]), more)) == (more,)
+    assert candidates.unserved(((1, None), (16, FORMS[1][1])), (few,)) == (few,), "one row of its class is left"
 
 
-@pytest.mark.parametrize("shape", [*tune_ring.rings_of(tune.shapes_of(DEFAULT_SPEC)), Shape(6144, 4096), Shape(13824, 5120, True)], ids=str)
+@pytest.mark.parametrize("shape", [*RINGS.shapes(tune.shapes_of(DEFAULT_SPEC)), Shape(6144, 4096), Shape(13824, 5120, True)], ids=str)
 def test_what_is_tried_fits_the_card_and_serves_all_rows_of_its_class(shape: Shape) -> None:
     assert ROWS[-1] == MOST_ROWS
     for rows in ROWS:
@@ -87,17 +87,17 @@ def test_whole_tiles_are_dealt_out_evenly_and_shared_ones_are_all_at_once() -> N
 
 def test_tables_are_read_as_they_were_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, kept = tmp_path / "rings.json", {Shape(64, 32): FORMS, Shape(64, 32, True): ((64, RingForm(64, 128, 1, False)),)}
-    ring_forms.keep_forms(path, "A card", kept)
-    assert read_forms(path, "A card") == kept
+    MEASURED.keep("A card", kept, path)
+    assert MEASURED.read(path, "A card") == kept
     for row in ("[16, 16, 100, 1, true]", "[17, 16, 64, 1, true]", "[16, 16, 64, 1, 1]", "[16, 20, 64, 1, true]", "[16, 16, 64, 0, true]"):
-        path.write_text(f'{{"A card": {{"64 x 32": [{row}]}}}}')
-        assert read_forms(path, "A card") == {} and "is no form" in caplog.text
+        path.write_text(f'{{"A card": {{"ring": {{"64 x 32": [{row}]}}}}}}')
+        assert MEASURED.read(path, "A card") == {} and "is no form" in caplog.text
         caplog.clear()
 
 
 def test_the_shipped_table_is_sound() -> None:
-    shipped = read_forms(ring_forms.SHIPPED, "NVIDIA H200")
-    assert set(tune_ring.rings_of(tune.shapes_of(DEFAULT_SPEC))) <= set(shipped), "the model of the documentation is shipped"
+    shipped = MEASURED.read(SHIPPED, "NVIDIA H200")
+    assert set(RINGS.shapes(tune.shapes_of(DEFAULT_SPEC))) <= set(shipped), "the model of the documentation is shipped"
     for shape, forms in shipped.items():
         assert [most for most, _ in forms] == sorted({most for most, _ in forms}) and forms[0] == (1, None)
         assert all(form is None or form.fits(shape, 132) for _, form in forms)
@@ -108,16 +108,18 @@ def test_the_shipped_table_is_sound() -> None:
 
 def test_what_was_found_is_kept_by_shape_and_one_row_is_left_to_the_others() -> None:
     form = RingForm(16, 64, 2)
-    found = [TunedRing(Shape(64, 32), 16, form, 1.0, 2.0), TunedRing(Shape(64, 32), 32, None, 2.0, 2.0), TunedRing(Shape(8, 32), 16, form, 1.0, 2.0)]
-    assert tune_ring.forms_of(found) == {Shape(64, 32): ((1, None), (16, form), (32, None)), Shape(8, 32): ((1, None), (16, form))}
-    assert "16x64, 2 ways, late" in tune_ring.render(found) and "others" in tune_ring.render(found)
-    assert tune_ring.rings_of([Shape(64, 64), Shape(128256, 64), Shape(60, 64, True), Shape(64, 60)]) == (Shape(64, 64),)
+    best = ((Shape(64, 32), 16, form), (Shape(64, 32), 32, None), (Shape(8, 32), 16, form))
+    found = [tune.Tuned(*each, 1.0, 2.0) for each in best]
+    assert RINGS.table(found) == {Shape(64, 32): ((1, None), (16, form), (32, None)), Shape(8, 32): ((1, None), (16, form))}
+    assert found[0].row(1.0)[2] == "rows 16, columns 64, ways 2, late True" and found[1].row(1.0)[2] == "none"
+    assert RINGS.shapes([Shape(64, 64), Shape(128256, 64), Shape(60, 64, True), Shape(64, 60)]) == (Shape(64, 64),)
 
 
 def test_the_sources_compile_for_every_kind_of_form() -> None:
     """Where NVRTC is; tests/gpu has it always."""
     pytest.importorskip("triton")
-    from headrace.kernels.cuda import compiler, ring
+    from headrace.kernels.build import nvrtc as compiler
+    from headrace.kernels.linear import cuda_ring as ring
 
     try:
         compiler._nvrtc()

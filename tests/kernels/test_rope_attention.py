@@ -5,21 +5,24 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels import Kernels, reference
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.cuda import compiler, rope_candidates
+from headrace.kernels import Kernels
+from headrace.kernels.attention import candidates, reference
+from headrace.kernels.build import gpu
+from headrace.kernels.build import nvrtc as compiler
+from headrace.kernels.candidate import CallSite, Declined
+from headrace.kernels.inputs import LayerStep
+from headrace.kernels.operations import ROPE_ATTENTION
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.rotary import rotary_table
-from headrace.quant.unquantized import Unquantized
-from tests.support.kernel_cases import PagedCase
+from headrace.sites import layer_matrices
+from tests.support.kernel_cases import PagedCase, called
 from tests.support.specs import LLAMA_8B
 
 GOOD: dict[str, Any] = {
@@ -28,24 +31,22 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def site(facts: dict[str, Any], *, unified_maximum: bool = False) -> Site:
-    return Site("rope_attention", torch.device("cuda"), facts, batch_invariant=False, unified_maximum=unified_maximum)
+def site(facts: dict[str, Any], *, unified_maximum: bool = False) -> CallSite[Any]:
+    return CallSite("rope_attention", torch.device("cuda"), called("rope_attention", **facts)[1], unified_maximum=unified_maximum)
 
 
 def test_layers_of_the_usual_kind_are_served() -> None:
-    assert rope_candidates.why_not(GOOD) is None
-    assert rope_candidates.why_not(GOOD | {"head_dim": 64, "rotary_dim": 64, "num_heads": 8}) is None
+    assert candidates.why_not(called("rope_attention", **GOOD)[1]) is None
+    assert candidates.why_not(called("rope_attention", **GOOD | {"head_dim": 64, "rotary_dim": 64, "num_heads": 8})[1]) is None
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
         ({"dtype": torch.float16}, "bfloat16"),
-        ({"dtype": None}, "bfloat16"),
         ({"head_dim": 96, "rotary_dim": 96}, "head_dim 96"),
         ({"num_heads": 72}, "no group"),
         ({"num_heads": 12}, "no group"),
-        ({"num_kv_heads": None}, "no group"),
         ({"rotary_dim": 64}, "64 of 128"),
         ({"normed": True}, "normed"),
         ({"window": 4096}, "window"),
@@ -53,28 +54,28 @@ def test_layers_of_the_usual_kind_are_served() -> None:
     ],
 )
 def test_who_is_not_served_loses_nothing_but_speed(facts: dict[str, Any], words: str) -> None:
-    declined = rope_candidates._create(site(GOOD | facts), cascade=True)
-    assert isinstance(declined, Declined) and declined.by_choice and words in declined.reason
+    declined = candidates.create_rope(site(GOOD | facts), cascade=True)
+    assert isinstance(declined, Declined) and words in declined.reason
 
 
 def test_other_cards_and_other_softmaxes_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope_candidates, "missing", lambda device: None)
+    monkeypatch.setattr(gpu, "missing", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    declined = rope_candidates._create(site(GOOD), cascade=False)
+    declined = candidates.create_rope(site(GOOD), cascade=False)
     assert isinstance(declined, Declined) and "8.9" in declined.reason
-    declined = rope_candidates._create(site(GOOD, unified_maximum=True), cascade=False)
+    declined = candidates.create_rope(site(GOOD, unified_maximum=True), cascade=False)
     assert isinstance(declined, Declined) and "maximum" in declined.reason
-    assert Kernels(torch.device("cpu")).offer("rope_attention", **GOOD) is None
+    assert Kernels(torch.device("cpu")).offer(*called("rope_attention", **GOOD)) is None
 
 
 @pytest.mark.parametrize("off", ["cuda_decode", "batch_invariant", "unified_maximum", "dtype", "card", None])
 def test_who_attends_to_single_queries_beside_prompts(off: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that turn part of a head or norm heads are served: that has happened before."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if off == "card" else (9, 0))
-    monkeypatch.setattr(rope_candidates, "import_module", lambda name: SimpleNamespace(create_singles=lambda site: "made"))
+    monkeypatch.setattr(gpu, "load", lambda path: lambda site: "made")
     facts = {"dtype": torch.float16 if off == "dtype" else torch.bfloat16, "head_dim": 128, "num_heads": 32, "num_kv_heads": 8}
     flags = {"batch_invariant": off == "batch_invariant", "unified_maximum": off == "unified_maximum", "cuda_decode": off != "cuda_decode"}
-    made = rope_candidates.create_singles(Site("paged_attention", torch.device("cuda"), facts, **flags))
+    made = candidates.create_singles(CallSite("paged_attention", torch.device("cuda"), called("paged_attention", **facts)[1], **flags))
     assert made == (None if off else "made")
 
 
@@ -86,11 +87,11 @@ def layer(monkeypatch: pytest.MonkeyPatch, taken: list[Any], answer: Tensor | No
         taken.append(arguments)
         return answer
 
-    monkeypatch.setattr(kernels, "offer", lambda op, **facts: kernel if op == "rope_attention" else None)
+    monkeypatch.setattr(kernels, "offer", lambda op, facts: kernel if op is ROPE_ATTENTION else None)
     assert LLAMA_8B.rope is not None
     cos_sin = rotary_table(LLAMA_8B.rope, 64, torch.device("cpu"))
-    context = LayerContext(torch.float32, torch.device("cpu"), kernels, Unquantized())
-    return Attention(LLAMA_8B, LLAMA_8B.layers[0], cos_sin, context, around=False), cos_sin
+    context = LayerContext(torch.float32, torch.device("cpu"), kernels)
+    return Attention(LLAMA_8B, LLAMA_8B.layers[0], layer_matrices(LLAMA_8B, 0), cos_sin, context), cos_sin
 
 
 def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,21 +103,22 @@ def test_a_layer_takes_what_it_is_given_and_computes_itself_where_it_is_given_no
     caches = [case.k_cache.clone(), case.v_cache.clone()], [case.k_cache.clone(), case.v_cache.clone()]
     taken: list[Any] = []
     attention, cos_sin = layer(monkeypatch, taken, None)
-    alone = attention._attended(qkv.clone(), positions, inputs, *caches[0])
+    alone = attention._attended(qkv.clone(), LayerStep(positions, inputs, *caches[0]))
     whole = reference.rope_attention(qkv.view(2, 48, 128), positions, cos_sin, *caches[1], inputs, 128**-0.5)
     torch.testing.assert_close(alone, whole.view(2, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], equal_nan=True)
     (given,) = taken
     assert given[0].shape == (2, 48, 128) and given[6] == 128**-0.5
     attention, _ = layer(monkeypatch, taken, whole)
-    assert torch.equal(attention._attended(qkv, positions, inputs, *caches[0]), whole.view(2, -1))
+    assert torch.equal(attention._attended(qkv, LayerStep(positions, inputs, *caches[0])), whole.view(2, -1))
 
 
 def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(torch.device("cpu"))
     offered: list[str] = []
-    monkeypatch.setattr(kernels, "offer", lambda op, **facts: offered.append(op))
-    Attention(LLAMA_8B, LLAMA_8B.layers[0], None, LayerContext(torch.float32, torch.device("cpu"), kernels, Unquantized()), around=False)
+    monkeypatch.setattr(kernels, "offer", lambda op, facts: offered.append(op.name))
+    context = LayerContext(torch.float32, torch.device("cpu"), kernels)
+    Attention(LLAMA_8B, LLAMA_8B.layers[0], layer_matrices(LLAMA_8B, 0), None, context)
     assert "rope_attention" not in offered
 
 
@@ -130,10 +132,11 @@ def test_the_source_compiles_without_spilling_and_two_programs_fit(
     pytest.importorskip("triton")
     if (found := shutil.which("nvcc")) is None:
         pytest.skip("nvcc is not installed")
-    from headrace.kernels.cuda.rope_attention import Variant
+    from headrace.kernels.attention.cuda_rope import Variant
 
     source = tmp_path / "rope.cu"
-    source.write_text(compiler.source("early.cuh", "rope_attention.cu") + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
+    text = compiler.source("build/early.cuh", "attention/rope_attention.cu")
+    source.write_text(text + "\nstatic_assert(2 * (WARPS * RING + sizeof(Shared) + 1024) <= 233472);\n")
     options = Variant(dim, group, 8, block_size, keys, fresh).options((9, 0))
     made = subprocess.run(
         [found, "-cubin", "-Xptxas", "-v", *options, "-o", str(tmp_path / "rope.cubin"), str(source)], capture_output=True, text=True, timeout=110

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
+from headrace.kernels.build.c_compiler import native_library
 from headrace.kernels.candidate import Declined
-from headrace.kernels.cpu.compiler import native_library
-from headrace.kernels.sampling import (
+from headrace.kernels.sampling.reference import (
     apply_penalties,
     best_tokens,
     gumbel_argmax,
@@ -23,6 +23,7 @@ from headrace.kernels.sampling import (
     token_noise,
     vocabulary_noise,
 )
+from tests.support.kernel_cases import called
 
 
 def _words(*values: int) -> tuple[Tensor, ...]:
@@ -85,7 +86,7 @@ needs_native = pytest.mark.skipif(isinstance(NATIVE, Declined), reason="no C com
 @pytest.mark.parametrize("vocab_size", [1, 15, 64, 257, 1000, 20_000])
 def test_the_native_pick_equals_its_twin(vocab_size: int, threads: int) -> None:
     """Logarithms may differ in the last bit, so a draw may differ where two sums are closer than that: none of these is."""
-    native = Kernels(torch.device("cpu"), strict=True).choose("gumbel_argmax", dtype=torch.float32)
+    native = Kernels(torch.device("cpu"), strict=True).choose(*called("gumbel_argmax", dtype=torch.float32))
     generator, before = torch.Generator().manual_seed(vocab_size), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -104,7 +105,7 @@ def test_the_native_pick_equals_its_twin(vocab_size: int, threads: int) -> None:
 
 @needs_native
 def test_the_native_pick_survives_rows_that_keep_nothing() -> None:
-    native = Kernels(torch.device("cpu")).choose("gumbel_argmax", dtype=torch.float32)
+    native = Kernels(torch.device("cpu")).choose(*called("gumbel_argmax", dtype=torch.float32))
     scores = torch.full((3, 300), float("nan"))
     scores[1] = float("-inf")
     scores[2] = torch.arange(300.0)
@@ -119,7 +120,7 @@ def test_frequencies_follow_the_probabilities(filtered: bool, op: str) -> None:
     draws = 20_000
     logits = torch.linspace(-2, 1.3, 12)
     probabilities = (logits / 0.7).softmax(-1)
-    argmax = gumbel_argmax if op == "twin" else Kernels(torch.device("cpu")).choose("gumbel_argmax", dtype=torch.float32)
+    argmax = gumbel_argmax if op == "twin" else Kernels(torch.device("cpu")).choose(*called("gumbel_argmax", dtype=torch.float32))
     picked = _draw(logits.expand(draws, 12).contiguous(), 0.7, _filters(draws, top_k=12) if filtered else None, argmax=argmax)
     counts = picked.bincount(minlength=12)
     chi_square = float(((counts - draws * probabilities) ** 2 / (draws * probabilities)).sum())

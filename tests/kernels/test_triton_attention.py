@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.triton import attention, plan, prefill
-from headrace.kernels.triton.attention import PagedAttention
-from headrace.kernels.triton.prefill import bulk_keys
-from headrace.layers.inputs import AttentionInputs
+from headrace.kernels.attention import paged as attention
+from headrace.kernels.attention import reference
+from headrace.kernels.attention import triton_plan as plan
+from headrace.kernels.attention import triton_prefill as prefill
+from headrace.kernels.attention.paged import PagedAttention
+from headrace.kernels.attention.triton_prefill import bulk_keys
+from headrace.kernels.inputs import AttentionInputs
 from tests.support.kernel_cases import PagedCase, assert_close
 
 DECODE = [(1, 130), (1, 1), (1, 64), (1, 0), (1, 200)]

@@ -26,11 +26,13 @@ from importlib import import_module
 import torch
 from triton import knobs
 from triton.runtime import driver
-from headrace.builders import Builders
-from headrace.kernels.triton import candidates, embedding, toolchain
+from headrace.processes.builders import Builders
+from headrace.kernels.build import gpu
+from headrace.kernels.rows import triton_embedding as embedding
+from headrace.kernels.build import toolchain
 from tests.support.triton_offline import CompileOnly
 
-launch = import_module("headrace.kernels.triton.launch")
+launch = import_module("headrace.kernels.build.launch")
 driver.set_active(CompileOnly())
 launch.known_of = lambda compiled, unpassed: None  # there is no device to load it on
 launch.Kernel.launch_plainly = lambda self, grid, arguments, named: None
@@ -39,7 +41,7 @@ found = []
 knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: found.append(cache_hit)
 table, ids, own = torch.zeros(3, 64), torch.zeros(2, dtype=torch.int64), embedding._embedding_kernel
 builders = Builders(1)
-with candidates.built_by(builders):
+with gpu.built_by(builders):
     embedding.embedding(ids, table, None)
     embedding._embedding_kernel = launch.Kernel(own.fn)
     embedding._embedding_kernel.fn.__name__ = "not_there"
@@ -58,12 +60,14 @@ from pathlib import Path
 import torch
 from triton import knobs
 from triton.runtime import driver
-from headrace.builders import Builders
-from headrace.kernels.later import Ended, Missing
-from headrace.kernels.triton import candidates, embedding, toolchain
+from headrace.processes.builders import Builders
+from headrace.kernels.build.later import Ended, Missing
+from headrace.kernels.build import gpu
+from headrace.kernels.rows import triton_embedding as embedding
+from headrace.kernels.build import toolchain
 from tests.support.triton_offline import CompileOnly
 
-launch = import_module("headrace.kernels.triton.launch")
+launch = import_module("headrace.kernels.build.launch")
 driver.set_active(CompileOnly())
 said = []
 launch.known_of = lambda compiled, unpassed: launch.Known(lambda *given: said.append("launched"), None, (), compiled)  # there is no device
@@ -84,7 +88,7 @@ assert launch.can_come_later()
 table, half, other = (torch.zeros(3, 64, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 builders = Builders(1)
 found = {"nothing is compiled where it may only be found": look_up(launch.Aim.FIND, table)}
-with candidates.built_by(builders):
+with gpu.built_by(builders):
     found["built elsewhere, loaded, not launched"] = look_up(launch.Aim.BUILD, table)
     found["nor built again"] = look_up(launch.Aim.BUILD, table)
     found["launched at once"] = look_up(launch.Aim.LAUNCH, table)
@@ -133,10 +137,10 @@ def test_a_kernel_may_be_looked_for_or_built_without_being_launched(tmp_path: Pa
 IDENTITIES = """
 import json, sys
 from importlib import import_module
-from headrace.builder_program import do_without_torch
+from headrace.processes.builder_program import do_without_torch
 if "without" in sys.argv:
     do_without_torch()
-kernels = import_module("headrace.kernels.triton.toolchain").prepare_identities()
+kernels = import_module("headrace.kernels.build.toolchain").prepare_identities()
 real = hasattr(sys.modules["torch"], "__version__")
 json.dump([real, sorted((each.fn.__module__, each.fn.__name__, each.cache_key) for each in kernels)], sys.stdout)
 """
@@ -151,7 +155,7 @@ def test_a_builder_has_no_torch_and_knows_every_kernel_by_the_same_identity(tmp_
 
 
 def test_modules_that_mind_the_absence_of_torch_are_imported_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace import builder_program
+    from headrace.processes import builder_program
 
     class Started(BaseException):
         pass
@@ -167,7 +171,7 @@ def test_modules_that_mind_the_absence_of_torch_are_imported_with_it(monkeypatch
     monkeypatch.setattr(os, "execv", become)
     with pytest.raises(Started) as started:
         builder_program.main(["3", "5"])
-    assert started.value.args == (sys.executable, [sys.executable, "-P", "-m", "headrace.kernels.triton.builder", "3", "5"])
+    assert started.value.args == (sys.executable, [sys.executable, "-P", "-m", "headrace.kernels.build.builder", "3", "5"])
 
 
 def processes_of(session: int) -> set[str]:
@@ -183,7 +187,7 @@ def processes_of(session: int) -> set[str]:
 @pytest.mark.timeout(60)
 def test_builders_that_are_ended_in_the_middle_leave_nothing_in_the_table_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what they had started themselves (ptxas, say), whose parents are gone before it."""
-    from headrace.builders import Builders
+    from headrace.processes.builders import Builders
 
     monkeypatch.setenv("PYTHONPATH", str(Path(support).parents[2]))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -206,7 +210,7 @@ def test_builders_that_are_ended_in_the_middle_leave_nothing_in_the_table_of_pro
 
 def test_an_order_is_one_line_that_says_the_same_when_read() -> None:
     import tests.support.triton_interpreter  # noqa: F401  before triton: it fixes the mode
-    from headrace.kernels.triton.builder import Order, write
+    from headrace.kernels.build.builder import Order, write
 
     order = Order("/a folder", ("cuda", 90, 32), "a.module", "kernel", {"x": "*bf16"}, {(1,): None, (2,): 0.5}, {(0,): [["tt.divisibility", 16]]}, {})
     text = write(order)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError
-from headrace.kernels import CANDIDATES, Kernels, StrictKernelError, reference
-from headrace.kernels.candidate import Declined, Site
-from headrace.kernels.triton import candidates
+from headrace.kernels import Kernels, StrictKernelError
+from headrace.kernels.build import gpu
+from headrace.kernels.linear import reference as linear_twins
+from headrace.kernels.norm import reference as norm_twins
+from tests.support.kernel_cases import called
 
 CUDA = torch.device("cuda")
 HEADS = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8, "num_kv_heads": 2}
@@ -19,45 +21,44 @@ HEADS = {"dtype": torch.bfloat16, "head_dim": 128, "num_heads": 8, "num_kv_heads
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "missing", lambda device: "torch finds no CUDA device")
+    monkeypatch.setattr(gpu, "missing", lambda device: "torch finds no CUDA device")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "missing", lambda device: None)
+def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "missing", lambda device: None)
 
 
 def test_without_a_device_the_twin_runs_and_says_why(no_gpu: None) -> None:
     kernels = Kernels(CUDA)
-    assert kernels.choose("rms_norm", dtype=torch.bfloat16) is reference.rms_norm
+    assert kernels.choose(*called("rms_norm", dtype=torch.bfloat16)) is norm_twins.rms_norm
     assert kernels.choices[0].declined == (("triton", "torch finds no CUDA device"),)
     with pytest.raises(StrictKernelError, match="no CUDA device"):
-        Kernels(CUDA, strict=True).choose("rms_norm", dtype=torch.bfloat16)
+        Kernels(CUDA, strict=True).choose(*called("rms_norm", dtype=torch.bfloat16))
 
 
 def test_a_linear_layer_is_torch_s_by_choice_unless_bits_must_not_vary(no_gpu: None) -> None:
     kernels = Kernels(CUDA, strict=True)  # no fault, so not even a strict registry minds
-    assert kernels.choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64) is reference.linear
+    assert kernels.choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)) is linear_twins.linear
     declined = dict(kernels.choices[0].declined)
     assert "quicker" in declined["triton"] and "no CUDA device" in declined["flat"]
     with pytest.raises(ConfigError, match=r"No batch-invariant kernel for linear .*no CUDA device"):
-        Kernels(CUDA, batch_invariant=True).choose("linear", dtype=torch.bfloat16, in_features=64, out_features=64)
+        Kernels(CUDA, batch_invariant=True).choose(*called("linear", dtype=torch.bfloat16, in_features=64, out_features=64))
 
 
 @pytest.mark.parametrize(
     ("op", "facts", "reason"),
     [
         ("rms_norm", {"dtype": torch.float64}, "torch.float64"),
-        ("paged_attention", {"dtype": torch.bfloat16}, "does not state"),
         ("paged_attention", HEADS | {"head_dim": 512}, "above 256"),
         ("paged_attention", HEADS | {"num_heads": 71, "num_kv_heads": 1}, "71 heads"),
         ("moe", {"dtype": torch.bfloat16, "num_experts": 2048, "top_k": 2}, "2 of 2048"),
     ],
 )
-def test_declines_name_their_reason(gpu: None, op: str, facts: dict[str, object], reason: str) -> None:
-    (candidate,) = (each for each in CANDIDATES[op] if each.name == candidates.TRITON)
-    declined = candidate.create(Site(op, CUDA, facts, False))
-    assert isinstance(declined, Declined) and reason in declined.reason
+def test_declines_name_their_reason(on_card: None, op: str, facts: dict[str, object], reason: str) -> None:
+    kernels = Kernels(CUDA)
+    kernels.choose(*called(op, **facts))
+    assert reason in dict(kernels.choices[0].declined)[gpu.TRITON]
 
 
 def test_the_registry_imports_no_triton() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.triton import attention, plan
-from headrace.kernels.triton.attention import PagedAttention
-from headrace.kernels.triton.sharing import COUNT, OWN, TOKENS, members
+from headrace.kernels.attention import paged as attention
+from headrace.kernels.attention import reference
+from headrace.kernels.attention import triton_plan as plan
+from headrace.kernels.attention.paged import PagedAttention
+from headrace.kernels.attention.triton_sharing import COUNT, OWN, TOKENS, members
 from tests.support.kernel_cases import PagedCase, assert_close
 
 SHARING = {

@@ -76,6 +76,16 @@ def test_nothing_spills() -> None:
 
 
 @pytest.mark.timeout(120)
+def test_codes_of_keys_and_values_are_compiled_in_every_kernel() -> None:
+    """With the cascade, and the write. The interpreter takes what the compiler refuses, so this is no formality."""
+    eight, four = offline.found(*(("triton_offline", f"attention bfloat16 128 {kv}") for kv in ("fp8_e4m3", "int4")))
+    assert len(eight) == len(four) == 4
+    for name, figures in (eight | four).items():
+        words = 32 if "int4: _decode" in name else 4
+        assert figures["LDL"] + figures["STL"] <= words and figures["local"] == 0 and figures["shared"] <= 232448, name
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "instruction"),
     [

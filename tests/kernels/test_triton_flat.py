@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.around import Around
-from headrace.kernels.candidate import Site
-from headrace.kernels.triton import flat_linear
-from headrace.kernels.triton.flat_forms import FLAT, VECTOR, Form, Shape, flat, forms_for, vector
-from headrace.kernels.triton.flat_linear import FlatLinear, FusedLinear, Product, make_scratch
-from headrace.kernels.triton.flat_measured import SHIPPED, keep_forms, read_forms
+from headrace.kernels.candidate import CallSite, Shape
+from headrace.kernels.linear import flat_linear, reference
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.flat_forms import FLAT, MEASURED, VECTOR, Form, flat, forms_for, vector
+from headrace.kernels.linear.flat_linear import FlatLinear, FusedLinear, Product, make_scratch
+from headrace.kernels.linear.measured import SHIPPED, Measured
 from headrace.spec import Activation
-from tests.support.kernel_cases import assert_close
+from tests.support.kernel_cases import assert_close, called
 
 FORMS = (
     vector(4, 32, 0, 1),
@@ -90,7 +89,7 @@ def test_the_product_alone_takes_any_rows_and_leaves_many_to_the_vendor(dtype: t
 
 @pytest.mark.parametrize("shape", [Shape(6144, 4096), Shape(14336, 4096, True), Shape(2048, 8192), Shape(1024, 448), Shape(151936, 1024)], ids=str)
 def test_every_shape_has_a_form_that_fits_for_every_batch(shape: Shape) -> None:
-    for table in ({}, read_forms(SHIPPED, "NVIDIA H200")):
+    for table in ({}, MEASURED.read(SHIPPED, "NVIDIA H200")):
         forms = forms_for(shape, 132, table)
         assert forms[-1][0] == 64 and [most for most, _ in forms] == sorted(most for most, _ in forms)
         for most, form in forms:
@@ -102,10 +101,11 @@ def test_every_shape_has_a_form_that_fits_for_every_batch(shape: Shape) -> None:
 def test_fused_products_serve_every_batch_where_the_vendor_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, form = Shape(3072, 2048), flat(16, 64, 128, 5)
     facts = {"dtype": torch.bfloat16, "out_features": shape.outs, "in_features": shape.ins, "gated": False}
-    site = Site("fused_linear", torch.device("cpu"), facts, False)
+    site = CallSite("fused_linear", torch.device("cpu"), called("fused_linear", **facts)[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     for table in (((1, None), (16, form), (32, None), (64, None)), ((16, form),), ((64, None),)):
-        monkeypatch.setattr(flat_linear, "measured_forms", lambda device, table=table: {shape: table})
+        monkeypatch.setattr(Measured, "table", lambda self, device, table=table: {shape: table})
         made = flat_linear.create_fused(site)(torch.zeros(1, 1), None).product
         assert form in [each for _, each in made.forms] or table == ((64, None),)
         for tokens in (1, 2, 16, 17, 32, 33, 64):
@@ -116,13 +116,13 @@ def test_fused_products_serve_every_batch_where_the_vendor_was_quicker(monkeypat
 def test_measured_forms_are_kept_and_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a" / "forms.json"
     found = {Shape(8, 16): ((1, vector(1, 16, 0, 4)), (64, None)), Shape(8, 16, True): ((64, flat(64, 64, 64, 4)),)}
-    assert read_forms(path, "card") == {}
-    keep_forms(path, "card", found)
-    keep_forms(path, "other", {Shape(1, 1): ((64, None),)})
-    assert read_forms(path, "card") == found
+    assert MEASURED.read(path, "card") == {}
+    MEASURED.keep("card", found, path)
+    MEASURED.keep("other", {Shape(1, 1): ((64, None),)}, path)
+    assert MEASURED.read(path, "card") == found
     rows = ('["1"]', '[64, "flat", 64, 64, 64, 1, 4, 4.5, true]', '[64, "flat", 32, 64, 64, 1, 4, 4, true]', '[1, "x", 1]')
     damaged = ('"8 by 16": [[1]]', *(f'"8 x 16": [{row}]' for row in rows))
-    for each in (*(f"{{{row}}}" for row in damaged), "[" * 10**5):
+    for each in (*(f'{{"flat": {{{row}}}}}' for row in damaged), "[" * 10**5):
         caplog.clear()
         path.write_text(f'{{"card": {each}}}')
-        assert read_forms(path, "card") == {} and "cannot be read" in caplog.text
+        assert MEASURED.read(path, "card") == {} and "cannot be read" in caplog.text

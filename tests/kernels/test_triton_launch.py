@@ -19,8 +19,8 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headrace.kernels.triton import launch
-from headrace.kernels.triton.launch import Kernel, Known, Maps, kinds_of
+from headrace.kernels.build import launch
+from headrace.kernels.build.launch import Kernel, Known, Maps, kinds_of
 
 tl = tests.support.triton_interpreter.tl
 DRIVER = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77))

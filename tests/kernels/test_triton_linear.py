@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.triton import linear
-from headrace.kernels.triton.linear import ONE, InvariantLinear, Tile, tile_for
+from headrace.kernels.linear import reference
+from headrace.kernels.linear import triton_linear as linear
+from headrace.kernels.linear.triton_linear import ONE, InvariantLinear, Tile, tile_for
 from tests.support.kernel_cases import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

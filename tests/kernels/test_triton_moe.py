@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.triton.moe import Moe, _routed, tiles_for
+from headrace.kernels.moe import reference
+from headrace.kernels.moe.triton_moe import Moe, _routed, tiles_for
 from headrace.spec import Activation
 from tests.support.kernel_cases import TOLERANCE
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,27 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
-from headrace.kernels.around import Around
-from headrace.kernels.triton import embedding, flat, norm, rotary, rows, sampling
-from headrace.kernels.triton.flat_forms import Form, Shape, vector
-from headrace.kernels.triton.flat_forms import flat as flat_form
-from headrace.kernels.triton.flat_linear import FusedLinear, Product, make_scratch
+from headrace.kernels.attention import triton_rotary as rotary
+from headrace.kernels.candidate import EightBits, Shape, plainly_empty
+from headrace.kernels.linear import triton_codes as codes
+from headrace.kernels.linear import triton_eight as eight_bits
+from headrace.kernels.linear import triton_flat as flat
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.coded import CodedFused, CodedProduct, lay
+from headrace.kernels.linear.eight_bits import Maker
+from headrace.kernels.linear.flat_forms import FLAT, Form, vector
+from headrace.kernels.linear.flat_forms import flat as flat_form
+from headrace.kernels.linear.flat_linear import FusedLinear, Product, make_scratch
+from headrace.kernels.norm import triton_norm as norm
+from headrace.kernels.norm import triton_rounded as rounding
+from headrace.kernels.rows import triton_embedding as embedding
+from headrace.kernels.rows import triton_rows as rows
+from headrace.kernels.sampling import triton_pick as sampling
+from headrace.quant.codes import Activations
+from headrace.quant.integers import PackedIntegers
+from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.spec import Activation
+from tests.support.codings import random_piece
 
 Builder = tests.support.triton_interpreter.Builder
 
@@ -61,7 +77,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(Builder, "create_masked_load", noted("load", load, 0, 1))
     monkeypatch.setattr(Builder, "create_masked_store", noted("store", store, 0, 2))
     monkeypatch.setattr(Builder, "create_atomic_rmw", noted("atomic", atomic, 1, 3))
-    for module in (embedding, flat, norm, rotary, rows, sampling):
+    for module in (codes, eight_bits, embedding, flat, norm, rotary, rounding, rows, sampling):
         monkeypatch.setattr(sys.modules[module.__name__], "gdc_wait", told.wait)
     return told
 
@@ -89,6 +105,24 @@ def test_products_read_weights_alone_before_they_wait(form: Form, gated: bool, p
     FusedLinear(layer)(torch.randn(tokens, ins).bfloat16(), Around(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale))
     assert_in_order(programs, [weight])
     assert form.kind == "flat" or programs.early["load"], "its first weights are under way meanwhile"
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways: int, programs: Programs) -> None:
+    shape, around = Shape(64, 256), Around(residual=torch.randn(3, 64).bfloat16(), scale=torch.rand(64))
+    forms = ((64, Form(FLAT, 16, 64, 128, ways, late=True)),)
+    (packed,) = lay([random_piece(PackedIntegers(4, 128, zero=False), 64, 256)], gated=False) or ()
+    coded = CodedProduct(packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), programmatic=True)
+    CodedFused(coded)(torch.randn(3, 256).bfloat16(), around)
+    piece = random_piece(ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")), 64, 256)
+    site: Any = SimpleNamespace(programmatic=True, empty=plainly_empty)
+    forms = ((64, Form(FLAT, 16, 32, 128, ways, 4, 1)),)
+    eight = Maker(site, EightBits("int8"), forms, make_scratch(shape, forms, "cpu")).made([piece], torch.randn(64).bfloat16())
+    assert eight is not None
+    eight.fused(torch.randn(3, 256).bfloat16(), around)
+    rounding.rounded(torch.randn(4, 96).bfloat16(), torch.int8, squares=torch.rand(70, 4), eps=1e-5, programmatic=True)
+    held = (packed.blocks, packed.factor, coded.bias, eight.weight, eight.scale, eight.bias)
+    assert_in_order(programs, [each for each in held if each is not None])
 
 
 def test_the_others_wait_before_they_touch_what_another_kernel_wrote(programs: Programs) -> None:
@@ -136,6 +170,6 @@ def test_a_step_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyP
 
 
 def test_no_other_kernel_begins_early() -> None:
-    files = Path(norm.__file__).parent.glob("*.py")
-    early = {"embedding", "flat_linear", "norm", "rotary", "rows", "sampling"}
+    files = Path(norm.__file__).parents[1].glob("*/*.py")
+    early = {"coded", "eight_bits", "flat_linear", "triton_embedding", "triton_norm", "triton_pick", "triton_rotary", "triton_rounded", "triton_rows"}
     assert {path.stem for path in files if "**dependent(" in path.read_text()} == early

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels.triton.attention import Tiles
-from headrace.kernels.triton.plan import (
+from headrace.kernels.attention.paged import Tiles
+from headrace.kernels.attention.triton_plan import (
     ALIKE,
     BEGIN,
     CONTEXT,
@@ -24,8 +24,8 @@ from headrace.kernels.triton.plan import (
     make_plan,
     may_group,
 )
-from headrace.kernels.triton.sharing import FEWEST
-from headrace.layers.inputs import AttentionInputs
+from headrace.kernels.attention.triton_sharing import FEWEST
+from headrace.kernels.inputs import AttentionInputs
 
 KEYS, KV_HEADS, PROGRAMS = 64, 2, 12
 FIELDS = (BEGIN, END, SEQUENCE, HEAD, STEP, FIRST_0, LAST_0, FIRST_1, LAST_1, CONTEXT)

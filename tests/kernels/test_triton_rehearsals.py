@@ -30,6 +30,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 192, "n_layer": 2, "n_head": 3, "n_positions": 512, "vocab_size": 1001}
     | {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
 }
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+GROUPS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}, "format": "pack-quantized", "ignore": ["lm_head"]}
+MODELS["w4a16"] = MODELS["llama"] | {"quantization_config": {"quant_method": "compressed-tensors"} | GROUPS}
+MODELS["w4a16 experts"] = MODELS["qwen3_moe"] | {
+    "quantization_config": {"quant_method": "compressed-tensors"} | GROUPS | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
+}
+MODELS["gptq"] = MODELS["llama"] | {"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64, "desc_act": True}}
+MODELS["fp8"] = MODELS["llama"] | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 CASES = (*((name, ()) for name in MODELS), ("qwen3_moe", ("invariant",)))
 
 
@@ -47,4 +55,6 @@ def test_a_step_needs_nothing_that_was_not_rehearsed(name: str, mode: tuple[str,
     assert len(found["used"]) >= 12
     assert not found["chosen later"]
     assert not set(found["used"]) - set(found["rehearsed"])
-    assert len(found["rehearsed"]) <= 33, "few specialisations: each costs every cold start"
+    # Quantised products have forms of their own, and a kernel that widens or rounds; codes in activation order are gathered in each form.
+    most = 60 if name == "gptq" else 45 if "quantization_config" in MODELS[name] else 33
+    assert len(found["rehearsed"]) <= most, "few specialisations: each costs every cold start"

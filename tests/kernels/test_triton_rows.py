@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels import rows as twins
-from headrace.kernels.triton import rows
+from headrace.kernels.rows import reference as twins
+from headrace.kernels.rows import triton_rows as rows
 
 
 def _step(counts: list[int], contexts: list[int], dummies: int = 0) -> tuple[Tensor, Tensor, Tensor]:

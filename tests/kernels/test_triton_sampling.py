@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter
-from headrace.kernels import sampling as twin
-from headrace.kernels.triton import sampling, thresholds
+from headrace.kernels.sampling import reference as twin
+from headrace.kernels.sampling import triton_pick as sampling
+from headrace.kernels.sampling import triton_thresholds as thresholds
 
 triton, tl = tests.support.triton_interpreter.triton, tests.support.triton_interpreter.tl
 

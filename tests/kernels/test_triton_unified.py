@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels import reference
-from headrace.kernels.triton import decode
-from headrace.kernels.triton.attention import PagedAttention
+from headrace.kernels.attention import reference
+from headrace.kernels.attention import triton_decode as decode
+from headrace.kernels.attention.paged import PagedAttention
 from tests.support.kernel_cases import PagedCase, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums that overflow are what is tested

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from headrace import cli
-from headrace.bench import tune, tune_vendor
+from headrace.bench import tune
 from headrace.bench.kernel_cases import DEFAULT_SPEC
-from headrace.kernels.triton.flat_forms import FLAT, Form, Shape, candidate_forms, flat, forms_for, vector
-from headrace.kernels.triton.flat_measured import SHIPPED, read_forms
-from headrace.kernels.vendor.measured import Choice
+from headrace.kernels.candidate import Shape
+from headrace.kernels.linear.flat_forms import FLAT, MEASURED, Form, candidate_forms, forms_for, vector
+from headrace.kernels.linear.measured import SHIPPED
+from headrace.kernels.linear.tuned import Choice
+from headrace.spec import Activation
 
 SHARED_MEMORY = 232448 - 2048  # bytes of an H200's processor, less barriers
 
@@ -23,7 +27,7 @@ def bytes_of(form: Form, shape: Shape) -> int:
 
 @pytest.mark.parametrize("shape", [*tune.shapes_of(DEFAULT_SPEC), Shape(6144, 4096), Shape(5120, 13824), Shape(13824, 5120, True)], ids=str)
 def test_what_is_tried_fits_and_serves_all_rows_of_its_class(shape: Shape) -> None:
-    for rows in tune.ROWS:
+    for rows in tune.FLAT_ROWS:
         forms = candidate_forms(shape, rows)
         assert len(forms) > 3 and len(set(forms)) == len(forms)
         for form in forms:
@@ -35,27 +39,58 @@ def test_the_shapes_of_a_model_are_those_of_its_layers_and_head() -> None:
     assert set(tune.shapes_of(DEFAULT_SPEC)) == {
         Shape(3072, 2048), Shape(2048, 2048), Shape(8192, 2048, True), Shape(2048, 8192), Shape(128256, 2048)
     }  # fmt: skip
-    shipped = read_forms(SHIPPED, "NVIDIA H200")
+    shipped = MEASURED.read(SHIPPED, "NVIDIA H200")
     for shape in tune.shapes_of(DEFAULT_SPEC):
         assert forms_for(shape, 132, shipped) == shipped[shape], "the model of the documentation is shipped"
 
 
-def test_the_quickest_right_form_wins_and_a_gate_is_never_the_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
-    times: dict[Form, float | None] = {}
-    monkeypatch.setattr(tune, "cuda_time", lambda calls, seconds: [3.0])
-    monkeypatch.setattr(tune, "_timed", lambda shape, form, *more: times.get(form, 9.0))
-    monkeypatch.setattr(tune, "torch", _CpuTorch())
-    plain, gated = Shape(8, 128), Shape(8, 128, True)
-    forms = (vector(4, 64, 0, 4), flat(16, 64, 64, 4))
-    monkeypatch.setattr(tune, "candidate_forms", lambda shape, rows: forms)
-    times.update(zip(forms, (2.0, 1.0), strict=True))
-    assert tune._best(plain, 1, [torch.randn(8, 128)]).form == forms[1]
-    times.update(zip(forms, (4.0, None), strict=True))  # the second is wrong, or does not build
-    assert tune._best(plain, 1, [torch.randn(8, 128)]).form is None
-    best = tune._best(gated, 1, [torch.randn(16, 128)])
-    assert best.form == forms[0] and best.vendor == 3.0
-    assert tune.forms_of([best]) == {gated: ((1, forms[0]),)}
-    assert "8 x 128, gated" in tune.render([best], 4e12)
+def trial(form_results: dict[Any, float | Exception], seconds: dict[Any, float], monkeypatch: pytest.MonkeyPatch, **more: Any) -> tune.Tuned:
+    """``form_results``: what each form computes, where 1 is right; the time that is measured is that of ``seconds``."""
+    timed: list[Any] = []
+
+    def make(form: Any) -> list[Any]:
+        def call() -> torch.Tensor:
+            if isinstance(found := form_results[form], Exception):
+                raise found
+            return torch.full((2,), found)
+
+        call.form = form  # type: ignore[attr-defined]
+        return [call]
+
+    def cuda_time(calls: Any, lasting: float, rounds: int = 5) -> list[float]:
+        timed.append(calls[0].form)
+        return [seconds[calls[0].form]] * rounds
+
+    monkeypatch.setattr(tune, "cuda_time", cuda_time)
+    found = tune.fastest(tune.Trial(Shape(8, 128), 4, {form: lambda form=form: make(form) for form in form_results}, **more))  # type: ignore[misc]
+    assert set(timed) == {form for form, result in form_results.items() if result == 1.0}, "what computes something else is not even timed"
+    return found
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_quickest_right_form_wins(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = SimpleNamespace(build_failure=lambda failure: failure if isinstance(failure, RuntimeError) else None)
+    monkeypatch.setitem(sys.modules, "headrace.kernels.build.toolchain", judge)
+    results = {None: 1.0, "a": 1.0, "b": 1.0, "wrong": 2.0, "unbuilt": RuntimeError()}
+    best = trial(results, {None: 3.0, "a": 2.0, "b": 1.0}, monkeypatch, held=held, least=3)
+    assert (best.form, best.seconds, best.without, best.rows, best.least) == ("b", 1.0, 3.0, 4, 3)
+    assert trial(results, {None: 1.0, "a": 2.0, "b": 4.0}, monkeypatch, held=held).form is None
+    assert trial(results, {None: 1.0, "a": 2.0, "b": 4.0}, monkeypatch, held=held, gain=0.0).form == "a", "a gate is never the vendor's"
+    with pytest.raises(ZeroDivisionError):
+        trial({None: 1.0, "a": ZeroDivisionError()}, {None: 1.0}, monkeypatch, held=held)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, True), (0.97, True), (0.995, False), (1.0, False)])
+def test_a_form_is_kept_where_it_is_quicker_by_enough(seconds: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trial({None: 1.0, "a": 1.0}, {None: 1.0, "a": seconds}, monkeypatch, gain=1.02).form == ("a" if chosen else None)
+
+
+def test_a_gate_s_forms_are_kept_by_shape_and_shown() -> None:
+    gated, form = Shape(8, 128, True), vector(4, 64, 0, 4)
+    kind, tuned = tune.FlatProducts(Activation.SILU), [tune.Tuned(gated, 1, form, 1.0, 3.0), tune.Tuned(gated, 16, None, 1.0, 3.0)]
+    assert kind.table(tuned) == {gated: ((1, form), (16, None))}
+    assert tuned[0].row(4e12)[:2] == ("8 x 128, gated", 1)
+    assert "kind vector, rows 1, columns 4" in tuned[0].row(4e12)[2] and tuned[1].row(4e12)[2] == "none"
 
 
 class _Offers:
@@ -64,10 +99,10 @@ class _Offers:
     def __init__(self, outs: int, ins: int, dtype: torch.dtype, device: int) -> None: ...
 
     def offers(self, tokens: int) -> list[tuple[Any, Any]]:
-        return [((1,), 1.0), ((2,), 2.0)]
+        return [((1,), 1.0), ((2,), 2.0), ((3,), 3.0)]
 
     def takes(self, algorithm: float, operands: object) -> bool:
-        return True
+        return algorithm != 3.0
 
     def multiply(self, algorithm: float, operands: object, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *, add: bool) -> None:
         y.copy_(algorithm * (x @ weight.t()))
@@ -79,54 +114,41 @@ def test_a_long_product_goes_to_the_right_algorithm_that_is_quicker_under_load(
 ) -> None:
     held: list[set[Any]] = []
 
-    def measured(calls: dict[Any, Any]) -> dict[Any, float]:
-        held.append(set(calls))
-        return {name: 1.0 if name is None else seconds for name in calls}
+    def measured(forms: dict[Any, Any]) -> dict[Any, float]:
+        held.append(set(forms))
+        return {name: 1.0 if name is None else seconds for name in forms}
 
-    monkeypatch.setattr(tune_vendor, "torch", _CpuTorch())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tune_vendor, "Products", _Offers)
-    monkeypatch.setattr(tune_vendor, "Operands", lambda *shape: None)
-    monkeypatch.setattr(tune_vendor, "held", measured)
-    monkeypatch.setattr(tune_vendor, "_timed", measured)
-    monkeypatch.setattr(tune_vendor, "_buckets", lambda: [72, 80])
-    monkeypatch.setattr(tune_vendor, "CLASSES", ((4096, 4100), (4200, 4300)))
-    tuned = tune_vendor.tune_products([(6, 8)], 1000, lambda line: None)
-    assert held == [{None, (1,)}] * 4, "what computes something else is not even timed"
-    choices = tune_vendor.choices_of(tuned)
+    on_the_cpu(monkeypatch)
+    monkeypatch.setattr(tune, "_held", measured)
+    monkeypatch.setattr(tune, "_short", lambda make: seconds if "_multiplied" in str(make()[0]) else 1.0)
+    monkeypatch.setattr(tune, "_buckets", lambda: [72, 80])
+    monkeypatch.setattr(tune, "LONG", ((4096, 4100), (4200, 4300)))
+    kind = tune.VendorProducts(Activation.SILU)
+    tuned = tune.tune(kind, [Shape(6, 8)], 1000)
+    assert held == [{None, (1,)}] * 2, "what computes something else is not even timed"
     long, few = (Choice(4096, 4100, (1,)), Choice(4200, 4300, (1,))), (Choice(65, 72, (1,)), Choice(73, 80, (1,)), Choice(81, 81, ()))
-    assert choices == ({(6, 8): few + long} if chosen else {})
-    assert "6 x 8" in tune_vendor.render(tuned)
+    assert kind.table(tuned) == ({Shape(6, 8): few + long} if chosen else {})
 
 
 def test_the_head_s_algorithms_are_looked_for_as_the_layers_but_for_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = tune_vendor.weights_of(tune.shapes_of(DEFAULT_SPEC))
-    assert set(weights) == {(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)}
-    asked: list[tuple[Any, bool]] = []
-
-    def best(weight: Any, least: int, rows: int, matrices: Any, *, few: bool) -> tune_vendor.TunedProduct:
-        asked.append((weight, few))
-        return tune_vendor.TunedProduct(weight, least + 1 if few else least, rows, (rows,), 1.0, 2.0)
-
-    monkeypatch.setattr(tune_vendor, "_best", best)
-    monkeypatch.setattr(tune_vendor, "_matrices", lambda weight, size: [])
-    monkeypatch.setattr(tune_vendor, "_buckets", lambda: [72, 512])
-    choices = tune_vendor.choices_of(tune_vendor.tune_products([(2048, 8192), (128256, 2048)], 1000, lambda line: None))
-    assert [asked.count(each) for each in (((2048, 8192), True), ((2048, 8192), False), ((128256, 2048), True))] == [2, 2, 2] and len(asked) == 6
-    assert choices[128256, 2048] == (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))
+    kind = tune.VendorProducts(Activation.SILU)
+    wanted = kind.shapes(tune.shapes_of(DEFAULT_SPEC))
+    assert {(shape.outs, shape.ins) for shape in wanted} == {(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)}
+    monkeypatch.setattr(tune, "_vendor_forms", lambda *given: {})
+    monkeypatch.setattr(tune, "random_inputs", lambda *shape: None)
+    monkeypatch.setattr(tune, "_buckets", lambda: [72, 512])
+    layer, top = (list(kind.trials(shape, [])) for shape in (Shape(2048, 8192), Shape(128256, 2048)))
+    assert [(each.least, each.rows, each.held) for each in top] == [(65, 72, False), (73, 512, False), (513, 513, False)]
+    assert [(each.least, each.held) for each in layer] == [(each.least, False) for each in top] + [(4096, True), (12288, True)]
+    tuned = [tune.Tuned(Shape(128256, 2048), each.rows, (each.rows,) if each.rows < 513 else None, 1.0, 2.0, each.least) for each in top]
+    assert kind.table(tuned) == {Shape(128256, 2048): (Choice(65, 72, (72,)), Choice(73, 512, (512,)), Choice(513, 513, ()))}
 
 
-class _CpuTorch:
-    """torch, whose tensors are made on the CPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def randn(self, *shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(*shape)
-
-    def empty(self, *shape: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune, "random_inputs", torch.randn)
+    monkeypatch.setattr(tune, "Products", _Offers)
+    monkeypatch.setattr(tune, "Operands", lambda *shape: None)
 
 
 def test_only_a_card_is_tuned(capsys: pytest.CaptureFixture[str]) -> None:

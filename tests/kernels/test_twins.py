@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.kernels import reference
+from headrace.kernels.attention import reference as attention_twins
+from headrace.kernels.moe import reference as moe_twins
+from headrace.kernels.norm import reference as norm_twins
 from headrace.spec import Activation
 from tests.support.kernel_cases import PagedCase
 
@@ -15,7 +17,7 @@ from tests.support.kernel_cases import PagedCase
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_paged_attention_is_masked_attention(heads: int, kv_heads: int, window: int | None) -> None:
     case = PagedCase([(1, 19), (6, 6), (4, 21)], heads=heads, kv_heads=kv_heads, dim=8, dtype=torch.float32)
-    out, token = case.run(reference.paged_attention, window), 0
+    out, token = case.run(attention_twins.paged_attention, window), 0
     for row, (count, context) in enumerate(case.lengths):
         blocks = case.table[row, : -(-context // case.block_size)].long()
         k, v = (
@@ -34,12 +36,12 @@ def test_paged_attention_caps_scores() -> None:
     blocks = case.table[0, :2].long()
     k, v = (cache[blocks, 0].reshape(-1, 4)[:9] for cache in (case.k_cache, case.v_cache))
     weights = torch.softmax(0.3 * torch.tanh(case.q[0] @ k.T * 0.5 / 0.3), -1)
-    torch.testing.assert_close(case.run(reference.paged_attention, None, 0.3)[0], weights @ v)
+    torch.testing.assert_close(case.run(attention_twins.paged_attention, None, 0.3)[0], weights @ v)
 
 
 def test_queries_that_see_nothing_give_zeros() -> None:
     case = PagedCase([(5, 2), (2, 0), (1, 3)], heads=2, kv_heads=1, dim=4, dtype=torch.float32)
-    out = case.run(reference.paged_attention)
+    out = case.run(attention_twins.paged_attention)
     assert out.isfinite().all()
     assert not out[:3].any() and not out[5:7].any()  # positions -3 … -1; an empty context
     assert out[3:5].all() and out[7].all()
@@ -51,7 +53,7 @@ def test_rotary_is_a_complex_product_and_writes_where_slots_say() -> None:
     angles = torch.randn(10, 2)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([7, 0, 3])
     k_cache, v_cache = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 4, 6)
-    turned = reference.rotary_write(q.clone(), k.clone(), v, positions, cos_sin, k_cache, v_cache, torch.tensor([5, -1, 0]))
+    turned = attention_twins.rotary_write(q.clone(), k.clone(), v, positions, cos_sin, k_cache, v_cache, torch.tensor([5, -1, 0]))
 
     def by_complex(x: torch.Tensor) -> torch.Tensor:
         pairs = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones(3, 1, 2), angles[positions].unsqueeze(1))
@@ -66,10 +68,10 @@ def test_rotary_is_a_complex_product_and_writes_where_slots_say() -> None:
 
 def test_norms_add_the_residual_first() -> None:
     x, residual, weight, bias = (torch.randn(3, 8, dtype=torch.float64).float() for _ in range(4))
-    y, total = reference.rms_norm(x, weight[0], 1e-5, residual)
+    y, total = norm_twins.rms_norm(x, weight[0], 1e-5, residual)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(y, F.rms_norm(x + residual, (8,), weight[0], 1e-5))
-    y, total = reference.layer_norm(x, weight[0], bias[0], 1e-5, None)
+    y, total = norm_twins.layer_norm(x, weight[0], bias[0], 1e-5, None)
     assert total is x
     torch.testing.assert_close(y, F.layer_norm(x, (8,), weight[0], bias[0], 1e-5))
 
@@ -79,7 +81,7 @@ def test_gated_activation_splits_gate_from_up(kind: Activation) -> None:
     x = torch.randn(3, 10)
     act = {Activation.SILU: F.silu, Activation.GELU: F.gelu, Activation.GELU_TANH: lambda g: F.gelu(g, approximate="tanh")}[kind]
     want = act(x[:, :5]) * x[:, 5:]
-    torch.testing.assert_close(reference.gated_activation(x, kind), want)
+    torch.testing.assert_close(norm_twins.gated_activation(x, kind), want)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -93,9 +95,9 @@ def test_moe_is_the_weighted_sum_over_all_experts(renormalize: bool) -> None:
     inner = torch.einsum("th,eih->tei", x, gate_up)
     every = torch.einsum("tei,ehi->teh", F.silu(inner[..., :7]) * inner[..., 7:], down)
     torch.testing.assert_close(
-        reference.moe(x, router, gate_up, down, 2, renormalize, Activation.SILU), (every * kept.unsqueeze(-1)).sum(1), atol=1e-4, rtol=1e-4
+        moe_twins.moe(x, router, gate_up, down, 2, renormalize, Activation.SILU), (every * kept.unsqueeze(-1)).sum(1), atol=1e-4, rtol=1e-4
     )
 
 
 def test_equal_experts_are_taken_in_order() -> None:
-    assert reference.route(torch.zeros(1, 6), 3, True)[1].tolist() == [[0, 1, 2]]
+    assert moe_twins.route(torch.zeros(1, 6), 3, True)[1].tolist() == [[0, 1, 2]]

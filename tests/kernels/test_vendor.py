@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import Kernels, reference
-from headrace.kernels.candidate import Declined, Site, plainly_empty
-from headrace.kernels.vendor import cublaslt, into, measured, tuned
-from headrace.kernels.vendor.measured import Choice
+from headrace.kernels import Kernels
+from headrace.kernels.candidate import CallSite, Declined, Shape, plainly_empty
+from headrace.kernels.linear import cublaslt, reference, tuned
+from headrace.kernels.linear.measured import SHIPPED
+from headrace.kernels.linear.tuned import MEASURED, Choice
+from tests.support.kernel_cases import called
 
 GOOD, OTHER = (66, 201, 1, 0, 0, 2, 35, 0, 5), (66, 24, 1, 0, 0, 7, 35, 0, 5)
 
@@ -62,7 +64,7 @@ def test_torchs_product_lies_where_it_is_told(bias: bool) -> None:
         return made[-1]
 
     given = torch.randn(6) if bias else None
-    linear, twin = into.linear_into(weight, given, empty), reference.linear(weight, given)
+    linear, twin = reference.linear_into(weight, given, empty), reference.linear(weight, given)
     for rows in (1, 5):
         x = torch.randn(rows, 8)
         assert torch.equal(y := linear(x), twin(x)) and y is made[-1] and y.shape == (rows, 6)
@@ -137,10 +139,10 @@ def test_without_the_library_the_candidate_declines_by_choice(monkeypatch: pytes
     monkeypatch.setattr(tuned, "Products", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    site = Site("linear", torch.device("cuda"), {"dtype": torch.bfloat16, "in_features": 64, "out_features": 64}, batch_invariant=False)
+    site = CallSite("linear", torch.device("cuda"), called("linear", dtype=torch.bfloat16, in_features=64, out_features=64)[1])
     for made in (tuned.create_linear(site), tuned.create_sum(site)):
-        assert isinstance(made, Declined) and made.by_choice and "not found" in made.reason
-    unknown = Site("linear", torch.device("cuda"), {"dtype": torch.float32}, batch_invariant=False)
+        assert isinstance(made, Declined) and "not found" in made.reason
+    unknown = CallSite("linear", torch.device("cuda"), called("linear", dtype=torch.float32)[1])
     assert isinstance(tuned.create_linear(unknown), Declined)
 
 
@@ -154,43 +156,43 @@ def test_no_library_here_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_cpu_nobody_offers_sums() -> None:
-    assert Kernels(torch.device("cpu")).offer("added_linear", dtype=torch.float32, in_features=8, out_features=8) is None
+    assert Kernels(torch.device("cpu")).offer(*called("added_linear", dtype=torch.float32, in_features=8, out_features=8)) is None
 
 
 # --- tables
 
-WORDS = '{"A card": {"6 x 8": [[4, 16, "66", 1, 1, 0, 0, 1, 1, 0, 1]]}}'
+WORDS = '{"A card": {"tuned": {"6 x 8": [[4, 16, "66", 1, 1, 0, 0, 1, 1, 0, 1]]}}}'
 
 
 def test_what_is_kept_is_read_again_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "products.json"
-    first, second = {(6, 8): (Choice(4, 16, GOOD), Choice(64, 128, OTHER))}, {(7, 8): (Choice(4, 16, OTHER),)}
-    measured.keep_choices(path, "A card", first)
-    measured.keep_choices(path, "A card", second)
-    measured.keep_choices(path, "Another", second)
-    assert measured.read_choices(path, "A card") == first | second
-    assert measured.read_choices(path, "Another") == second and measured.read_choices(path, "None") == {}
+    first, second = {Shape(6, 8): (Choice(4, 16, GOOD), Choice(64, 128, OTHER))}, {Shape(7, 8): (Choice(4, 16, OTHER),)}
+    MEASURED.keep("A card", first, path)
+    MEASURED.keep("A card", second, path)
+    MEASURED.keep("Another", second, path)
+    assert MEASURED.read(path, "A card") == first | second
+    assert MEASURED.read(path, "Another") == second and MEASURED.read(path, "None") == {}
     assert not list(path.parent.glob("*.json.*"))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"A card": []}', '{"A card": {"6 by 8": []}}', '{"A card": {"6 x 8": [[1, 2, 3]]}}', WORDS],
+    ["", "[]", "{", '{"A card": []}', '{"A card": {"tuned": {"6 by 8": []}}}', '{"A card": {"tuned": {"6 x 8": [[1, 2, 3]]}}}', WORDS],
 )
 def test_a_file_that_says_nothing_counts_as_empty_and_is_named(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "products.json"
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert measured.read_choices(path, "A card") == {}
+        assert MEASURED.read(path, "A card") == {}
     assert "measure again" in caplog.text and str(path) in caplog.text
-    measured.keep_choices(path, "A card", {(6, 8): (Choice(4, 16, GOOD),)})
-    assert measured.read_choices(path, "A card") == {(6, 8): (Choice(4, 16, GOOD),)}
+    MEASURED.keep("A card", {Shape(6, 8): (Choice(4, 16, GOOD),)}, path)
+    assert MEASURED.read(path, "A card") == {Shape(6, 8): (Choice(4, 16, GOOD),)}
 
 
 def test_the_shipped_table_is_sound() -> None:
-    for device, weights in json.loads(measured.SHIPPED.read_text()).items():
-        found = measured.read_choices(measured.SHIPPED, device)
-        assert len(found) == len(weights)
+    for device, weights in json.loads(SHIPPED.read_text()).items():
+        found = MEASURED.read(SHIPPED, device)
+        assert len(found) == len(weights["tuned"])
         for choices in found.values():
             assert [each.least for each in choices] == sorted({each.least for each in choices})
             assert all(0 < each.least <= each.measured for each in choices)

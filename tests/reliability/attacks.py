@@ -21,6 +21,8 @@ import argparse
 import contextlib
 import json
 import math
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +34,7 @@ from typing import Any
 
 from tests.reliability import attacks_fair as fair
 from tests.support.planted import Command
-from tests.support.serving import SERVE, Answer, Server, post_bytes, serving
+from tests.support.serving import SERVE, Answer, Server, post_bytes, read_until_closed, serving
 from tests.support.snapshot import private_bytes
 
 SLOWER = 0.25  # seconds
@@ -40,6 +42,7 @@ MORE_BYTES = 600 << 20
 QUIET_SECONDS = 3.0
 
 Work = Callable[[Server], str]
+COMPLETIONS = "/v1/completions"
 
 # argv: port, headers as JSON, what else it asks for as JSON. Ends when its stdin does; prints the seconds of each kind of answer.
 # A process of its own: it measures the server, not threads beside it.
@@ -166,6 +169,36 @@ def unread(path: str, body: Any, clients: int, seconds: float, every: float = 0.
     return attack
 
 
+# --- HTTP that no honest client speaks
+
+_HOST = b"Host: localhost\r\n"
+_ASKED = {"prompt": "hi", "max_tokens": 3}
+ODD = (  # bytes, and the statuses of all that is answered
+    (post_bytes(COMPLETIONS, {**_ASKED, "user": "GET /health HTTP/1.1"}, "Connection: Upgrade", "Upgrade: h2c"), [200]),
+    (b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"Upgrade: h2c\r\nContent-Length: 26\r\n\r\nGET /health HTTP/1.1\r\n\r\n..", [415]),
+    (b"GET /health HTTP/1.1\r\n" + _HOST + _HOST + b"\r\n", [400]),
+    (post_bytes(COMPLETIONS, _ASKED) * 3, [200] * 3),
+    (b"POST /nowhere HTTP/1.1\r\n" + _HOST + b"Connection: close\r\nContent-Length: 5000000\r\n\r\n" + b"a" * 5_000_000, [404]),
+)
+
+
+def odd(seconds: float) -> Work:
+    """Each in turn, by a client that closes its sending side and reads only then."""
+
+    def attack(server: Server) -> str:
+        until, times = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            for sent, statuses in ODD:
+                with server.raw(sent) as sock:
+                    sock.shutdown(socket.SHUT_WR)
+                    told = [int(each) for each in re.findall(rb"HTTP/1\.1 ([2-5]\d\d) ", read_until_closed(sock))]
+                assert told == statuses, (sent[:120], told)
+            times += 1
+        return f"{times} × {len(ODD)} answered as they should be in {seconds:g} s"
+
+    return attack
+
+
 def _scored(prompt: int = 4000, n: int = 128) -> dict[str, Any]:
     return {"prompt": list(range(prompt)), "prompt_logprobs": 20, "n": n, "max_tokens": 1}
 
@@ -187,7 +220,6 @@ class Attack:
     asks: Mapping[str, tuple[str, str]] | None = None  # as ``watched`` has it
 
 
-COMPLETIONS = "/v1/completions"
 MASKED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "160")
 HASHED = ("--executor", "keyed-hash", "--device-time", "0.002", "--max-num-seqs", "64", "--max-queue", "64", "--scheduling-policy", "fair")
 QUICK = ("--executor", "keyed-hash", "--max-model-len", "4096")  # where the bundled model would be what others wait for
@@ -207,6 +239,7 @@ ATTACKS = (
     Attack("mask-rows", fair.crowd(COMPLETIONS, fair.many_rows(128), 1, 15.0), MASKED),
     Attack("grammar-bombs", fair.crowd(COMPLETIONS, fair.bomb, 16, 15.0), MASKED, asks=fair.NEW_SCHEMA),
     Attack("grammar-heavy", fair.crowd(COMPLETIONS, fair.heavy, 16, 15.0), MASKED, asks=fair.NEW_SCHEMA),
+    Attack("odd-http", odd(10.0), QUICK),
     Attack("queue-hog", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG), (*HASHED, *fair.TWO_KEYS), fair.POLITE, fair.TALK),
     Attack(
         "queue-hog-two", fair.crowd(fair.CHAT, fair.long_answer, 200, 10.0, fair.HOG),

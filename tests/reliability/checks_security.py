@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import ModelConfig, ServerConfig
-from headrace.engine import connection
-from headrace.engine import process as frames
+from headrace.engine import frames
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, Unauthorized
 from headrace.models import gguf_file
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
+from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.server.api import ROUTES
 from headrace.server.auth import Guard
 from tests.support.planted import Command
 from tests.support.serving import ROOT, SERVE, Server, serving
-from tests.support.snapshot import metric
+from tests.support.snapshot import listening, metric, names_of_sockets
 from tests.support.traffic import ask, together
 
 SOURCES = ROOT / "src" / "headrace"
@@ -124,69 +124,27 @@ def audited(work: Callable[[Server], Any], *flags: str, optimised: bool = False,
 # --- row 51
 
 
-def strangers(count: int, seed: int = 51) -> str:
-    """Bytes of every kind on the engine's socket from somebody who does not know the secret: cut off; who knows it still gets in."""
-    return asyncio.run(_strangers(count, random.Random(seed)))
-
-
-async def _strangers(count: int, rng: random.Random) -> str:
-    folder = connection._private_folder()
-    owner = connection.EngineConnection(b"s" * 32, folder)
-    address = str(folder.path / "engine")
-    owner._server = await asyncio.get_running_loop().create_unix_server(lambda: connection._Peer(owner), address)
-    try:
-        for _ in range(count):
-            assert await _cut_off(address, _frame(rng)), "a stranger was not cut off"
-            assert owner._peer is None and owner.last_beat.phase == "load"
-        _, writer = await asyncio.open_unix_connection(address)
-        writer.write(frames.pack(frames.Hello(b"s" * 32)))
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if owner._peer is not None:
-                break
-        assert owner._peer is not None, "the engine itself does not get in any more"
-        writer.close()
-    finally:
-        owner._stop_listening()
-    return f"{count} strangers cut off, the engine still got in"
-
-
-async def _cut_off(address: str, data: bytes) -> bool:
-    reader, writer = await asyncio.open_unix_connection(address)
-    writer.write(data)
-    with contextlib.suppress(OSError):
-        writer.write_eof()
-        await asyncio.wait_for(reader.read(), 5)
-    writer.close()
-    return True
-
-
-def _frame(rng: random.Random) -> bytes:
-    """A frame of the schema without the secret, such a frame damaged, a length alone, or noise."""
-    idle, failed = frames.Beat(1, "idle", 0.0, 0.0), frames.StartFailed("ConfigError", "x")
-    known = [frames.Hello(rng.randbytes(32)), frames.Hello(b""), idle, frames.Died("x"), failed]
-    data = bytearray(frames.pack(rng.choice(known)))
-    kind = rng.randrange(4)
-    if kind == 0:
-        return bytes(data)
-    if kind == 1:
-        data[rng.randrange(len(data))] = rng.randrange(256)
-        return bytes(data)
-    return frames.HEADER.pack(rng.choice((0, 5, 4096, 4097, 2**31, 2**32 - 1))) if kind == 2 else rng.randbytes(rng.randint(1, 300))
+def strangers(*, command: Command = SERVE) -> str:
+    """Between the parent, its front ends and the engine there is no address to come to: no socket has a name, and only the API's listens."""
+    with serving("--executor", "keyed-hash", "--api-server-count", "2", command=command) as server:
+        pids = [server.process.pid, *server.children()]
+        assert len(pids) >= 4 and not names_of_sockets(pids), names_of_sockets(pids)
+        assert listening(pids) == [f"tcp 0100007F:{server.port:04X}"], listening(pids)
+    return f"{len(pids)} processes: no socket with a name, one that listens"
 
 
 def damaged_frames(count: int, seed: int = 51) -> str:
     """Frames of both directions with bytes changed: decoded, or refused as outside the schema; nothing else is ever raised."""
     rng, refused = random.Random(seed), 0
-    whole = [frames.pack(each) for each in (frames.Abort(7), frames.Finish(1, 0, 3), frames.AskStats(1), frames.Beat(3, "device", 1.0, 30.0))]
+    whole = [pack(each) for each in (frames.Abort(7), frames.Finish(1, 0, 3), frames.AskStats(1), frames.Beat(3, "device", 1.0, 30.0))]
     for _ in range(count):
         data = bytearray(b"".join(rng.choices(whole, k=3)))
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         for kinds in (frames.Command, frames.Event):
             try:
-                list(frames.Unpacker(kinds, 4096).feed(bytes(data)))
-            except frames.BadFrame:
+                list(Unpacker(kinds, 4096).feed(bytes(data)))
+            except BadFrame:
                 refused += 1
     assert refused > count // 2
     return f"{count} damaged messages, {refused} times refused, 0 other errors"
@@ -194,36 +152,45 @@ def damaged_frames(count: int, seed: int = 51) -> str:
 
 # --- row 52
 
+RIGHT = b"k" * 32
 SUSPICIOUS = 4.5  # by chance once in 150,000 times
+REPETITIONS = 3  # of what looks like a leak: a busy or unlucky stretch of this machine does not look the same each time, a leak does
+
+Headers = list[tuple[bytes, bytes]]
 
 
 def key_timing(samples: int, seed: int = 52) -> str:
     """How much oftener than by chance a key that shares its beginning with the right one takes longer to refuse than one that does not.
 
     The two follow each other in an order that a coin decides, and only which of them took longer counts: whatever else the machine does,
-    it does to both alike, and without a leak the count is that of a fair coin. What looks like a leak has to look like it again.
+    it does to both alike, and without a leak the count is that of a fair coin. What looks like a leak has to look like it each time
+    again, with other keys at other places in memory, and to the same side.
     """
-    guard, rng = Guard(ServerConfig(api_key=("k" * 32,))), random.Random(seed)
-    z = _oftener(guard, rng, samples)
-    if abs(z) >= SUSPICIOUS:
-        again = _oftener(guard, rng, samples)
-        assert abs(again) < SUSPICIOUS or again * z < 0, f"z = {z:.1f}, then {again:.1f}"
-    return f"z = {z:.2f} over {samples} pairs"
+    rng, found = random.Random(seed), list[float]()
+    while len(found) < 1 + REPETITIONS:
+        found.append(_oftener(Guard(ServerConfig(api_key=(RIGHT.decode(),))), rng, samples))
+        if abs(found[-1]) < SUSPICIOUS or found[-1] * found[0] < 0:
+            return f"z = {found[-1]:.2f} over {samples} pairs"
+    raise AssertionError(f"z = {', then '.join(f'{z:.1f}' for z in found)}")
 
 
 def _oftener(guard: Guard, rng: random.Random, pairs: int) -> float:
     """In standard deviations of a fair coin's."""
     longer, differ = 0, 0
-    for _ in range(pairs):
-        took = {which: _refusal(guard, which) for which in rng.sample((b"k" * 31 + b"x", b"x" * 32), 2)}
-        alike, other = took[b"k" * 31 + b"x"], took[b"x" * 32]
-        longer, differ = longer + (alike > other), differ + (alike != other)
+    for tries in [_tries(rng) for _ in range(pairs)]:  # all made before the first is timed: where they lie is as random as what they hold
+        took = {alike: _refusal(guard, headers) for alike, headers in tries}
+        longer, differ = longer + (took[True] > took[False]), differ + (took[True] != took[False])
     return (2 * longer - differ) / math.sqrt(max(1, differ))
 
 
-def _refusal(guard: Guard, key: bytes) -> int:
-    """Nanoseconds. Bytes of its own each time: where they lie in memory is part of the noise."""
-    headers = [(b"authorization", b"Bearer " + key)]
+def _tries(rng: random.Random) -> list[tuple[bool, Headers]]:
+    """Whether a key shares its beginning with the right one, and a request's headers with that key; in random order."""
+    tries = [(alike, (RIGHT[:31] if alike else bytes(rng.choices(b"abcdefgh", k=31))) + b"x") for alike in rng.sample((True, False), 2)]
+    return [(alike, [(b"authorization", b"Bearer " + key)]) for alike, key in rng.sample(tries, 2)]
+
+
+def _refusal(guard: Guard, headers: Headers) -> int:
+    """Nanoseconds."""
     begun = time.perf_counter_ns()
     with contextlib.suppress(Unauthorized):
         guard.check_key(headers)
@@ -272,15 +239,16 @@ def cardinality(count: int, *, command: Command = SERVE) -> str:
     """Unique methods, paths, models, users and ids: the number of series stays, and the log does not grow with them."""
     with serving("--executor", "keyed-hash", command=command) as server:
         server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})  # the first step brings the series of steps
-        before, lines = _series(server), len(server.lines)
+        before, lines, begun = _series(server), len(server.lines), time.perf_counter()
         for start in range(0, count, 50):
             together(_unique(server, number) for number in range(start, min(start + 50, count)))
-        after, said = _series(server), len(server.lines) - lines
+        after, said, seconds = _series(server), server.lines[lines:], time.perf_counter() - begun
         assert after == before, f"{after} series, {before} before"
         refusals = metric(server.ask("GET", "/metrics").body.decode(), "headrace_http_responses_total", 'route="-",status="4xx"')
         assert refusals >= count // 4
-    assert said < count // 2 + 60 + 25 * count / 200, f"{said} lines for {count} requests"
-    return f"{count} unique requests: {after} series before and after, {said} lines of log"
+    refused = sum("status=200" not in line for line in said)  # what was answered had its place in the queue, and has its line
+    assert refused <= 21 * (seconds + 2), f"{refused} lines for {count} requests in {seconds:.1f} s"  # twenty a second, and how many more there were
+    return f"{count} unique requests: {after} series before and after, {len(said)} lines of log"
 
 
 def _series(server: Server) -> int:

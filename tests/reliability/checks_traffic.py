@@ -7,6 +7,7 @@ What may not: pytest, starting servers with defects.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -92,9 +93,9 @@ def unservable(normal: int, *, command: Command = SERVE) -> str:
     small = ("--executor", "keyed-hash", "--num-blocks", "32", "--block-size", "16", "--max-num-seqs", "8")
     with serving(*small, command=command) as server:
         times = []
-        for length in (512, 600, 1500):
-            answer, seconds = _timed(server, {"prompt": [9] * length, "max_tokens": 4})
-            assert answer.status == 400 and answer.error["code"] == "context_length_exceeded" and answer.error["param"], answer
+        for length, asked in itertools.product((512, 600, 1500), ({"max_tokens": 4}, {})):  # {}: as many as the context leaves, which is no room
+            answer, seconds = _timed(server, {"prompt": [9] * length, **asked})
+            assert answer.status == 400 and answer.error["code"] == "context_length_exceeded" and answer.error["param"] == "prompt", answer
             assert "maximum context length is" in answer.error["message"]
             times.append(seconds)
         replies = together(ask(server.port, "/v1/completions", {"prompt": [9] * 100, "max_tokens": 8, "ignore_eos": True}) for _ in range(normal))

@@ -65,6 +65,7 @@ FILES: Mapping[str, str] = {
     "loader": "tests/engine/test_loader.py",
     "modes": "tests/engine/test_modes.py",
     "process": "tests/engine/test_process.py",
+    "registry": "tests/kernels/test_registry.py",
     "sampling": "tests/engine/test_runner_sampling.py",
     "cache": "tests/unit/test_cache_machine.py",
     "output": "tests/unit/test_output.py",
@@ -138,7 +139,8 @@ ROWS = (
         tests(
             "asked different_schemas_fill_no_more_than_their_cache a_verdict_that_keeps_too_much_is_noticed; "
             "grammar bombs_are_followed_or_refused_in_bounded_time too_much_time_is_said_and_the_next_one_is_served "
-            "verdicts_are_remembered_and_bounded compiled_grammars_are_kept_by_size"
+            "verdicts_are_remembered_and_bounded compiled_grammars_are_kept_by_size; "
+            "figures the_products_own_constants_keep_the_promises"
         ),
     ),
     Row(
@@ -179,7 +181,10 @@ ROWS = (
         15,
         "batch invariance",
         HELD,
-        tests("invariance answers_among_many_have_the_bits_of_those_alone a_product_that_knew_the_batch_would_be_noticed"),
+        tests(
+            "invariance answers_among_many_have_the_bits_of_those_alone a_product_that_knew_the_batch_would_be_noticed; "
+            "registry a_batch_invariant_engine_gets_no_kernel_that_knows_the_batch"
+        ),
     ),
     Row(16, "tokens of transformers", HELD, tests("equality whole_prompts chunks_and_decode_steps_mixed")),
     Row(
@@ -336,7 +341,7 @@ ROWS = (
     Row(44, "starts that fail", HELD, tests("start starts_that_cannot_succeed; lifecycle a_port_in_use_is_one_line_and_a_failure")),
     Row(45, "disk tier", WAITING, (), "there is no disk tier"),
     Row(46, "state files", WAITING, (), "nothing is kept between starts but compiled kernels"),
-    Row(47, "descriptors run out", HELD, tests("abuse a_server_with_few_descriptors_goes_on")),
+    Row(47, "descriptors run out", HELD, tests("abuse a_server_with_few_descriptors_goes_on idle_connections_beyond_the_descriptors_hold_up_nobody")),
     Row(
         48,
         "memory runs out",
@@ -347,7 +352,7 @@ ROWS = (
         49,
         "sockets that listen",
         HELD,
-        tests("life one_socket_listens another_socket_is_noticed; process the_socket_is_private_and_gone_once_the_engine_is_there"),
+        tests("life one_socket_listens another_socket_is_noticed; process the_engines_sockets_have_no_name"),
     ),
     Row(
         50,
@@ -358,7 +363,12 @@ ROWS = (
             "hostile_bodies_start_nothing_and_reach_nobody_under_python_o unpickling_is_heard"
         ),
     ),
-    Row(51, "strangers on the internal plane", HELD, tests("security strangers_stay_outside damaged_frames_are_refused_in_one_way")),
+    Row(
+        51,
+        "strangers on the internal plane",
+        HELD,
+        tests("security strangers_stay_outside a_door_to_the_inside_is_noticed damaged_frames_are_refused_in_one_way"),
+    ),
     Row(
         52,
         "keys",

@@ -128,7 +128,7 @@ HEAVY = (
     Heavy(48, "memory ceiling", lambda seconds: checks_life.memory_ceiling()),
     Heavy(49, "listening sockets", lambda seconds: checks_life.sockets()),
     Heavy(50, "audit hook, under -O", lambda seconds: checks_security.audited(lambda s: checks_boundary.lattice(2000, s), optimised=True)),
-    Heavy(51, "strangers and damaged frames", lambda seconds: f"{checks_security.strangers(5000)}; {checks_security.damaged_frames(100_000)}"),
+    Heavy(51, "strangers and damaged frames", lambda seconds: f"{checks_security.strangers()}; {checks_security.damaged_frames(100_000)}"),
     Heavy(52, "timing of keys", lambda seconds: checks_security.key_timing(10_000)),
     Heavy(54, "unique names", lambda seconds: checks_security.cardinality(100_000 if seconds > 600 else 10_000)),
     Heavy(55, "damaged model files", again(lambda seed: checks_security.model_files(5000, seed), 20)),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.server.threads import INLINE_BYTES, Threads
+from headrace.server.bodies import INLINE_BYTES, Threads
 from tests.reliability import checks_boundary
 from tests.support.planted import planted
 from tests.support.serving import SERVE, Server, serving
@@ -87,7 +87,7 @@ def test_large_work_is_done_beside_the_event_loop() -> None:
 def test_large_bodies_that_hold_up_everybody_are_noticed() -> None:
     defect = """
         import time
-        from headrace.server.threads import Threads
+        from headrace.server.bodies import Threads
         async def inline(self, size, work, tenant=""):
             time.sleep(0.6 * (size > 10**6))
             return work()

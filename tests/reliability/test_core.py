@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.detokenizer import ByteDecoder
-from headrace.engine.stops import StopMatcher
+from headrace.engine.detokenizer import ByteDecoder, StopMatcher
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
 from tests.reliability import checks_core

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,11 @@ from tests.support.rooms import below, modules
 TORCH_FREE = (
     "request", "sampling_params", "sequence", "spec", "clock", "config", "errors", "metrics", "trace", "techniques", "flags", "cli",
     "cost", "scheduler", "cache", "server", "planner",
+    "lora.peft", "lora.registry", "lora.residency",
     "engine.core", "engine.executor", "engine.tokenizer", "engine.output", "engine.client", "models.families", "models.source",
 )  # fmt: skip
 WEB_FREE = tuple(name for name in TORCH_FREE if name != "server")
-BARE = ("engine.llm", "worker", "models", "layers", "quant", "kernels.cpu", "bench.table")  # what a bare GPU machine runs
+BARE = ("engine.llm", "worker", "models", "layers", "quant", "kernels.operations", "lab.table")  # what a bare GPU machine runs
 
 BLOCKED_IMPORTS = """
 import importlib, sys
@@ -67,8 +69,9 @@ def fresh_imports() -> dict[str, subprocess.CompletedProcess[str]]:
     def run(case: str) -> subprocess.CompletedProcess[str]:
         rooms, blocked = BLOCKED[case]
         names = [f"headrace.{name}" for name, _ in modules() if any(below(name, room) for room in rooms)]
+        names += [room for room in rooms if below(room, "lab")]
         script = f"BLOCKED = {blocked!r}\nNAMES = {names!r}\n{BLOCKED_IMPORTS}"
-        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(BLOCKED, pool.map(run, BLOCKED), strict=True))

@@ -15,11 +15,13 @@ def test_what_is_asked_for_is_refused_by_name_or_followed() -> None:
 def test_an_answer_that_does_not_keep_to_it_is_noticed() -> None:
     defect = """
         from dataclasses import replace
-        from headrace.engine import process
-        add = process.Add
-        def forget(number, prompt, params, *others):
-            return add(number, prompt, replace(params, structured_outputs=None), *others)
-        process.Add = forget
+        from headrace.engine import client
+        from headrace.request import Request
+        pack = client.pack
+        def forget(frame):
+            asked = isinstance(frame, Request)
+            return pack(replace(frame, params=replace(frame.params, structured_outputs=None)) if asked else frame)
+        client.pack = forget
     """
     with pytest.raises(AssertionError):
         checks_grammar.totality(32, command=planted(defect))

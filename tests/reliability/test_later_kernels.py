@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import headrace.kernels as registry
-from headrace import head_start
-from headrace.builders import Builders
-from headrace.head_start import HeadStart
 from headrace.kernels import Kernels
-from headrace.kernels.ahead import CompileAhead
+from headrace.kernels.build.ahead import CompileAhead
+from headrace.kernels.build.later import Ended, Later, Missing
 from headrace.kernels.candidate import Candidate, Sizes
-from headrace.kernels.later import Ended, Later, Missing
-from headrace.worker.later import LaterKernels
+from headrace.processes.builders import Builders
+from headrace.worker import head_start
+from headrace.worker.head_start import HeadStart
 from tests.support.builders import compile_by_a_stand_in
+from tests.support.kernel_cases import called, carried_out
 
 SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
 
@@ -49,9 +49,9 @@ def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
         said.append("built")
 
     candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: [("shared", Later(find, find, build))])
-    registry.CANDIDATES = {**registry.CANDIDATES, "rms_norm": (candidate,)}  # type: ignore[misc]
+    registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
     kernels = Kernels(torch.device("cpu"))
-    kernels.choose("rms_norm", dtype=torch.float32)
+    kernels.choose(*called("rms_norm", dtype=torch.float32))
     ahead = CompileAhead(lambda: None, strict=True, threads=3, later=True)
     ahead.start(kernels, SIZES, lambda: None)
     ahead.finish()
@@ -62,13 +62,13 @@ def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
 @pytest.mark.parametrize("order", ["hang", "build"])
 def test_nothing_is_left_when_the_engine_is_closed(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by_a_stand_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(registry, "CANDIDATES", registry.CANDIDATES)
+    monkeypatch.setattr(registry, "OPERATIONS", registry.OPERATIONS)
     monkeypatch.setattr(head_start.HeadStart, "_thread", lambda *_: None)
     made = Builders(2)
     monkeypatch.setattr(head_start, "begin_builders", lambda mark: made)
     with HeadStart(tmp_path / "mark") as begun:
         ahead, said = started(made, order)
-        later = LaterKernels(ahead.hand_over(begun.hand_over()))
+        later = ahead.hand_over(begun.hand_over())
         ahead.close()
     group = made._process.pid
     assert not made.closed and members_of(group), "the start is over, and they go on"

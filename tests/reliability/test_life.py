@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.reliability import checks_life
 from tests.support.planted import planted
+from tests.support.serving import SERVE, serving
+from tests.support.snapshot import private_bytes
 
 # A frozen engine is seen after so long. (That it is with the product's five seconds: tests/server/test_operation.py.)
 SOON = "from headrace.engine import connection; connection.HANG_SECONDS = 1.5"
@@ -62,7 +66,7 @@ def test_killed_at_any_moment_it_starts_again() -> None:
 
 
 def test_a_memory_ceiling_refuses_requests_and_nothing_else() -> None:
-    checks_life.memory_ceiling()
+    assert "503" in checks_life.memory_ceiling(24 << 20)  # 128 MiB, as promised, are more than twelve bodies can take
 
 
 def test_an_error_of_memory_that_is_a_defect_of_ours_is_noticed() -> None:
@@ -84,3 +88,17 @@ def test_another_socket_is_noticed(defect: str) -> None:
 def test_a_silent_step_is_filled_with_comments(silent_step: Future[str]) -> None:
     """With the product's own seconds; the last of this file, for its step began with the first."""
     silent_step.result()
+
+
+def test_an_engine_holds_what_it_says_at_its_start() -> None:
+    """The pages of the cache are touched when blocks are first used: what is said of a full one must hold then."""
+    with serving("--kv-cache-memory", "64MiB", command=SERVE) as server:
+        told = next(found for line in server.lines if (found := re.search(r"memory +([\d.]+) GiB, at most ([\d.]+) GiB", line)))
+        at_start, at_most = (float(each) * 2**30 for each in told.groups())
+        engine = next(pid for pid in server.children() if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        held = private_bytes(engine)
+        assert abs(held - at_start) < 32 << 20 and at_most - at_start >= 64 << 20
+        prompts = [[(7 * place + number) % 500 for place in range(400)] for number in range(42)]  # 4 KiB a token
+        for part in range(0, 42, 14):
+            assert server.ask("POST", "/v1/completions", {"prompt": prompts[part : part + 14], "max_tokens": 1}, timeout=60).status == 200
+        assert held + (56 << 20) < private_bytes(engine) < at_most + (16 << 20)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from tests.reliability import mutants
-from tests.reliability.mutant_list import MUTANTS
+from tests.reliability.mutant_list import MUTANTS, Mutant, Unplantable
 from tests.reliability.register import ROWS, Status
 from tests.support.serving import ROOT
 
 
 def test_every_mutant_can_be_planted() -> None:
-    """Its text stands once in the product: who changes that text changes the mutant."""
-    sources = {file: (ROOT / mutants.PRODUCT / file).read_text(encoding="utf-8") for file in {each.file for each in MUTANTS}}
-    assert not [each for each in MUTANTS if each.occurrences(sources[each.file]) != 1 or each.old == each.new]
+    """Its text stands once in the product, wherever: who changes that text changes the mutant."""
+    wrong = mutants.unplantable()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_mutant_follows_its_text_into_another_file_and_depth_and_is_missed_where_it_is_gone() -> None:
+    mutant = Mutant(1, "x", "a.py", "    if x:\n        y()\n", "    pass\n", (), "-")
+    assert mutant.plant({"a.py": "def f():\n    if x:\n        y()\n    z()\n"}) == ("a.py", "def f():\n    pass\n    z()\n")
+    assert mutant.plant({"a.py": "x = 1\n", "b.py": "if x:\n    y()\n"}) == ("b.py", "pass\n")
+    for sources in ({"a.py": "if x:\n    z()\n"}, {"a.py": "if x:\n    y()\n" * 2}, {"b.py": "if x:\n    y()\n", "c.py": "if x:\n    y()\n"}):
+        with pytest.raises(Unplantable, match="row 1"):
+            mutant.plant(sources)
 
 
 def test_every_row_has_two_and_each_names_tests_of_its_row() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine import process as frames
 from headrace.errors import Unauthorized
 from headrace.models import gguf_file
+from headrace.processes.messages import Unpacker
 from headrace.server.auth import Guard
 from tests.reliability import checks_boundary, checks_security
 from tests.support.planted import planted
@@ -58,16 +58,28 @@ def test_unpickling_is_heard() -> None:
         checks_security.audited(lambda server: server.ask("GET", "/version"), command=planted(defect))
 
 
-def test_strangers_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks_security.strangers(200)
-    monkeypatch.setattr("headrace.engine.connection.hmac.compare_digest", lambda *given: True)
-    with pytest.raises(AssertionError):
-        checks_security.strangers(50)
+def test_strangers_stay_outside() -> None:
+    checks_security.strangers()
+
+
+def test_a_door_to_the_inside_is_noticed() -> None:
+    defect = """
+        import socket
+        from headrace.engine import connection
+        pair = socket.socketpair
+        def named():
+            pairs = pair()
+            pairs[0].bind("\\0planted" + str(pairs[0].fileno()))
+            return pairs
+        connection.socket.socketpair = named
+    """
+    with pytest.raises(AssertionError, match="planted"):
+        checks_security.strangers(command=planted(defect))
 
 
 def test_damaged_frames_are_refused_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     checks_security.damaged_frames(1500)
-    monkeypatch.setattr(frames.Unpacker, "_decoded", lambda self, body: self._decoder.decode(body))
+    monkeypatch.setattr(Unpacker, "_decoded", lambda self, body: self._decoder.decode(body))
     with pytest.raises(Exception, match=r"codec|msgpack|MessagePack|Invalid|Expected|truncated"):
         checks_security.damaged_frames(200)
 

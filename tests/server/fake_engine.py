@@ -19,11 +19,11 @@ from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta, refusal_of
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import EngineDead
-from headrace.metrics import StepRecorder
 from headrace.models.source import find_model
-from headrace.request import Finished, FinishReason, TokenLogprobs
+from headrace.observe.metrics import StepRecorder
+from headrace.request import Finished, FinishReason, Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server import accept, connection, crowd, lifecycle, stream
+from headrace.server import accept, connection, exchange, lifecycle
 from headrace.server.run import run_server
 
 SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
@@ -74,7 +74,7 @@ class FakeEngine:
             model="demo", served_names=("demo", "org/alias"), max_model_len=max_model_len, max_sequence_tokens=max_model_len,
             vocab_size=self.tokenizer.vocab_size, max_num_seqs=64, eos_token_ids=(), device="none", dtype="none",
         )  # fmt: skip
-        self.inputs = InputProcessor(self.info, self.tokenizer, None)
+        self.inputs = InputProcessor(self.info, self.tokenizer, 0)
         self.generation_defaults: Mapping[str, Any] = {}
         self.alive, self.dead = True, False
         self.live = 0
@@ -83,8 +83,8 @@ class FakeEngine:
     def ailment(self) -> str | None:
         return None if self.alive else "it was told to"
 
-    def stream(self, prompt: ParsedPrompt, params: SamplingParams, **options: Any) -> FakeStream:
-        return FakeStream(self._stream(prompt, params))
+    def submit(self, request: Request, *, whole: bool = False) -> FakeStream:
+        return FakeStream(self._stream(ParsedPrompt(None, request.prompt_token_ids), request.params))
 
     async def _stream(self, prompt: ParsedPrompt, params: SamplingParams) -> AsyncGenerator[Sequence[RequestDelta], None]:
         self.live += 1
@@ -202,8 +202,8 @@ def main() -> int:
     parser.add_argument("--max-connections", type=int, default=1024)
     parser.add_argument("--unread-seconds", type=float, default=3.0)
     args = parser.parse_args()
-    stream.PING_SECONDS, stream.PULSE_SECONDS, stream.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
-    connection.HEADER_SECONDS, connection.UNREAD_SECONDS, crowd.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
+    exchange.PING_SECONDS, exchange.PULSE_SECONDS, exchange.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
+    connection.HEADER_SECONDS, connection.UNREAD_SECONDS, connection.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
     lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, accept.FULL_SECONDS = 0.5, 0.8, 0.2
 
     async def create() -> FakeEngine:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace.server.access_log import AccessLog
+from headrace.server.app import AccessLog
 from headrace.server.exchange import Exchange
 from tests.support.serving import FAKE, Server, events_of, post_bytes, read_until, read_until_closed, serving, wait_for
 
@@ -184,16 +184,35 @@ def test_a_thousand_prompts_leave_the_event_loop_to_others(server: Server) -> No
     assert_leaves_the_loop(server, [json.dumps(body).encode()], 200, 0.2)
 
 
+HALF_SENT = b"Content-Length: 100000\r\n\r\n" + b" " * 99_999
+SMALL = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * 1000}).encode()
+LARGE = SMALL + b" " * 70_000
+
+
 def test_bodies_are_bounded_in_all_together() -> None:
+    """Large ones, for whose room many small ones may wait that never come; small ones find room."""
     with serving("--max-body-bytes", "100000") as server:
-        held = [server.raw(POST + b"Content-Length: 100000\r\n\r\n" + b" " * 99_999) for _ in range(8)]
-        time.sleep(0.3)
-        asked = {"prompt": "x", "max_tokens": 1, "user": "x" * 1000}
-        answer = server.ask("POST", "/v1/completions", asked)
-        assert answer.status == 429 and answer.headers["retry-after"] == "1"
+        held = [server.raw(POST + HALF_SENT) for _ in range(8)]
+        wait_for(lambda: server.ask("POST", "/v1/completions", LARGE).status == 429, 2)
+        assert server.ask("POST", "/v1/completions", LARGE).headers["retry-after"] == "1"
+        assert server.ask("POST", "/v1/completions", SMALL).status == 200
         for sock in held:
             sock.close()
-        wait_for(lambda: server.ask("POST", "/v1/completions", asked).status == 200, 2)
+        wait_for(lambda: server.ask("POST", "/v1/completions", LARGE).status == 200, 2)
+
+
+def test_a_key_that_fills_the_room_for_bodies_leaves_others_theirs() -> None:
+    with serving("--max-body-bytes", "100000", "--api-key", "hog", "--api-key", "polite") as server:
+        hog, polite = ({"Authorization": f"Bearer {key}"} for key in ("hog", "polite"))
+        held = [server.raw(POST + b"Authorization: Bearer hog\r\n" + HALF_SENT) for _ in range(8)]
+        wait_for(lambda: server.ask("POST", "/v1/completions", LARGE, hog).status == 429, 2)
+        for body in (SMALL, LARGE, SMALL + b" " * (99_999 - len(SMALL))):
+            assert server.ask("POST", "/v1/completions", body, polite).status == 200
+        told = server.ask("POST", "/v1/completions", LARGE, hog).error["message"]
+        assert "of your key" in told and "800000 bytes" in told, told
+        for sock in held:
+            sock.close()
+        wait_for(lambda: server.ask("POST", "/v1/completions", LARGE, hog).status == 200, 2)
 
 
 def test_idle_and_slow_connections_make_room_for_new_ones_and_running_streams_stay() -> None:
@@ -241,6 +260,7 @@ def test_a_server_with_few_descriptors_goes_on() -> None:
             for _ in range(300):
                 with contextlib.suppress(OSError):
                     socks.append(server.raw())
+            wait_for(lambda: any("can be accepted" in line for line in server.lines), what="it finds no descriptor")
         finally:
             for sock in socks:
                 sock.close()
@@ -269,7 +289,7 @@ def test_idle_connections_beyond_the_descriptors_hold_up_nobody() -> None:
 def test_floods_of_refusals_become_a_count_and_probes_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     async def record() -> None:
         now = [0.0]
-        log, exchange = AccessLog(lambda: now[0]), Exchange({"method": "GET", "path": "/x", "headers": []}, None, None)  # type: ignore[arg-type]
+        log, exchange = AccessLog(lambda: now[0]), Exchange(None, "GET", "/x", b"", [])  # type: ignore[arg-type]
         for second in (0.0, 0.5, 2.0):
             now[0] = second
             for _ in range(100):

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import slowness_now
 from tests.support.serving import ROOT, SERVE, environment
 
 DEMO = ROOT / "src" / "headrace" / "data" / "demo"
 SECONDS = 30.0  # after which a start is given up
-PROMISED = 10.0  # seconds
+PROMISED = 10.0  # seconds, of a machine as fast as budgets suppose
 AT_ONCE = 3
 
 
@@ -109,10 +110,11 @@ def test_starts_that_cannot_succeed(tmp_path: Path) -> None:
     cases = {name: (("--model", variant(tmp_path, name, file, change)), word) for name, (file, change, word) in BROKEN.items()} | FLAGS
     with ThreadPoolExecutor(AT_ONCE) as threads:
         results = {name: threads.submit(failed_start, arguments, str(tmp_path)) for name, (arguments, _) in cases.items()}
+        promised = PROMISED * slowness_now()
     for name, (_, word) in cases.items():
         status, lines, seconds = results[name].result()
         greeted = [lines.pop(0) for line in lines[:1] if line.startswith("Headrace ")]
         assert not greeted or name not in BEFORE_IT_LISTENS
         assert status in (1, 2) and len(lines) == 1 and lines[0].startswith("headrace: ") and word in lines[0], (name, status, lines)
-        assert seconds < PROMISED, f"{name} failed after {seconds:.1f} s"
+        assert seconds < promised, f"{name} failed after {seconds:.1f} s"
     assert not left_behind(str(tmp_path))

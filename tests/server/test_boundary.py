@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import Server, post_bytes, read_until, read_until_closed, serving
+from tests.support.serving import Server, events_of, post_bytes, read_until, read_until_closed, serving, split_response
 
 HOST = b"Host: localhost\r\n"
 UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
@@ -34,6 +34,16 @@ def ends(sock: socket.socket) -> bytes:
     """What comes when nothing more is sent."""
     sock.shutdown(socket.SHUT_WR)
     return read_until_closed(sock)
+
+
+def test_whoever_is_looked_for_while_two_answers_are_due_gets_both_whole(server: Server) -> None:
+    """The first is a stream, into which nothing of the second's may be written."""
+    first = post_bytes("/v1/completions", {"prompt": "x", "max_tokens": 40, "stream": True, "ignore_eos": True})
+    with server.raw(first + post_bytes("/v1/completions", {"prompt": "y", "max_tokens": 1})) as sock:
+        got = ends(sock)
+    stream, end, rest = got[got.index(b"HTTP/1.1 200") :].partition(b"\r\n0\r\n\r\n")
+    _, body, complete = split_response(stream + end)
+    assert complete and events_of(body)[-1] == "[DONE]" and rest.count(b'"choices"') == 1 and answers(got) == [200, 200]
 
 
 @pytest.mark.parametrize("whole", [True, False])

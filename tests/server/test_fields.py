@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,19 +11,22 @@ import pytest
 
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import BOUNDS
-from headrace.server.fields import CHAT, COMPLETION, MESSAGES, RESPONSES, Field, Use
-from headrace.server.protocol.anthropic import parse_messages
-from headrace.server.protocol.chat import parse_chat
-from headrace.server.protocol.completion import parse_completion
-from headrace.server.protocol.responses import parse_responses
+from headrace.server import generate
+from headrace.server.api import ROUTES as ROUTE_TABLE
+from headrace.server.dialects.chat import ChatBody, parse_chat
+from headrace.server.dialects.completions import CompletionBody, parse_completion
+from headrace.server.dialects.messages import MessagesBody, parse_messages
+from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
+from headrace.server.openapi import body_schemas
+from headrace.server.protocol.body import TOLD, Body
 
 USER = [{"role": "user", "content": "hi"}]
 Parse = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
-ROUTES: dict[str, tuple[tuple[Field, ...], Parse, dict[str, Any]]] = {
-    "chat": (CHAT, parse_chat, {"messages": USER, "max_tokens": 16}),
-    "completion": (COMPLETION, parse_completion, {"prompt": "x"}),
-    "messages": (MESSAGES, parse_messages, {"messages": USER, "max_tokens": 16}),
-    "responses": (RESPONSES, parse_responses, {"input": "hi", "max_output_tokens": 16}),
+ROUTES: dict[str, tuple[type[Body], Parse, dict[str, Any]]] = {
+    "chat": (ChatBody, parse_chat, {"messages": USER, "max_tokens": 16}),
+    "completion": (CompletionBody, parse_completion, {"prompt": "x"}),
+    "messages": (MessagesBody, parse_messages, {"messages": USER, "max_tokens": 16}),
+    "responses": (ResponsesBody, parse_responses, {"input": "hi", "max_output_tokens": 16}),
 }
 # Beyond the APIs' own: a value that each takes.
 KNOWN: dict[str, Any] = {
@@ -51,10 +55,13 @@ def verdict(route: str, **fields: Any) -> tuple[str, str | None]:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_fields_reach_the_request(route: str, name: str) -> None:
-    fields, parse, base = ROUTES[route]
+    kind, parse, base = ROUTES[route]
     plain, given = (parse({**base, **extra}, {}) for extra in ({}, {name: KNOWN[name]}))
-    assert (plain.params, plain.options) != (given.params, given.options), "taken and ignored"
-    assert any(field.name == name and field.help for field in fields)
+    changed = {each for each in kind.__struct_fields__ if getattr(plain.body, each) != getattr(given.body, each)}
+    assert changed == {name}
+    read_there = f"body.{name}" in inspect.getsource(generate.prepare)
+    assert read_there or (plain.params, plain.expects, plain.shape) != (given.params, given.expects, given.shape), "taken and ignored"
+    assert name in kind.__struct_fields__
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -77,7 +84,7 @@ BAD_NUMBERS: tuple[Any, ...] = (
 BAD_OTHERS: tuple[Any, ...] = (
     "x", "", 5, 0, -1, 1.5, True, [], [None], [""], [-1], [2**31], [True], ["x" * 2000], ["x"] * 300, {}, {"x": 1}, {"-1": 1}, {"5": "x"},
 )  # fmt: skip
-SHARED = sorted(set.intersection(*({field.name for field in fields} for fields, _, _ in ROUTES.values())))
+SHARED = sorted(set.intersection(*(set(kind.names()) for kind, _, _ in ROUTES.values())))
 DIFFERENT = {"max_tokens", "n", "stop", "stream_options", "prompt_logprobs", "return_token_ids", "response_format", "prompt", "messages", "input"}
 
 
@@ -89,7 +96,7 @@ def test_all_routes_give_the_same_verdict(name: str) -> None:
         verdicts = {verdict(route, **{name: value}) for route in ROUTES}
         assert len(verdicts) == 1, (value, verdicts)
         ((code, param),) = verdicts
-        assert code == "taken" or param == name or (param or "").startswith(f"{name}."), (value, code, param)
+        assert code == "taken" or param == name or (param or "").startswith((f"{name}.", f"{name}[")), (value, code, param)
         seen.add(code == "taken")
     assert False in seen, "nothing is wrong for this field"
 
@@ -99,8 +106,8 @@ def test_both_sides_of_every_bound(name: str) -> None:
     bounds = BOUNDS[name]
     step: Any = 1 if bounds.integer else 1e-6
     cases = {bounds.low: not bounds.open_low, bounds.low - step: False, bounds.high: True, bounds.high + step: False, bounds.low + step: True}
-    for route, (fields, _, _) in ROUTES.items():
-        if not any(field.name == name and field.use is not Use.REFUSED and field.schema != "boolean" for field in fields):
+    for route, (kind, _, _) in ROUTES.items():
+        if name not in kind.__struct_fields__ or (route, name) == ("chat", "logprobs"):  # there a boolean
             continue
         for value, taken in cases.items():
             limit = {"max_output_tokens" if route == "responses" else "max_tokens": 2**31 - 1} if name == "min_tokens" else {}
@@ -109,7 +116,15 @@ def test_both_sides_of_every_bound(name: str) -> None:
 
 
 def test_every_field_is_told_apart_once() -> None:
-    for fields, _, _ in ROUTES.values():
-        names = [field.name for field in fields]
-        assert len(names) == len(set(names))
-        assert all(field.help for field in fields)
+    schemas, _ = body_schemas(kind for kind, _, _ in ROUTES.values())
+    for kind, schema in schemas.items():
+        assert len(kind.names()) == len(set(kind.names())) == len(schema["properties"])
+        assert all(each["description"] for each in schema["properties"].values())
+
+
+def test_what_is_told_is_of_fields_that_there_are() -> None:
+    bodies = {route.body.__name__: route.body for route in ROUTE_TABLE if route.body}
+    taken = {name for body in bodies.values() for name in body.__struct_fields__}
+    assert {name for name, told in TOLD["meanings"].items() if isinstance(told, str) and name not in taken} == set()
+    own = {(kind, name) for kind, told in TOLD["meanings"].items() if isinstance(told, dict) for name in told}
+    assert all(name in bodies[kind].__struct_fields__ for kind, name in own) and set(TOLD["examples"]) == set(bodies)

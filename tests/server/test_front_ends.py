@@ -21,9 +21,16 @@ from typing import Any
 import pytest
 
 from headrace.config import ServerConfig
-from headrace.errors import ConfigError
-from headrace.server import together
+from headrace.errors import ConfigError, Unavailable
+from headrace.processes.channel import Channel, Respond
+from headrace.processes.messages import Question
+from headrace.server import api
+from headrace.server import service as service_module
+from headrace.server.frontends import link
+from headrace.server.frontends.counters import Counters
 from headrace.server.lifecycle import bind_unix
+from headrace.server.service import Service
+from tests.server.fake_engine import FakeEngine
 from tests.support.serving import SERVE, Server, events_of, post_bytes, read_until, read_until_closed, send, serving, split_response, wait_for
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.004", "--api-server-count", "2", "--max-queue", "16")
@@ -34,13 +41,13 @@ TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 200, "ignore_eos"
 LONG = 3900  # tokens: longer than a test looks
 QUICK_TO_JUDGE = (  # a front end that hangs is found after a second
     sys.executable, "-c",
-    "import sys; from headrace.server import household; household.FRONT_HANG_SECONDS = 2.5; from headrace.cli import main; sys.exit(main())",
+    "import sys; from headrace.server.frontends import parent; parent.FRONT_HANG_SECONDS = 2.5; from headrace.cli import main; sys.exit(main())",
     "serve", "--port", "0",
 )  # fmt: skip
 
 
 def fronts(server: Server) -> list[int]:
-    return server.members("headrace.server.front")
+    return server.members("headrace.server.frontends.child")
 
 
 def owners(server: Server, socks: Sequence[socket.socket]) -> list[int]:
@@ -50,6 +57,13 @@ def owners(server: Server, socks: Sequence[socket.socket]) -> list[int]:
     inodes = {(fields[1].partition(":")[2], fields[2].partition(":")[2]): fields[9] for fields in table}
     ends = [(f"{sock.getpeername()[1]:04X}", f"{sock.getsockname()[1]:04X}") for sock in socks]
     return [holders[f"socket:[{inodes[end]}]"] for end in ends]
+
+
+def accepted(server: Server, path: Path) -> list[int]:
+    """How many connections over this Unix socket each front end holds."""
+    table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    inodes = {f"socket:[{fields[6]}]" for fields in table if fields[-1] == str(path) and fields[5] == "03"}  # connected
+    return [sum(os.readlink(link) in inodes for link in Path(f"/proc/{pid}/fd").iterdir()) for pid in fronts(server)]
 
 
 def streams_of(server: Server, count: int, **fields: Any) -> list[tuple[socket.socket, bytes, int]]:
@@ -238,10 +252,12 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Pat
     """Over a Unix socket, which is its owner's alone and goes with the server."""
     path = tmp_path / "api"
     with serving(*HASH, "--uds", str(path), command=SERVE) as server:
-        wait_for(lambda: any(line.startswith("Ready after") for line in server.lines))
         assert path.stat().st_mode & 0o777 == 0o600
-        socks = [server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": LONG}, "Connection: close")) for _ in range(12)]
-        heads = [read_until(sock, b"data: ") for sock in socks]
+        socks, heads = [], []
+        while len(socks) < 12 or not all(accepted(server, path)):  # dealt out evenly, but not to somebody who gets no time
+            assert len(socks) < 16
+            socks.append(server.raw(post_bytes("/v1/completions", {**TEXT, "max_tokens": LONG}, "Connection: close")))
+            heads.append(read_until(socks[-1], b"data: "))
         (engine,) = server.members("headrace.engine.process")
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
@@ -254,32 +270,54 @@ def test_the_engines_death_is_told_by_every_front_end_and_ends_all(tmp_path: Pat
         wait_for(lambda: not server.children() and not path.exists(), 5)
 
 
+def test_ready_speaks_for_all_front_ends_and_one_that_is_replaced_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked:
+        async def reply_json(self, body: Any) -> None:
+            assert body == {"status": "ready"}
+
+    def ready(service: Service) -> bool:
+        with contextlib.suppress(Unavailable):
+            asyncio.run(api.ready(service, Asked()))  # type: ignore[arg-type]
+            return True
+        return False
+
+    monkeypatch.setattr(service_module, "freeze_start", lambda: None)
+    counters, engine = Counters.create(2), FakeEngine(64, 0.0)
+    first, second, later = (Service(ServerConfig(), "0", [], counters=counters, number=number) for number in (0, 1, 1))
+    first.attach(engine)  # type: ignore[arg-type]
+    assert not ready(first) and not ready(second)
+    second.attach(engine)  # type: ignore[arg-type]
+    assert ready(first) and ready(second)
+    second.limits.page.vacate()  # its process is gone
+    assert ready(first) and not ready(later)
+
+
 def test_what_one_front_end_does_not_answer_the_others_still_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks still waits when the parent stops waiting for one that hangs."""
-    assert together.PASSED_ON_SECONDS <= together.ANSWER_SECONDS - 0.5
-    monkeypatch.setattr(together, "PASSED_ON_SECONDS", 0.3)
+    assert link.PASSED_ON_SECONDS <= link.ANSWER_SECONDS - 0.5
+    monkeypatch.setattr(link, "PASSED_ON_SECONDS", 0.3)
 
-    async def talk(sock: socket.socket, kinds: Any, respond: together.Respond) -> together.Talk:
-        made = together.Talk(kinds, respond, print, lambda: None)
-        await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=sock)
+    async def talk(sock: socket.socket, kinds: Any, respond: Respond) -> Channel:
+        made = Channel(kinds, print, lambda: None, respond)
+        await made.open(sock)
         return made
 
-    async def own(question: together.Question) -> Any:
+    async def own(question: Question) -> Any:
         return [{"id": "mine"}]
 
     async def ask() -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
             pairs = [tuple(map(stack.enter_context, socket.socketpair())) for _ in range(3)]  # to who asks, one that answers, one that hangs
-            others = [await talk(ours, together.FromFront, own) for ours, _ in pairs[1:]]
+            others = [await talk(ours, link.FromFront, own) for ours, _ in pairs[1:]]
 
-            async def passed_on(question: together.Question) -> Any:
-                return [each for answer in await together.ask_all(others, lambda number: together.ListRequests(number, "")) for each in answer or ()]
+            async def passed_on(question: link.Ask) -> Any:
+                return await link.ask_all(others, question.what, question.about)
 
-            await talk(pairs[0][0], together.FromFront, passed_on)
-            await talk(pairs[1][1], together.FromParent, own)
-            return await together.Together(await talk(pairs[0][1], together.FromParent, own)).list_requests("")
+            await talk(pairs[0][0], link.FromFront, passed_on)
+            await talk(pairs[1][1], link.FromParent, own)
+            return await link.ParentsAnswers(await talk(pairs[0][1], link.FromParent, own)).others("list_requests", "")
 
-    assert asyncio.run(ask()) == [{"id": "mine"}]
+    assert asyncio.run(ask()) == [[{"id": "mine"}]]
 
 
 def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on_and_of_no_other_file(tmp_path: Path) -> None:

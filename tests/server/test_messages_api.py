@@ -11,10 +11,8 @@ import pytest
 from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
 from headrace.server.answers import PromptState, Shape
-from headrace.server.anthropic import MessageAnswer
-from headrace.server.fields import COUNT_TOKENS, MESSAGES, Use
+from headrace.server.dialects.messages import CountBody, MessageAnswer, MessagesBody, parse_count_tokens, parse_messages
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.protocol.anthropic import parse_count_tokens, parse_messages
 from tests.support.segments import Scripted
 from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
@@ -44,7 +42,7 @@ def test_blocks_reach_the_template_as_messages() -> None:
     ]
     read = parse(messages=turns, system=[{"type": "text", "text": "be"}])
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert read.messages == [
+    assert read.conversation.messages == [
         {"role": "system", "content": "be"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": [call]},
@@ -52,14 +50,14 @@ def test_blocks_reach_the_template_as_messages() -> None:
         {"role": "tool", "tool_call_id": "t2", "content": ""},
         {"role": "user", "content": "d"},
     ]
-    counted = parse_count_tokens({"messages": turns, "system": "be", "tools": [TOOL]})
-    assert counted.messages == read.messages and counted.conversation.tools is not None
+    _, counted = parse_count_tokens({"messages": turns, "system": "be", "tools": [TOOL]})
+    assert counted.messages == read.conversation.messages and counted.tools is not None
 
 
 def test_sampling_comes_by_anthropics_names() -> None:
     params = parse(stop_sequences=["x"], top_k=5, temperature=0.5).params
     assert (params.max_tokens, params.stop, params.top_k, params.temperature) == (5, ("x",), 5, 0.5)
-    assert error_of(stop_sequences=[""]).param == "stop_sequences" and error_of(max_tokens=0).param == "max_tokens"
+    assert error_of(stop_sequences=[""]).param == "stop_sequences[0]" and error_of(max_tokens=0).param == "max_tokens"
     assert error_of(max_tokens=None).code == "missing_required_parameter" and error_of(max_tokens=10**30).param == "max_tokens"
     assert parse(thinking={"type": "disabled"}).conversation.variables == {"enable_thinking": False}
     assert parse(thinking={"type": "adaptive"}, chat_template_kwargs={"x": 1}).conversation.variables == {"enable_thinking": True, "x": 1}
@@ -111,17 +109,15 @@ def test_mistakes_are_named_by_place(fields: dict[str, Any], param: str) -> None
     assert error_of(**fields).param == param
 
 
-@pytest.mark.parametrize("fields", [MESSAGES, COUNT_TOKENS])
-def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing(fields: Any) -> None:
-    names = [field.name for field in fields]
-    assert len(names) == len(set(names))
-    read = parse if fields is MESSAGES else lambda **given: parse_count_tokens({"messages": [USER], **given})
-    for field in (field for field in fields if field.use is Use.REFUSED):
+@pytest.mark.parametrize("kind", [MessagesBody, CountBody])
+def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing(kind: Any) -> None:
+    read = parse if kind is MessagesBody else lambda **given: parse_count_tokens({"messages": [USER], **given})
+    for name, refused in kind.refused.items():
         with pytest.raises(InvalidRequest) as caught:
-            read(**{field.name: "surely not neutral"})
-        assert (caught.value.param, caught.value.code) == (field.name, field.code)
-        for neutral in (None, *field.neutral):
-            read(**{field.name: neutral})
+            read(**{name: "surely not neutral"})
+        assert (caught.value.param, caught.value.code) == (name, refused.code)
+        for neutral in (None, *refused.unless):
+            read(**{name: neutral})
 
 
 # --- answers
@@ -155,8 +151,8 @@ def run(of: MessageAnswer, *texts: str, streamed: bool, reason: str = "stop", st
         if streamed:
             events += of.event(0, delta)
         else:
-            of.choice.add(delta)
-    return events_of(events + of.closing()) if streamed else of.whole()
+            of.add(0, delta)
+    return events_of(events + of.closing()) if streamed else json.loads(b"".join(of.pieces()))
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

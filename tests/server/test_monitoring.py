@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.metrics import Energy, StepRecorder, render_steps
+from headrace.observe.metrics import Energy, StepRecorder
 from headrace.server.api import ROUTES
-from headrace.server.exposition import ServerMetrics
-from headrace.server.ledger import Ledger
+from headrace.server.exposition import ServerMetrics, render_steps
+from headrace.server.frontends.counters import Counters
 from tests.support import board
 from tests.support.serving import SERVE, Server, serving, wait_for
 
@@ -162,14 +162,15 @@ def test_the_series_say_what_happened(server: Server) -> None:
 
 def test_every_counter_has_its_cells_and_none_shares_them() -> None:
     """Whoever counts first or last on a page, the other front ends read the same from it."""
-    ledger = Ledger.create(2)
-    one, two = (ServerMetrics([route.path for route in ROUTES], page) for page in ledger.pages)
+    counters = Counters.create(2)
+    one, two = (ServerMetrics([route.path for route in ROUTES], page) for page in counters.pages)
     one.count_lengths(10, 4, [3, 5], 7)
     two.count_lengths(20, 0, [0], 9)
     two.count_seconds("/v1/models", 1.5)
     two.count_seconds("-", 9.0)  # no route of ours: no series
-    total = one.summed(ledger.pages)
-    assert (total.prompt_length.total, total.answer_length.count, total.max_tokens.total) == (30.0, 3, 16.0)
+    total = one.summed(counters.pages)
+    prompts, answers, most = (total.histograms[f"request_{name}"] for name in ("prompt_tokens", "generation_tokens", "params_max_tokens"))
+    assert (prompts.total, answers.count, most.total) == (30.0, 3, 16.0)
     page = total.render("m", {}).decode()
     assert 'http_request_duration_seconds_sum{handler="/v1/models"} 1.5' in page and 'handler="-"' not in page
     assert 'source="local_compute"} 6\n' in page, "a prompt that nobody computed counts for neither"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from headrace.server.wire import MAX_DEPTH
 from tests.support.serving import Server, send, serving
 
 COUNT = int(os.environ.get("HEADRACE_MUTATIONS", "1000"))
@@ -135,6 +136,9 @@ def test_mutated_bodies(server: Server, path: str) -> None:
         error_object = answer.error
         if answer.status == 400 and error_object["code"] != "invalid_json":
             assert isinstance(error_object["param"], str), (error_object, body[:500])
+    for depth in (MAX_DEPTH, 10 * MAX_DEPTH):
+        deep = json.dumps(BASES[path]).encode()[:-1] + b',"deep":' + b"[" * depth + b"]" * depth + b"}"
+        assert "nests deeper" in send(connection, "POST", path, deep).error["message"]
     connection.close()
     assert statuses[400] > COUNT // 3 and statuses[200] > 20, statuses
     server.wait_idle()

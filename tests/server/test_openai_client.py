@@ -108,7 +108,7 @@ def test_prompts_in_every_form(client: openai.OpenAI, demo: Server) -> None:
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens"),
         ({"logit_bias": {"1000000": 1}}, openai.BadRequestError, "logit_bias"),
-        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, openai.BadRequestError, "structured_outputs"),
         ({"extra_body": {"stop_token_ids": [1 << 30]}}, openai.BadRequestError, "stop_token_ids"),
         ({"extra_body": {"priority": 5}}, openai.BadRequestError, "priority"),

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.metrics import Energy, StepRecorder
+from headrace.observe.metrics import Energy, StepRecorder
 from headrace.server import dashboard, pages
 from headrace.server.dashboard import History, quantile, sentence
-from headrace.server.exposition import ServerMetrics
+from headrace.server.exposition import FINE, ServerMetrics
+from headrace.server.protocol.body import read_query
 from tests.support.serving import Server, serving
 
 KEY = "sk-page"
@@ -130,7 +131,7 @@ def test_cursors_are_checked(server: Server, query: str) -> None:
 
 def test_a_query_of_many_parameters_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="more than 8 parameters"):
-        dashboard._cursors(b"&".join(b"sample=1" for _ in range(100_000)))
+        read_query(b"&".join(b"sample=1" for _ in range(100_000)), dashboard.Cursors)
 
 
 def stats(decisions: list[Any] = [], records: list[Any] = [], energy: Energy | None = None) -> dict[str, Any]:  # noqa: B006  never changed
@@ -143,7 +144,7 @@ def stats(decisions: list[Any] = [], records: list[Any] = [], energy: Energy | N
 
 def test_a_sample_tells_every_state_apart() -> None:
     history, metrics = History(), ServerMetrics([])
-    metrics.first_tokens.observe(0.03)
+    metrics.observe(FINE, 0.03)
     history.take(metrics, stats(), 12.0)
     sample = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[0], strict=True))
     assert [sample[name] for name in ("prefilling", "decoding", "waiting", "preempted")] == [2, 3, 3, 1]
@@ -159,9 +160,9 @@ def test_energy_is_in_the_samples_where_it_is_counted() -> None:
 
 def test_percentiles_are_of_the_window_alone() -> None:
     history, metrics = History(), ServerMetrics([])
-    metrics.inter_token.observe(5.0)
+    metrics.observe("inter_token_latency_seconds", 5.0)
     for second in range(30):
-        metrics.inter_token.observe(0.003)
+        metrics.observe("inter_token_latency_seconds", 0.003)
         history.take(metrics, stats(), float(second))
     last = dict(zip(dashboard.SAMPLE_COLUMNS, history.samples.after(0)[-1], strict=True))
     assert 0.0025 <= last["tpot_p99"] <= 0.005

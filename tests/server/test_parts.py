@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from headrace.engine.output import RequestDelta
 from headrace.server.answers import PromptState, Shape
-from headrace.server.anthropic import MessageAnswer
+from headrace.server.dialects.messages import MessageAnswer
+from headrace.server.dialects.responses import ResponseAnswer
 from headrace.server.parsing import form_of
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
-from headrace.server.parsing.segments import OutputParser
+from headrace.server.parsing.parser import OutputParser
 from headrace.server.parts import PartsAnswer
-from headrace.server.responses import ResponseAnswer
 
 TEXT = (
     '<think>first\u2028this</think>So: <tool_call>{"name": "f", "arguments": {"a": [1, "é😀"]}}</tool_call>\n'
@@ -46,9 +46,9 @@ def run(answer: PartsAnswer, pieces: list[str], *, streamed: bool, reason: str) 
         if streamed:
             events += answer.event(0, delta)
         else:
-            answer.choice.add(delta)
+            answer.add(0, delta)
     if not streamed:
-        return answer.whole()
+        return json.loads(b"".join(answer.pieces()))
     text = events + answer.closing()
     assert text.isascii()
     return [json.loads(frame.partition("\ndata: ")[2]) for frame in text.removesuffix("\n\n").split("\n\n")]

@@ -11,10 +11,9 @@ import pytest
 from headrace.engine.output import RequestDelta
 from headrace.errors import InvalidRequest
 from headrace.server.answers import PromptState, Shape
-from headrace.server.fields import RESPONSES, Use
+from headrace.server.dialects.responses import ResponseAnswer
+from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.protocol.responses import parse_responses
-from headrace.server.responses import ResponseAnswer
 from tests.support.segments import Scripted
 from tests.support.serving import Server, post_bytes, read_until_closed, serving, split_response
 
@@ -44,7 +43,7 @@ def test_items_reach_the_template_as_messages() -> None:
         THOUGHT, said, CALL, {**CALL, "call_id": "c2"}, OUTPUT, {**OUTPUT, "output": [{"type": "input_text", "text": "s"}]}, THOUGHT, CALL,
     ]  # fmt: skip
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert parse(input=items, instructions="first").messages == [
+    assert parse(input=items, instructions="first").conversation.messages == [
         {"role": "system", "content": "first"},
         {"role": "system", "content": "be"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -53,14 +52,14 @@ def test_items_reach_the_template_as_messages() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "s"},
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
     ]
-    assert parse().messages == [USER]
+    assert parse().conversation.messages == [USER]
 
 
 def test_options_come_by_this_apis_names() -> None:
     params = parse(max_output_tokens=7, temperature=0.5, top_p=0.5, stop="x").params
     assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (7, 0.5, 0.5, ("x",))
     assert error_of(max_output_tokens=0).param == "max_output_tokens" and error_of(max_output_tokens=10**30).param == "max_output_tokens"
-    assert parse(max_output_tokens=7).options.limit_name == "max_output_tokens" and parse().options.limit_name is None
+    assert parse(max_output_tokens=7).body.limit_name == "max_output_tokens" and parse().body.limit_name is None
     assert parse(reasoning={"effort": "low", "summary": "auto"}).conversation.variables == {"reasoning_effort": "low"}
     assert parse(reasoning={"effort": "none"}).conversation.variables == {"enable_thinking": False}
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -91,9 +90,9 @@ def test_options_come_by_this_apis_names() -> None:
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "some"}, "tool_choice"),
-        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": 5}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"x": 1}}, "text.x"),
@@ -110,13 +109,11 @@ def test_mistakes_are_named_by_place(fields: dict[str, Any], param: str) -> None
 
 
 def test_known_but_unsupported_fields_are_refused_by_name_unless_they_ask_for_nothing() -> None:
-    names = [field.name for field in RESPONSES]
-    assert len(names) == len(set(names))
-    for field in (field for field in RESPONSES if field.use is Use.REFUSED):
-        error = error_of(**{field.name: "surely not neutral"})
-        assert (error.param, error.code) == (field.name, "unsupported_parameter")
-        for neutral in (None, *field.neutral):
-            parse(**{field.name: neutral})
+    for name, refused in ResponsesBody.refused.items():
+        error = error_of(**{name: "surely not neutral"})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        for neutral in (None, *refused.unless):
+            parse(**{name: neutral})
 
 
 # --- answers
@@ -143,8 +140,8 @@ def run(of: ResponseAnswer, *texts: str, streamed: bool, reason: str = "stop") -
         if streamed:
             events += of.event(0, delta)
         else:
-            of.choice.add(delta)
-    return events_of(events + of.closing()) if streamed else of.whole()
+            of.add(0, delta)
+    return events_of(events + of.closing()) if streamed else json.loads(b"".join(of.pieces()))
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

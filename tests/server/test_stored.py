@@ -91,6 +91,21 @@ def test_a_call_and_its_result_go_on(scripted: Server) -> None:
     assert [item["type"] for item in items] == ["message", "function_call", "function_call_output"]
 
 
+def test_a_page_that_cannot_be_shown_is_refused_by_name(scripted: Server) -> None:
+    made = scripted.ask("POST", PATH, {"input": "hi", "max_output_tokens": 2}).json["id"]
+    limits = dict.fromkeys(("limit=0", "limit=101", "limit=-1", "limit=", "limit=%D9%A3", "limit=1&limit=2"), "limit")
+    others = {"order=up": "order", "after=item_x": "after", "after=": "after", "before=x": "before", "&".join(["limit=1"] * 99): "query"}
+    for query, param in {**limits, **others}.items():
+        answer = scripted.ask("GET", f"{PATH}/{made}/input_items?{query}")
+        assert (answer.status, answer.error["param"]) == (400, param), query
+    for query, param in {"stream=true": "stream", "include[]=reasoning": "include[]", "starting_after=3": "starting_after"}.items():
+        answer = scripted.ask("GET", f"{PATH}/{made}?{query}")
+        assert (answer.status, answer.error["param"]) == (400, param), query
+    assert scripted.ask("GET", f"{PATH}/{made}?stream=false").json["id"] == made
+    (item,) = scripted.ask("GET", f"{PATH}/{made}/input_items?order=asc&limit=100").json["data"]
+    assert scripted.ask("GET", f"{PATH}/{made}/input_items?after={item['id']}").json["data"] == []
+
+
 def test_what_was_cut_in_a_call_is_no_conversation_to_go_on_with(scripted: Server) -> None:
     said = '⟦<tool_call>\n{"name": "grind", "arguments": {"size": 3333333333}}\n</tool_call>⟧'
     first = scripted.ask("POST", PATH, {"input": said, "tools": [TOOL], "seed": SCRIPTED, "max_output_tokens": 18}).json

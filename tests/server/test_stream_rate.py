@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.bench.stream_rate import StreamRateError, children, cpu_seconds, measure, show
+from lab.stream_rate import StreamRateError, children, cpu_seconds, measure, show
 from tests.support.serving import SERVE, Server, serving
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.errors import ConfigError, EngineDead, HeadraceError, ModelError
+from headrace.processes import child
+from headrace.server.frontends import parent
+from headrace.server.lifecycle import Signals
 from tests.support.serving import (
     ROOT,
     SERVE,
     Server,
-    environment,
     events_of,
     post_bytes,
     read_until,
@@ -31,22 +33,10 @@ from tests.support.serving import (
 
 HASH = ("--executor", "keyed-hash", "--device-time", "0.005", "--supervise")
 TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-SCRIPT = """
-import os, sys
-from headrace.server import supervisor
-supervisor.FIRST_WAIT, supervisor.LOOK_SECONDS, supervisor.HANG_LOOKS = 0.01, 0.05, {looks}
-lives = 0
-def start(ready):
-    print("life", flush=True)
-    {body}
-sys.exit(supervisor.Supervisor(start).run())
-"""
-
-
 def members(server: Server) -> tuple[int, int]:
-    """(server process, engine process) of a supervised server."""
+    """(front end, engine process) of a supervised server."""
     (engine,) = server.members("headrace.engine.process")
-    (front,) = server.members("serve")
+    (front,) = server.members("headrace.server.frontends.child")
     return front, engine
 
 
@@ -66,17 +56,19 @@ def is_free(port: int) -> bool:
 
 def test_a_dead_engine_is_told_and_the_server_comes_back_on_its_port() -> None:
     with serving(*HASH, command=SERVE) as server:
-        for victim in (1, 0):  # the engine first, then the server process
+        for victim in (1, 0):  # the engine first, with which all go, then the front end, which is replaced alone
             with server.raw(post_bytes("/v1/completions", TEXT)) as sock:
                 head = read_until(sock, b"\n\n\r\n")
                 before = members(server)
                 os.kill(before[victim], signal.SIGKILL)
                 _, body, complete = split_response(head + read_until_closed(sock)) if victim else (b"", b"", False)
                 assert not complete and (not victim or events_of(body)[-1]["error"]["type"] == "service_unavailable_error")
-            wait_for(lambda before=before: not {*before} & {*server.children()}, 5)  # type: ignore[misc]
+            gone = {*before[: victim + 1]}
+            wait_for(lambda gone=gone: not gone & {*server.children()}, 5)  # type: ignore[misc]
             wait_for(lambda: is_ready(server), 10)
-            assert not {*before} & {*members(server)}
+            assert not gone & {*members(server)}
         assert sum("it starts again" in line for line in server.lines) == 2
+        assert sum("The engine has died" in line for line in server.lines) == 1
         assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2}).status == 200
         server.signal()
         assert server.wait(5) == 0 and not server.children()
@@ -115,31 +107,65 @@ def test_a_killed_parent_takes_everybody_along_even_those_that_are_stopped() -> 
         wait_for(lambda: is_free(server.port), 1)  # a process that is ending loses its memory before its files
 
 
-def supervised(body: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT.format(body=body, looks=3 if "sleep(60)" in body else 8)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=environment())
+class Life:
+    """Of all front ends: it ends as it is told, after it was ready or before."""
+
+    def __init__(self, end: int | HeadraceError, *, was_ready: bool, signals: Signals | None = None) -> None:
+        self.was_ready = was_ready
+        self._end, self._signals = end, signals
+
+    async def run(self) -> int:
+        if self._signals is not None:
+            self._signals.count = 1
+        if isinstance(self._end, HeadraceError):
+            raise self._end
+        return self._end
+
+
+def supervised(*ends: tuple[int | HeadraceError, bool], signalled: bool = False) -> tuple[int | HeadraceError, int]:
+    """How it ended, and after how many lives; the last goes on for ever."""
+
+    async def run() -> int:
+        return await parent.supervise(begin, signals)  # type: ignore[arg-type]
+
+    signals, lives = Signals(), itertools.count(1)
+    begun = 0
+
+    def begin() -> Life:
+        nonlocal begun
+        begun = next(lives)
+        end, was_ready = ends[min(begun, len(ends)) - 1]
+        return Life(end, was_ready=was_ready, signals=signals if signalled else None)
+
+    try:
+        return asyncio.run(run()), begun
+    except HeadraceError as error:
+        return error, begun
+
+
+DEAD, WRONG, GONE = EngineDead("it died"), ConfigError("a wrong setting"), ModelError("no such model")
 
 
 @pytest.mark.parametrize(
-    ("body", "lives", "status"),
+    ("ends", "last", "lives"),
     [
-        ("return 0", 1, 0),
-        ("return 2", 1, 2),  # wrong settings stay wrong
-        ("from headrace.errors import ModelError; raise ModelError('no such model')", 1, 1),
-        ("return 3", 5, 3),
-        ("os.kill(os.getpid(), 9)", 5, 137),
-        ("import time; time.sleep(60)", 5, 137),  # its event loop does not turn
-        ("os.kill(os.getppid(), 15); import time; time.sleep(9)", 1, 0),  # a signal before the server handles any
+        ([(0, True)], 0, 1),
+        ([(WRONG, False)], WRONG, 1),  # wrong settings stay wrong
+        ([(GONE, False)], GONE, 1),
+        ([(1, True), (GONE, False), (0, True)], 0, 3),  # which was there before may come back
+        ([(1, False)], 1, 5),
+        ([(DEAD, False)], DEAD, 5),
+        ([(DEAD, False)] * 4 + [(1, True)] + [(DEAD, False)], DEAD, 10),  # only a row of failed starts is hopeless
+        ([(1, True)] * 7 + [(0, True)], 0, 8),
     ],
 )
-def test_what_cannot_succeed_is_given_up(body: str, lives: int, status: int) -> None:
-    done = supervised(body)
-    assert done.returncode == status and done.stdout.count("life") == lives, done
-    assert ("Giving up" in done.stderr) == (lives == 5) and done.stderr.count("The server hangs") == (5 if "sleep(60)" in body else 0)
+def test_what_cannot_succeed_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: list[Any], last: Any, lives: int
+) -> None:
+    monkeypatch.setattr(child, "FIRST_WAIT", 0.0)
+    assert supervised(*ends) == (last, lives)
+    assert ("Giving up" in caplog.text) == (lives in (5, 10)) and caplog.text.count("it starts again") == lives - 1
 
 
-def test_lives_that_became_ready_are_not_counted_as_failed_starts(tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    done = supervised(f"ready(); lives = os.path.getsize({str(count)!r}) if os.path.exists({str(count)!r}) else 0\n"
-                      f"    open({str(count)!r}, 'a').write('x'); return 0 if lives == 7 else 1")  # fmt: skip
-    assert done.returncode == 0 and done.stdout.count("life") == 8
+def test_after_a_signal_nothing_starts_again() -> None:
+    assert supervised((1, True), signalled=True) == (1, 1)

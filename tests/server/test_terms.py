@@ -9,17 +9,14 @@ import pytest
 from headrace.config import EngineConfig, SchedulerConfig, ServerConfig
 from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import Expectations
-from headrace.server.auth import Guard
-from headrace.server.fields import CHAT, MESSAGES
+from headrace.server.auth import Guard, check_operators, check_weights, tenant_of
 from headrace.server.generate import _check_policy
-from headrace.server.protocol.body import Body
-from headrace.server.protocol.sampling import MAX_USER, AnswerOptions, answer_options
+from headrace.server.protocol.sampling import MAX_USER, Asked, GeneratingBody, asked
 from headrace.server.service import Service
-from headrace.server.tenants import check_operators, check_weights, tenant_of
 
 
-def options(fields: Any = CHAT, **body: Any) -> AnswerOptions:
-    return answer_options(Body(body, fields))
+def request(**body: Any) -> Asked[GeneratingBody]:
+    return Asked(**asked(GeneratingBody.read(body), {}))
 
 
 def service(policy: str = "fcfs", **config: Any) -> Service:
@@ -64,31 +61,31 @@ def test_weights_that_would_change_nothing_are_refused() -> None:
 
 
 def test_users_are_named_by_either_api() -> None:
-    assert options(user="ann").user == options(MESSAGES, metadata={"user_id": "ann"}).user == "ann"
-    assert options().user == options(metadata={"user_id": 5}).user == options(metadata={}).user == ""
-    assert len(options(user="x" * 4000).user) == MAX_USER
+    assert request(user="ann").body.user_name == request(metadata={"user_id": "ann"}).body.user_name == "ann"
+    assert request().body.user_name == request(metadata={"user_id": 5}).body.user_name == request(metadata={}).body.user_name == ""
+    assert len(request(user="x" * 4000).body.user_name) == MAX_USER
 
 
 def test_expectations_are_read_and_wrong_ones_named_as_they_were_written() -> None:
-    assert options(expected_ttft=2, expected_tpot=0.1, reading_speed=8).expects == Expectations(ttft=2, tpot=0.1, reading_speed=8)
+    assert request(expected_ttft=2, expected_tpot=0.1, reading_speed=8).expects == Expectations(ttft=2, tpot=0.1, reading_speed=8)
     for name in ("expected_ttft", "expected_tpot", "reading_speed"):
         for value in (0, -1, float("nan"), float("inf"), 10**300):
             with pytest.raises(InvalidRequest, match=f"^{name} is") as caught:
-                options(**{name: value})
+                request(**{name: value})
             assert caught.value.param == name
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "shortest-remaining"])
 def test_expectations_that_nobody_heeds_are_refused(policy: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^reading_speed needs .* --scheduling-policy qoe or deadline") as caught:
-        _check_policy(service(policy), options(reading_speed=8))
+        _check_policy(service(policy), request(reading_speed=8))
     assert caught.value.param == "reading_speed"
-    _check_policy(service(policy), options(user="ann"))
+    _check_policy(service(policy), request(user="ann"))
 
 
 @pytest.mark.parametrize("policy", ["qoe", "deadline"])
 def test_expectations_that_are_heeded_pass(policy: str) -> None:
-    _check_policy(service(policy), options(expected_ttft=2.0))
+    _check_policy(service(policy), request(expected_ttft=2.0))
 
 
 def test_an_operator_is_named_by_the_place_of_its_key() -> None:

@@ -17,10 +17,10 @@ from headrace.errors import InvalidRequest
 from headrace.models.source import find_model
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
-from headrace.server.protocol.anthropic import parse_messages
-from headrace.server.protocol.chat import parse_chat
-from headrace.server.protocol.responses import parse_responses
-from headrace.server.thinking import Bound, BoundedStream
+from headrace.server.dialects.chat import parse_chat
+from headrace.server.dialects.messages import parse_messages
+from headrace.server.dialects.responses_body import parse_responses
+from headrace.server.thinking import Bound, BoundedStream, _Answer
 from tests.server.fake_engine import SPOKEN
 from tests.support.serving import Server, events_of
 
@@ -115,6 +115,26 @@ def test_reasoning_ends_at_the_bound_and_the_answer_goes_on(tokenizer: Tokenizer
     written = 6 + len(closing)
     assert (params.n, params.max_tokens, params.min_tokens) == (1, 500 - written, max(0, 9 - written))
     assert [delta.num_cached_tokens for delta in deltas if delta.num_cached_tokens is not None] == [3]
+
+
+def test_white_space_before_reasoning_is_looked_at_once(tokenizer: Tokenizer) -> None:
+    (blank,) = tokenizer.encode("\n", False)
+    looked: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        looked.append(len(ids))
+        return tokenizer.decode(ids, False)
+
+    bound = Bound(tokens=3, most=9000, begin="<think>", end="</think>", opened=False, closing_text="", closing=())
+    answer = _Answer(bound, decode)
+    for _ in range(500):
+        answer.push(RequestDelta(0, "\n", (blank,)))
+        assert answer.find_cut() is None
+    assert sum(looked) <= 500
+    words = tokenizer.encode("<think>one two three four five", False)
+    for token in words[:-1]:
+        answer.push(RequestDelta(0, "", (token,)))
+    assert answer.find_cut() == 500 + len(tokenizer.encode("<think>", False)) + 3
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,7 +22,7 @@ from headrace.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.server import accept, tls
 from headrace.server.accept import Acceptor
-from headrace.server.ledger import Page
+from headrace.server.frontends.counters import Page
 from headrace.server.tls import create_context
 from tests.support.certificates import MISSING, Pair, create_pair, trusting
 from tests.support.serving import SERVE, Answer, Server, events_of, serving

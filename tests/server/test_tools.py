@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
-from headrace.server.protocol import ChatRequest, parse_chat
-from headrace.server.protocol.responses import parse_responses
-from headrace.server.tools import Mode, ToolChoice, forced_schema, offer
+from headrace.server.dialects.chat import ChatBody, parse_chat
+from headrace.server.dialects.responses_body import parse_responses
+from headrace.server.messages import Mode, ToolChoice, offer
+from headrace.server.protocol.sampling import ChatRequest
+from headrace.server.tools import forced_schema
 from server.fake_engine import SCRIPTED
 from tests.support.serving import Server, events_of
 
@@ -190,7 +192,7 @@ def test_calls_of_custom_tools_come_back_with_the_conversation(scripted: Server)
         {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "a b"},
     ]
-    read = parse_responses({"input": items, "tools": [{"type": "custom", "name": "shell"}]}, {}).messages
+    read = parse_responses({"input": items, "tools": [{"type": "custom", "name": "shell"}]}, {}).conversation.messages
     assert read[1]["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"input": "ls"}} and read[2]["role"] == "tool"
 
 
@@ -198,10 +200,11 @@ def test_calls_of_custom_tools_come_back_with_the_conversation(scripted: Server)
     ("tool", "param"),
     [
         ({"type": "custom"}, "tools[0].custom"),
-        ({"type": "custom", "custom": {"name": ""}}, "tools[0].custom"),
+        ({"type": "custom", "custom": {"name": ""}}, "tools[0].custom.name"),
         ({"type": "custom", "custom": {"name": "f", "description": 5}}, "tools[0].custom.description"),
-        ({"type": "custom", "custom": {"name": "f", "format": {"type": "xml"}}}, "tools[0].custom.format"),
-        ({"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}}, "tools[0].custom.format"),
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "xml"}}}, "tools[0].custom.format.type"),
+        ({"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {"syntax": "lark"}}}},
+         "tools[0].custom.format.grammar.definition"),
         ({"type": "custom", "custom": {"name": "get_time"}}, "tools"),
     ],
 )
@@ -230,7 +233,7 @@ def test_calls_and_results_of_the_conversation_reach_the_template(scripted: Serv
 # --- tool_choice
 
 
-def chat(**fields: Any) -> ChatRequest:
+def chat(**fields: Any) -> ChatRequest[ChatBody]:
     return parse_chat({"messages": [{"role": "user", "content": "hi"}], **fields}, {})
 
 
@@ -281,11 +284,11 @@ def test_tools_that_are_not_allowed_are_not_shown_and_cannot_be_called() -> None
 def test_choices_that_cannot_be_kept(choice: Any, tools: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat(tool_choice=choice, **({} if tools is None else {"tools": tools}))
-    assert caught.value.param == "tool_choice"
+    assert (caught.value.param or "").partition(".")[0] == "tool_choice"
 
 
 def test_the_schema_that_forces_a_call() -> None:
-    required = json.loads(forced_schema(TOOLS, offer("required", TOOLS, parallel=False)[1]))
+    required = json.loads(forced_schema(TOOLS, offer(ToolChoice(Mode.REQUIRED, parallel=False), TOOLS)[1]))
     assert required["minItems"] == required["maxItems"] == 1 and len(required["items"]["anyOf"]) == 2
     assert required["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
     named = ToolChoice(Mode.NAMED, "get_weather")

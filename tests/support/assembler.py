@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.kernels.cuda import compiler
+from headrace.kernels.build import nvrtc as compiler
 
 
 def nvcc() -> str | None:

@@ -9,22 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from headrace import builders
+from headrace.processes import builders
 
-# As headrace/builder_program.py: an order is a word, "hang" takes a minute, "refuse" is not carried out.
+# As headrace/processes/builder_program.py: an order is a word, "hang" takes a minute, "refuse" is not carried out.
 _PROGRAM = r"""
 import os, socket, sys, time
+from headrace.processes.frames import framed, read_frame
 numbers = [int(each) for each in sys.argv[1:]]
 for mine in numbers:
     if os.fork() == 0:
         for number in numbers:
             if number != mine:
                 os.close(number)
-        for line in socket.socket(fileno=mine).makefile("rb"):
-            if line == b"die\n":
+        orders = socket.socket(fileno=mine).makefile("rb")
+        while (order := read_frame(orders)) is not None:
+            if order == b"die":
                 os._exit(9)
-            time.sleep({b"sleep\n": 0.05, b"hang\n": 60}.get(line, 0))
-            os.write(mine, b"not done\n" if line == b"refuse\n" else b"done\n")
+            time.sleep({b"sleep": 0.05, b"hang": 60}.get(order, 0))
+            os.write(mine, framed(b"not done" if order == b"refuse" else b"done"))
         os._exit(0)
 for number in numbers:
     os.close(number)

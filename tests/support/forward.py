@@ -15,25 +15,26 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import Alone, AttentionInputs, ForwardInputs
+from headrace.kernels.inputs import Alone, AttentionInputs, ForwardInputs
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
 from headrace.models.loader import load_weights
-from headrace.spec import KVSpec, kv_groups
+from headrace.models.weight_rules import ignored_keys, weight_rules
+from headrace.spec import KVFormat, KVSpec, kv_groups
 
 CPU = torch.device("cpu")
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None, kernels: Kernels | None = None
+    folder: Path, *, dtype: torch.dtype = torch.float32, max_model_len: int | None = None, kernels: Kernels | None = None, kv: KVFormat | None = None
 ) -> Decoder:
     """A decoder ready to compute, from a Hugging Face checkpoint folder."""
     spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     length = max_model_len or spec.max_positions
-    decoder = Decoder(spec, kernels=kernels or Kernels(CPU), dtype=dtype, device=CPU, max_model_len=length)
+    decoder = Decoder(spec, kernels=kernels or Kernels(CPU), dtype=dtype, device=CPU, max_model_len=length, kv=kv)
     checkpoint = SafetensorsCheckpoint(folder)
-    load_weights(decoder, checkpoint, families.weight_rules(spec), families.ignored_keys(spec), dtype)
+    load_weights(decoder, checkpoint, weight_rules(spec), ignored_keys(spec), dtype)
     checkpoint.close()
     decoder.finish_loading()
     return decoder
@@ -45,11 +46,11 @@ class PagedRun:
     A block that has left a sliding window is given back and poisoned, as the cache may hand it to another sequence.
     """
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 64, seed: int = 0) -> None:
+    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 64, seed: int = 0, kv: KVFormat | None = None) -> None:
         self.decoder = decoder
         self._block_size = block_size
         dtype = decoder.embedding.weight.dtype
-        self._groups = kv_groups(decoder.spec, block_size, dtype.itemsize)
+        self._groups = kv_groups(decoder.spec, block_size, dtype.itemsize, kv)
         self.caches = [_poisoned(group, num_blocks, dtype) for group in self._groups]
         shuffle = random.Random(seed)
         self._free = [shuffle.sample(range(1, num_blocks), num_blocks - 1) for _ in self._groups]  # block 0 stays NaN
@@ -109,11 +110,13 @@ class PagedRun:
                 gone = max(0, self._lengths[name] + 1 - group.window) // self._block_size
                 for place in range(min(gone, len(table))):
                     if table[place]:
-                        self.caches[index][table[place]] = float("nan")
+                        self.caches[index][table[place]] = float("nan") if group.format is None else 255
                         self._free[index].insert(0, table[place])
                         table[place] = 0
 
 
 def _poisoned(group: KVSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
+    if group.format is not None:
+        return torch.full((num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.row_bytes), 255, dtype=torch.uint8)
     shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
     return torch.full(shape, float("nan"), dtype=dtype)

@@ -6,7 +6,7 @@ What lives here: the conversions that converters make (and that the reader must 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ _TOP = {
 }
 
 
-def write_gguf(folder: Path, target: Path, *, kind: Q = Q.F32, metadata: Mapping[str, Any] | None = None, shards_of: int = 0) -> Path:
-    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` where their rows allow it; in shards of so many tensors."""
+def write_gguf(
+    folder: Path, target: Path, *, kind: Q | Callable[[str], Q] = Q.F32, metadata: Mapping[str, Any] | None = None, shards_of: int = 0
+) -> Path:
+    """The model in ``folder`` as a GGUF file whose matrices have type ``kind`` (or what it says of their name) where their rows allow it; in
+    shards of so many tensors."""
     target.parent.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, ARCHITECTURES[config["model_type"]], split_max_tensors=shards_of)
@@ -77,7 +80,7 @@ def write_gguf(folder: Path, target: Path, *, kind: Q = Q.F32, metadata: Mapping
     for key, value in (metadata or {}).items():
         writer.add_string(key, value)
     for name, values in _converted(folder, config):
-        _add(writer, name, values, kind)
+        _add(writer, name, values, kind if isinstance(kind, Q) else kind(name))
     _finish(writer)
     return next(target.parent.glob(f"{target.stem}-00001-of-*.gguf")) if shards_of else target
 

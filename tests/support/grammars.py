@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from headrace.engine.executor import keyed_hash_info
 from headrace.engine.grammar import Vocabulary, create_limits, create_matcher, create_tokenizer
 from headrace.engine.grammar_masks import GrammarMasks
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.request import Request
 from headrace.sampling_params import StructuredOutputs
 from tests.support.hash_engine import EOS, VOCAB, next_token
@@ -35,21 +35,21 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokens, (SPECIAL, EOS), (EOS,))
 
 
-def create_masks() -> GrammarMasks:
-    """With CONSTRAINTS compiled already, so that nothing waits for a thread."""
-    masks = GrammarMasks(_compiled()._vocabulary)
-    other = _compiled()
+def create_masks(constraints: tuple[StructuredOutputs, ...] = CONSTRAINTS) -> GrammarMasks:
+    """With these compiled already, so that nothing waits for a thread."""
+    other = _compiled(constraints)
+    masks = GrammarMasks(other._vocabulary)
     masks._bridge = other._bridge
     masks._cache.update(other._cache)
     return masks
 
 
 @cache
-def _compiled() -> GrammarMasks:
+def _compiled(constraints: tuple[StructuredOutputs, ...]) -> GrammarMasks:
     from tests.support.hash_engine import request
 
     masks = GrammarMasks(vocabulary)
-    for index, wanted in enumerate(CONSTRAINTS):
+    for index, wanted in enumerate(constraints):
         masks.begin(request(index, [1], structured_outputs=wanted))
     while masks.compiling:
         masks.take_compiled(1.0)

@@ -21,6 +21,7 @@ from headrace.spec import KVGroup
 from headrace.worker.worker import create_executor
 
 GREEDY = SamplingParams(temperature=0.0)
+_EDITS = ("table_row", "table_group", "table_index", "table_block", "copy_group", "copy_source", "copy_target")
 
 
 def worker_for(
@@ -133,10 +134,9 @@ class Planner:
         copies = [array("i", column) for column in zip(*self._copies, strict=True)] or [array("i")] * 3
         plan = StepPlan(
             self._step,
-            array("i", self._dropped),
-            tuple(self._added),
-            *columns,
-            *copies,
+            rows_dropped=array("i", self._dropped),
+            rows_added=tuple(self._added),
+            **dict(zip(_EDITS, (*columns, *copies), strict=True)),
             rows=array("i", [sequence.row for sequence, _, _ in work]),
             starts=array("i", [start for _, start, _ in work]),
             counts=array("i", [count for _, _, count in work]),

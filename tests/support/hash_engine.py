@@ -6,20 +6,23 @@ What lives here: builders and the oracle of the keyed-hash executor. What may no
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, keyed_hash_info
-from headrace.engine.journal import Journal
-from headrace.engine.masks import Masks
-from headrace.request import Finished, Request, SequenceOutput, StepPlan
+from headrace.engine.executor import ExecutorInfo, Ticket
+from headrace.engine.grammar_masks import GrammarMasks
+from headrace.engine.keyed_hash import KeyedHashExecutor, Links, _HashRow, _HashTicket, _mix, keyed_hash_info
+from headrace.errors import StepFailed
+from headrace.request import Finished, Request, SequenceOutput, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
 
 VOCAB = 512
 EOS = 7
+FIXED = '{"method": "ngram", "num_speculative_tokens": %d}'
 
 
 def ids(values: Iterable[int]) -> array[int]:
@@ -33,6 +36,65 @@ def request(request_id: int, prompt: Iterable[int], **fields: object) -> Request
     return Request(request_id=request_id, prompt_token_ids=ids(prompt), params=params, **own)  # type: ignore[arg-type]
 
 
+class CheckedExecutor(KeyedHashExecutor):
+    """With ``check`` every slot of the context is compared with the chain of the row's own ids and the first difference raises.
+    ``fault(plan)`` true makes that step fail, and those behind it."""
+
+    def __init__(self, info: ExecutorInfo, *, check: bool = False, fault: Callable[[StepPlan], bool] | None = None, **further: Any) -> None:
+        super().__init__(info, **further)
+        self._check, self._fault = check, fault
+        self._broken = False
+        self._failed: set[int] = set()
+
+    def submit(self, plan: StepPlan) -> Any:
+        self._broken = self._broken or (self._fault is not None and self._fault(plan))
+        if self._broken:
+            self._failed.add(plan.step_id)
+        return super().submit(plan)
+
+    def _execute(self, plan: StepPlan) -> list[Links]:
+        return [] if self._broken else super()._execute(plan)
+
+    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, int]) -> StepResult:
+        if not self._broken:
+            return super()._sample(plan, heads, allowed)
+        self._failed.add(plan.step_id)
+        return StepResult(plan.step_id, [])
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        assert isinstance(ticket, _HashTicket)
+        failed = ticket.step_id in self._failed or ticket.result is None
+        self._failed.discard(ticket.step_id)
+        ticket.result = ticket.result or StepResult(ticket.step_id, [])
+        result = super().collect(ticket)
+        if failed:
+            raise StepFailed(f"step {ticket.step_id} failed on purpose or follows one that did")
+        return result
+
+    def recover(self) -> None:
+        super().recover()
+        self._broken = False
+
+    def _compute(self, row: _HashRow, start: int, count: int) -> int:
+        head = super()._compute(row, start, count)
+        if self._check:
+            self._verify(row, start, start + count)
+        return head
+
+    def _verify(self, row: _HashRow, start: int, end: int) -> None:
+        chain, head = [], self._key
+        for token in row.token_ids[:end]:
+            head = _mix(head, token)
+            chain.append(head)
+        for spec, blocks, table in zip(self._specs, self._kv, row.tables, strict=True):
+            first = 0 if spec.window is None else max(0, start - spec.window + 1)
+            for position in range(first, end):
+                block, offset = table[position // spec.block_size], position % spec.block_size
+                assert blocks[block][offset] == chain[position], (
+                    f"sequence {row.new.sequence_id}: block {block} does not hold position {position}"
+                )
+
+
 def engine(
     *,
     depth: int = 0,
@@ -43,28 +105,34 @@ def engine(
     max_model_len: int = 200,
     window: int | None = None,
     padded: bool = False,
+    max_drafts: int = 0,
     info: ExecutorInfo | None = None,
-    journal: Journal | None = None,
     cache: CacheConfig | None = None,
     executor: KeyedHashExecutor | None = None,
     check: bool = True,
-    masks: Masks | None = None,
+    masks: GrammarMasks | None = None,
     **scheduler: object,
 ) -> EngineCore:
     """A small core over a checking keyed-hash executor and a virtual clock."""
     clock = VirtualClock()
     info = info or keyed_hash_info(
-        vocab_size=VOCAB, max_model_len=max_model_len, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, window=window
+        vocab_size=VOCAB, max_model_len=max_model_len, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, window=window,
+        max_drafts=max_drafts,
     )
     info = replace(info, padded=padded)
     return EngineCore(
-        executor or KeyedHashExecutor(info, clock=clock, check=check),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),  # type: ignore[arg-type]
+        executor or CheckedExecutor(info, clock=clock, check=check),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            speculative_config=FIXED % max_drafts if max_drafts else None,
+            **scheduler,  # type: ignore[arg-type]
+        ),
         cache=cache or CacheConfig(),
         eos_token_ids=frozenset({EOS}),
+        namespace=b"",
         clock=clock,
         depth=depth,
-        journal=journal,
         masks=masks,
     )
 
@@ -132,7 +200,7 @@ def expected(request: Request, *, index: int = 0, max_model_len: int = 200, eos:
 
 def next_token(info: ExecutorInfo, context: list[int], request: Request, index: int, width: int | None = None) -> int:
     """``width``: out of so many instead of the whole vocabulary."""
-    from headrace.engine.executor import _mix  # the oracle shares the hash, not the tables
+    from headrace.engine.keyed_hash import _mix  # the oracle shares the hash, not the tables
 
     head = _mix(0, 0x5EED)
     for token in context:

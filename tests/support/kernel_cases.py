@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import headrace.kernels as registry
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import Declined
-from headrace.kernels.cpu.compiler import native_library
-from headrace.layers.inputs import AttentionInputs
+from headrace.kernels.build.c_compiler import native_library
+from headrace.kernels.candidate import Candidate, Declined
+from headrace.kernels.inputs import AttentionInputs
+from headrace.kernels.operations import OPERATIONS, Operation
+from tests.support.specs import LLAMA_8B
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}  # of the largest value: one rounding and a little
+
+
+STATED = {  # what a call site states where a test does not care
+    "weight_dtype": torch.float32, "in_features": 64, "out_features": 64, "head_dim": 64, "num_heads": 8, "num_kv_heads": 2,
+    "num_experts": 8, "top_k": 2, "rotary_dim": 64, "normed": False, "window": None, "soft_cap": None, "spec": LLAMA_8B,
+}  # fmt: skip
+
+
+def called(op: str, **facts: Any) -> tuple[Operation[Any, Any], Any]:
+    """An operation, and a call site's facts as it wants them."""
+    operation = OPERATIONS[op]
+    wanted = {each.name for each in fields(operation.facts)}
+    return operation, operation.facts(**{name: value for name, value in STATED.items() if name in wanted} | facts)
+
+
+def carried_out(op: str, *candidates: Candidate[Any]) -> dict[str, Operation[Any, Any]]:
+    """The operations, one of them by these candidates alone."""
+    return {**registry.OPERATIONS, op: replace(registry.OPERATIONS[op], candidates=candidates)}
 
 
 def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[..., Any]:
@@ -24,7 +46,7 @@ def native(op: str, *, batch_invariant: bool = False, **facts: Any) -> Callable[
     if isinstance(found, Declined):
         pytest.skip(found.reason)
     kernels = Kernels(torch.device("cpu"), disabled=frozenset({"onednn"}), batch_invariant=batch_invariant)
-    chosen = kernels.choose(op, **facts)
+    chosen = kernels.choose(*called(op, **facts))
     assert kernels.choices[-1].chosen == "native"
     return chosen
 

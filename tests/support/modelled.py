@@ -9,15 +9,16 @@ from typing import Any
 
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
+from headrace.cost.calibrated import SHARES, Steadiness
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
-from headrace.cost.steadiness import SHARES, Disturbances, Steadiness
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import keyed_hash_info
-from headrace.metrics import StepRecorder
+from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import classes_of
 from headrace.planner.executor import ModelledExecutor
+from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
 
@@ -57,7 +58,7 @@ def machine(
     config = SchedulerConfig(max_num_seqs=max_num_seqs, **{"max_num_batched_tokens": 512, **fields})
     recorder = StepRecorder(costs, promise=config.max_step_seconds)
     core = EngineCore(
-        executor, scheduler=config, cache=cache or CacheConfig(block_size=16), eos_token_ids=frozenset({7}), clock=clock, depth=depth,
+        executor, scheduler=config, cache=cache or CacheConfig(block_size=16), eos_token_ids=frozenset({7}), namespace=b"", clock=clock, depth=depth,
         observer=recorder, forecast=recorder.floors, speed=recorder.speed,
     )  # fmt: skip
     return core, recorder

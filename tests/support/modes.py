@@ -21,11 +21,11 @@ from headrace import LLM, SamplingParams
 from headrace.cache.block_pool import BlockPool
 from headrace.engine.output import OutputCollector
 from headrace.errors import HeadraceError
-from headrace.kernels import CANDIDATES
+from headrace.kernels.operations import OPERATIONS
 from headrace.request import RequestOutput
 from headrace.sampling_params import StructuredOutputs
 
-NATIVE = tuple(sorted({candidate.name for group in CANDIDATES.values() for candidate in group}))
+NATIVE = tuple(sorted({candidate.name for op in OPERATIONS.values() for candidate in op.candidates}))
 LONGEST = 120  # tokens of prompt and answer together
 STOPS = ("e", "th", "a", " ", "I", "\n", "er", "x", "no")
 FAMILIES = ("gemma2", "starcoder", "mixtral")  # windows beside full attention; one KV head and learned positions; experts
@@ -226,7 +226,7 @@ def _poison_pool(pool: BlockPool, cache: Any) -> None:
 def fail_steps(llm: LLM, percent: int, rng: random.Random) -> None:
     """Some steps run out of memory: before anything is touched, with keys and values written, or with tokens in their rows."""
     runner = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-    for part in ("forward", "sample", "read") if percent else ():
+    for part in ("_forward", "_sample", "_read") if percent else ():
         setattr(runner, part, _failing(getattr(runner, part), percent / 3, rng))
 
 

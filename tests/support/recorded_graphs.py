@@ -22,18 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.clock import VirtualClock
 from headrace.engine.executor import Executor, ExecutorInfo
-from headrace.kernels import Kernels, sampling
-from headrace.kernels.rows import store_tokens
-from headrace.layers.inputs import ForwardInputs
+from headrace.kernels import Kernels
+from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.operations import PICK_TOKENS, STORE_TOKENS, Operation
+from headrace.kernels.rows.reference import store_tokens
+from headrace.kernels.sampling import reference as sampling
 from headrace.request import StepPlan
 from headrace.spec import KVGroup, KVKind, KVSpec
-from headrace.worker import graphs, model_runner
-from headrace.worker import prompt_graphs as prompt_graphs_module
+from headrace.worker import model_runner, recorder
+from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.local_executor import LocalExecutor
-from headrace.worker.model_runner import ModelRunner, Sampled
+from headrace.worker.model_runner import ModelRunner, Step
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
-from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from tests.support import modes
@@ -156,13 +156,12 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedGraph, "recorded_to", set())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: RecordedGraph.recorded_to.remove(pool), raising=False)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
-    for module in (graphs, prompt_graphs_module):
-        monkeypatch.setattr(module, "scratch_of_graphs", lambda device: nullcontext())
+    monkeypatch.setattr(recorder, "scratch_of_graphs", lambda device: nullcontext())
 
 
-def _copied(step: Sampled) -> Sampled:
+def _copied(step: Step) -> None:
     """What a copy to the host is on a CPU: what is computed later does not show in it."""
-    return replace(step, samples=tuple(replace(each, picked=torch.as_tensor(each.picked).clone()) for each in step.samples))
+    step.samples = tuple(replace(each, picked=torch.as_tensor(each.picked).clone()) for each in step.samples)
 
 
 class SlotDecoder:
@@ -194,18 +193,18 @@ class SlotDecoder:
         hidden = torch.where(visible, mixed, 0).sum(-1, keepdim=True)
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
-    def brief(self, rows: int, block_size: int) -> int:
+    def megakernel_context(self, rows: int, block_size: int) -> int:
         """Small steps of short contexts have graphs of their own."""
         return 24 if rows <= 2 else 0
 
-    def way(self, tokens: int) -> None:
+    def composed(self, tokens: int) -> None:
         """All alike."""
 
     def least_shared(self, rows: int) -> int | None:
         """And so have large ones that share keys."""
         return 8 if rows > 2 else None
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: object = None) -> Tensor:
         self.most_logits = max(self.most_logits, len(hidden))
         mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
         return (mixed * mixed % 100003).float() / 1e4
@@ -217,9 +216,9 @@ class RecordableKernels(Kernels):
     def __init__(self) -> None:
         super().__init__(CPU, disabled=frozenset(modes.NATIVE))
 
-    def choose(self, op: str, **facts: Any) -> Callable[..., Any]:
-        own = {"pick_tokens": _pick_tokens, "store_tokens": self.stored}
-        return own[op] if op in own else super().choose(op, **facts)
+    def choose(self, op: Operation[Any, Any], facts: Any) -> Any:
+        own = {PICK_TOKENS: _pick_tokens, STORE_TOKENS: self.stored}
+        return own[op] if op in own else super().choose(op, facts)
 
     stored = staticmethod(store_tokens)
 
@@ -256,33 +255,33 @@ def recorded_executor(
     captured = prompt_graphs = None
     if graphed:
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "max_logits_rows": max_logits_rows}
-        recorder = Recorder(CPU)
-        captured = DecodeGraphs(decoder, kernels, rows, caches, recorder, **limits)
+        made = Recorder(decoder, kernels, rows, caches)  # type: ignore[arg-type]
+        captured = DecodeGraphs(made, **limits)
         captured.capture_all()
     if graphed and prompts:
         bounds = Bounds(max_num_seqs, max_model_len=max_model_len, tokens_a_step=64, products=1e6, prune=True)
         hidden = torch.zeros((bounds.most_wanted, 1), dtype=torch.int64)
-        prompt_graphs = PromptGraphs(decoder, kernels, rows, caches, recorder, bounds, hidden)
+        prompt_graphs = PromptGraphs(made, bounds, hidden)
         prompt_graphs.capture_all()
-    settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True}
-    runner = ModelRunner(decoder, caches, rows, kernels, **settings, clock=VirtualClock(), graphs=captured, prompt_graphs=prompt_graphs)
-    executor: Executor = QueuedExecutor(runner, info, lambda: None) if graphed else LocalExecutor(runner, info, overlap=overlap, threads=1)
+    settings: dict[str, Any] = {"max_logits_rows": max_logits_rows, "padded": False, "prune": True, "clock": VirtualClock(), "queued": graphed}
+    runner = ModelRunner(decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs)  # type: ignore[arg-type]
+    executor = DeviceExecutor(runner, info, threads=1 if overlap and not graphed else None)
     yield executor, runner, decoder
     executor.close()
 
 
 def failing(executor: Executor, runner: Any, plan: StepPlan, error: Exception) -> Any:
     """Submits ``plan`` so that it fails on the way; returns its ticket."""
-    real = runner.forward
+    real = runner._forward
 
     def fail(*_: Any) -> Any:
         raise error
 
-    runner.forward = fail
+    runner._forward = fail
     try:
         return executor.submit(plan)
     finally:
-        runner.forward = real
+        runner._forward = real
 
 
-__all__ = ["VOCAB", "Event", "RecordedGraph", "SlotDecoder", "failing", "graphs", "info_of", "recorded_executor", "without_a_gpu"]
+__all__ = ["VOCAB", "Event", "RecordedGraph", "SlotDecoder", "failing", "info_of", "recorded_executor", "without_a_gpu"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from headrace import LLM, SamplingParams, StructuredOutputs
-from headrace.engine.masks import GrammarStats
+from headrace.engine.grammar_masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.planner import NO_MASKS
@@ -31,7 +31,7 @@ def listed(params: SamplingParams, remainder: int, divisor: int) -> SamplingPara
 
 
 class ResidueMasks:
-    """Follows what ``masked`` asks for; see engine/masks.py. ``given`` counts masks."""
+    """Follows what ``masked`` asks for; see engine/grammar_masks.py. ``given`` counts masks."""
 
     stats = GrammarStats()
     seconds: Mapping[int, float] = NO_MASKS
@@ -63,6 +63,9 @@ class ResidueMasks:
 
     def dead_end(self, request_id: int, index: int) -> str | None:
         return None
+
+    def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
+        return {}
 
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
         self.given += len(wanted)

@@ -110,6 +110,13 @@ def listening(pids: list[int]) -> list[str]:
     return sorted(found)
 
 
+def names_of_sockets(pids: list[int]) -> list[str]:
+    """Under which somebody else could reach these processes' Unix sockets, listening or not."""
+    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sorted(words[7] for words in lines if len(words) > 7 and words[6] in inodes)
+
+
 def _socket_inodes(pid: int) -> Iterator[str]:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

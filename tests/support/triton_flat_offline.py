@@ -12,9 +12,10 @@ import json
 import torch
 from triton.runtime import driver
 
-from headrace.kernels.around import Around
-from headrace.kernels.triton import flat_linear
-from headrace.kernels.triton.flat_forms import VECTOR, Form, Shape, flat, vector
+from headrace.kernels.candidate import Shape
+from headrace.kernels.linear import flat_linear
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.flat_forms import VECTOR, Form, flat, vector
 from headrace.spec import Activation
 from tests.support.triton_offline import CompileOnly, record
 

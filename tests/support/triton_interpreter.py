@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: the kernels are checked on it, compiled", allow_module_level=True)
-if any(name.startswith("headrace.kernels.triton.") and not name.endswith((".candidates", ".flat_forms")) for name in sys.modules):
+if any(name.startswith("headrace.kernels.") and ".triton_" in name for name in sys.modules):
     raise RuntimeError("a kernel module was imported before the interpreter was chosen; import tests.support.triton_interpreter first")
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -54,8 +54,16 @@ def _narrow(data: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(data), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def _eighth(data: np.ndarray) -> np.ndarray:
+    """The bits of float8_e4m3fn as float32."""
+    found: np.ndarray = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    return found
+
+
 def _values(handle: Any) -> np.ndarray:
     data: np.ndarray = handle.data
+    if handle.dtype.scalar.name == "fp8e4nv":
+        return _eighth(data)
     return _widen(np.ascontiguousarray(data)) if _is_narrow(handle) else data
 
 
@@ -74,7 +82,15 @@ def _mend_casts() -> None:
             return _handle(wide, target.scalar)
         return stock(self, Handle(wide, tl.float32), target)
 
-    Builder.cast_impl = cast_impl
+    stock_narrow = Builder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target.scalar.name != "fp8e4nv":
+            return stock_narrow(self, source, target, rounding)
+        wide = torch.from_numpy(np.asarray(_values(source), dtype=np.float32))
+        return Handle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), target.scalar)  # to the nearest, as the device rounds
+
+    Builder.cast_impl, Builder.create_fp_to_fp = cast_impl, create_fp_to_fp
     Builder.get_bf16 = lambda self, value: Handle(_narrow(np.array([value], np.float32)), tl.bfloat16)
 
 
@@ -97,7 +113,8 @@ def _mend_operator(name: str, operands: int) -> None:
 def _mend_dot() -> None:
     def create_dot(self: Any, a: Any, b: Any, add: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         """Exact products, float32 sums: what the matrix units give, but for the order of summation."""
-        left, right = (np.asarray(_values(x), dtype=np.float32) for x in (a, b))
+        wide = np.int32 if add.dtype.scalar.is_int() else np.float32
+        left, right = (np.asarray(_values(x), dtype=wide) for x in (a, b))
         return Handle(np.matmul(left, right) + add.data, add.dtype.scalar)
 
     Builder.create_dot = create_dot

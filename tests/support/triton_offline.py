@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INSTRUCTIONS = ("HGMMA", "UTMALDG", "HMMA", "LDGSTS", "LDL", "STL", "FFMA")
+CODES = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
+INSTRUCTIONS = ("HGMMA", "QGMMA", "IGMMA", "UTMALDG", "HMMA", "LDGSTS", "LDL", "STL", "FFMA")
 
 
 class CompileOnly:
@@ -119,21 +121,34 @@ def _without(module: Any, call: Callable[[], object]) -> Callable[[], object]:
 
 
 def attention(
-    dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4, unified: bool = False
+    dtype: torch.dtype, heads: int, dim: int, *, bulk: bool = False, sequences: int = 4, unified: bool = False, kv: str | None = None
 ) -> dict[str, dict[str, int]]:
-    """``unified``: the decode kernel alone, the others know nothing of it."""
-    from headrace.kernels.triton import decode, plan, prefill
-    from headrace.kernels.triton.attention import PagedAttention
-    from headrace.layers.inputs import AttentionInputs
+    """``unified``: the decode kernel alone, the others know nothing of it. ``kv``: how keys and values are held; with the cache write."""
+    from headrace.kernels.attention import triton_decode as decode
+    from headrace.kernels.attention import triton_plan as plan
+    from headrace.kernels.attention import triton_prefill as prefill
+    from headrace.kernels.attention import triton_rotary as rotary
+    from headrace.kernels.attention.paged import PagedAttention
+    from headrace.kernels.inputs import AttentionInputs, Quantized
+    from headrace.spec import KV_FORMATS
 
     size = 128 if bulk else 16
     q, cache = torch.empty(64, heads, dim, dtype=dtype), torch.empty(64, 2, 8, size, dim, dtype=dtype)
     starts = torch.zeros(sequences + 1, dtype=torch.int32)
     inputs = AttentionInputs(torch.zeros(sequences, 16, dtype=torch.int32), starts, starts[1:], torch.zeros(64), size, 40, 256)
-    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=not unified, unified=unified)
+    quantized = None
+    if kv is not None:
+        form, ones = KV_FORMATS[kv], torch.ones(8)
+        quantized = Quantized(form) if form.scales else Quantized(form, ones, ones)
+        cache = torch.empty(64, 2, 8, size, form.token_bytes(dim), dtype=torch.uint8)
+    attend = PagedAttention(dim, heads // 8, 132, False, bulk, dtype, cascade=not unified, unified=unified, kv=quantized and quantized.format)
 
     def call() -> object:
-        return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None)
+        return attend(q, cache[:, 0], cache[:, 1], inputs, 0.1, None, None, quantized)
+
+    def write() -> object:
+        x, at = torch.empty(64, 8, dim, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+        return rotary.rotary_write(q, x, x, at, torch.empty(64, dim), cache[:, 0], cache[:, 1], at, quantized)
 
     planned: dict[str, dict[str, int]] = {}
 
@@ -143,15 +158,18 @@ def attention(
     found = record(plan, ("_plan_kernel",), decoded)  # made once for these inputs: the second call finds it
     if unified:
         return planned
-    return found | planned | record(prefill, ("_prefill_kernel",), _without(decode, call))
+    written = {} if kv is None else record(rotary, ("_rotary_kernel",), write)
+    return found | planned | written | record(prefill, ("_prefill_kernel",), _without(decode, call))
 
 
 def attention_variants(
     soft_cap: float | None, windows: tuple[int | None, ...], *, batch_invariant: bool, cascade: bool = True
 ) -> dict[str, dict[str, int]]:
     """How many variants of each kernel random steps of a model need, and how many of those a rehearsal has not made."""
-    from headrace.kernels.triton import decode, plan, prefill
-    from headrace.kernels.triton.attention import PagedAttention
+    from headrace.kernels.attention import triton_decode as decode
+    from headrace.kernels.attention import triton_plan as plan
+    from headrace.kernels.attention import triton_prefill as prefill
+    from headrace.kernels.attention.paged import PagedAttention
 
     attend = PagedAttention(64, 4, 132, batch_invariant, True, cascade=cascade)
     kernels = {decode: "_decode_kernel", prefill: "_prefill_kernel", plan: "_plan_kernel"}
@@ -172,7 +190,7 @@ def attention_variants(
 
 def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ...], soft_cap: float | None) -> None:
     """A step as the worker makes it: index tensors are slices of one copy, at any offset; tables as wide as the longest context."""
-    from headrace.layers.inputs import AttentionInputs
+    from headrace.kernels.inputs import AttentionInputs
 
     count = draw.choice((1, 1, 2, 3, 16, 17, 256, 300))
     longest = draw.choice((1, 1, 2, 4, 5, 16, 700))
@@ -190,9 +208,11 @@ def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ..
 def attention_later() -> dict[str, dict[str, int]]:
     """Of the kernels that may come later: how many variants, how many others have the same, how many are built for other arguments than a
     rehearsal launches them with; none of the device's memory is taken, which is ``meta`` here."""
-    from headrace.kernels.later import Later
-    from headrace.kernels.triton import decode, plan, prefill
-    from headrace.kernels.triton.attention import PagedAttention
+    from headrace.kernels.attention import triton_decode as decode
+    from headrace.kernels.attention import triton_plan as plan
+    from headrace.kernels.attention import triton_prefill as prefill
+    from headrace.kernels.attention.paged import PagedAttention
+    from headrace.kernels.build.later import Later
 
     kernels = {decode: "_decode_kernel", plan: "_plan_kernel", prefill: "_prefill_kernel"}
     keys = {module: Keys(getattr(module, name)) for module, name in kernels.items()}
@@ -218,7 +238,10 @@ def attention_later() -> dict[str, dict[str, int]]:
 
 
 def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import activation, embedding, norm, rotary
+    from headrace.kernels.attention import triton_rotary as rotary
+    from headrace.kernels.norm import triton_activation as activation
+    from headrace.kernels.norm import triton_norm as norm
+    from headrace.kernels.rows import triton_embedding as embedding
     from headrace.spec import Activation
 
     x, weight, tokens = torch.empty(64, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), torch.zeros(64, dtype=torch.int64)
@@ -237,7 +260,8 @@ def elementwise(dtype: torch.dtype) -> dict[str, dict[str, int]]:
 
 
 def sampling() -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import sampling, thresholds
+    from headrace.kernels.sampling import triton_pick as sampling
+    from headrace.kernels.sampling import triton_thresholds as thresholds
 
     logits, row, ids = torch.empty(8, 128256), torch.empty(8), torch.zeros(8, dtype=torch.int64)
     return {
@@ -249,7 +273,7 @@ def sampling() -> dict[str, dict[str, int]]:
 
 
 def rows() -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import rows
+    from headrace.kernels.rows import triton_rows as rows
 
     token_ids, table, ints = torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     peak = torch.zeros(8, dtype=torch.float32)
@@ -261,7 +285,7 @@ def rows() -> dict[str, dict[str, int]]:
 
 
 def linear(tokens: int) -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import linear
+    from headrace.kernels.linear import triton_linear as linear
 
     x, weight = torch.empty(tokens, 4096, dtype=torch.bfloat16), torch.empty(6144, 4096, dtype=torch.bfloat16)
     product = linear.InvariantLinear(weight, None, processors=132, one_order=True, bulk=True)
@@ -269,7 +293,8 @@ def linear(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def moe(tokens: int) -> dict[str, dict[str, int]]:
-    from headrace.kernels.triton import moe, moe_few
+    from headrace.kernels.moe import triton_few as moe_few
+    from headrace.kernels.moe import triton_moe as moe
     from headrace.spec import Activation
 
     x, router = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.empty(tokens, 128, dtype=torch.bfloat16)
@@ -290,6 +315,7 @@ CASES: dict[str, Callable[[], dict[str, dict[str, int]]]] = {
     "attention bfloat16 256": lambda: attention(torch.bfloat16, 16, 256),
     "attention float32 128": lambda: attention(torch.float32, 32, 128),
     "attention bfloat16 128 unified": lambda: attention(torch.bfloat16, 32, 128, bulk=True, sequences=20, unified=True),
+    **{f"attention bfloat16 128 {kv}": partial(attention, torch.bfloat16, 32, 128, bulk=True, sequences=20, kv=kv) for kv in CODES},
     "attention, variants": lambda: attention_variants(None, (None,), batch_invariant=False),
     "attention, variants with windows": lambda: attention_variants(30.0, (512, None, 64, None), batch_invariant=False),
     "attention, variants without a cascade": lambda: attention_variants(None, (None,), batch_invariant=False, cascade=False),

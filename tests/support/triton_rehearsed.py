@@ -21,18 +21,19 @@ from triton.runtime import JITFunction, driver
 import headrace.kernels as registry
 from headrace.clock import RealClock
 from headrace.kernels import Kernels
-from headrace.kernels.candidate import Sizes
-from headrace.kernels.triton import candidates
+from headrace.kernels.build import gpu
+from headrace.kernels.candidate import Facts, Sizes
+from headrace.kernels.linear import candidates as linear
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
 from headrace.models.loader import fill_dummy
 from headrace.spec import KVGroup, kv_groups
-from headrace.worker.allotment import allocate_kv
+from headrace.worker.allocation import allocate_kv
 from headrace.worker.model_runner import ModelRunner
-from headrace.worker.rehearsal import Limits, decode_step, largest_step, rehearse
 from headrace.worker.rows import Rows
-from headrace.worker.warm_up import warm_up
+from headrace.worker.warm_up import Limits, decode_step, largest_step, warm_up
 from headrace.worker.worker import STEP_SITES
+from tests.support.kernel_cases import called
 from tests.support.triton_offline import CompileOnly
 
 CPU = torch.device("cpu")
@@ -57,18 +58,18 @@ def as_on_a_card() -> None:
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
-    candidates.missing = lambda device: None  # type: ignore[assignment]
-    candidates.SMALL_WEIGHT = 1
-    ours = (candidates.TRITON, candidates.FLAT, candidates.FUSED)
-    registry.CANDIDATES = {  # type: ignore[misc]
-        op: tuple(replace(each, devices=("cpu",)) for each in group if each.name in ours)
-        for op, group in registry.CANDIDATES.items()
+    gpu.missing = lambda device: None  # type: ignore[assignment]
+    linear.SMALL_WEIGHT = 1
+    ours = (gpu.TRITON, linear.FLAT, linear.FUSED, linear.CODED, linear.EIGHT)
+    registry.OPERATIONS = {  # type: ignore[misc]
+        op: replace(one, candidates=tuple(replace(each, devices=("cpu",)) for each in one.candidates if each.name in ours))
+        for op, one in registry.OPERATIONS.items()
     }
 
 
 def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelRunner, list[KVGroup]]:
     groups = [KVGroup(each, ROWS) for each in kv_groups(spec, BLOCK_SIZE, 2)]
-    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU, kernels.choose("write_rows", dtype=torch.int32))
+    rows = Rows(ROWS, LONGEST, spec.vocab_size, [BLOCK_SIZE for _ in groups], CPU, kernels.choose(*called("write_rows", dtype=torch.int32)))
     caches = [allocate_kv(group, torch.bfloat16, CPU).zero_() for group in groups]
     return ModelRunner(decoder, caches, rows, kernels, max_logits_rows=64, padded=False, clock=RealClock()), groups
 
@@ -80,8 +81,9 @@ def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:
         for tokens in (rows, rows + 1, rows + 15, rows + 16, rows * 7, TOKENS):
             limits = Limits(rows, tokens, 64, LONGEST)
             for plan in (decode_step(limits), largest_step(limits)):
-                rehearse(runner, plan)
-                rehearse(runner, replace(plan, shared_tokens=None))
+                for each in (plan, replace(plan, shared_tokens=None)):
+                    runner.run(each)
+                    runner.forget()
 
 
 def main(config: dict[str, Any], *, invariant: bool) -> None:
@@ -96,7 +98,7 @@ def main(config: dict[str, Any], *, invariant: bool) -> None:
     with torch.inference_mode():
         decoder = Decoder(spec, kernels=kernels, dtype=torch.bfloat16, device=CPU, max_model_len=LONGEST)
         for op, dtype in STEP_SITES:
-            kernels.choose(op, dtype=dtype)
+            kernels.choose(op, Facts(dtype))
         fill_dummy(decoder, 0)
         decoder.finish_loading()
         for each in kernels.rehearsals(sizes):

@@ -18,9 +18,15 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from headrace.kernels.candidate import Site, Sizes
-from headrace.kernels.triton import moe, moe_few, rehearsals, sampling, thresholds
+from headrace.kernels.candidate import CallSite, Sizes
+from headrace.kernels.moe import triton_few as moe_few
+from headrace.kernels.moe import triton_moe as moe
+from headrace.kernels.moe.candidates import experts as rehearse_experts
+from headrace.kernels.sampling import triton_pick as sampling
+from headrace.kernels.sampling import triton_thresholds as thresholds
+from headrace.kernels.sampling.candidates import picks as rehearse_picks
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+from tests.support.kernel_cases import called
 from tests.support.triton_offline import CompileOnly, Keys
 
 EXPERTS = MoESpec(num_experts=8, top_k=2, intermediate_size=64, renormalize=True)
@@ -52,7 +58,7 @@ def count(kernels: dict[str, Any], rehearse: Callable[[], None], batch: Callable
 
 
 def rehearse(op: str, run: Callable[..., Any], calls: Callable[..., Any], dtype: torch.dtype) -> None:
-    for _, call in calls(Site(op, torch.device("cpu"), {"dtype": dtype}, False), run, SIZES):
+    for _, call in calls(CallSite(op, torch.device("cpu"), called(op, dtype=dtype)[1]), run, SIZES):
         call()
 
 
@@ -67,7 +73,7 @@ def experts(*, batch_invariant: bool) -> dict[str, dict[str, int]]:
 
     kernels = {name: moe for name in ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")}
     few = {name: moe_few for name in ("_expand_few_kernel", "_contract_few_kernel")}
-    return count(kernels | few, partial(rehearse, "moe", run, rehearsals.experts, torch.bfloat16), batch)
+    return count(kernels | few, partial(rehearse, "moe", run, rehearse_experts, torch.bfloat16), batch)
 
 
 def picks() -> dict[str, dict[str, int]]:
@@ -80,7 +86,7 @@ def picks() -> dict[str, dict[str, int]]:
 
     def rehearse_all() -> None:
         for op, run in ops.items():
-            rehearse(op, run, rehearsals.picks, torch.float32)
+            rehearse(op, run, rehearse_picks, torch.float32)
 
     def batch(draw: random.Random) -> None:
         rows = draw.choice((1, 2, draw.randint(1, 16), draw.randint(1, 256)))

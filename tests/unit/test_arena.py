@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from headrace.bench.arena import uses_of
-from headrace.bench.arena_model import CachingAllocator, between, compare, replay
-from headrace.worker.arena_plan import ALIGNED, Use, most_alive, plan, rounded
+from headrace.worker.arena import ALIGNED, Use, plan, rounded
+from lab.arena import uses_of
+from lab.arena_model import CachingAllocator, between, compare, most_alive, replay
 
 
 def step(draw: random.Random, count: int = 60) -> list[Use]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from headrace.bench.arrivals import GAPS, Swing, arrival_times
-from headrace.bench.workload import Lengths, random_dialogues, with_arrivals
 from headrace.errors import ConfigError
-from headrace.planner.workload import arriving, conversing, drawn
+from headrace.planner.workload.arrivals import GAPS, Swing, arrival_times
+from headrace.planner.workload.asked import Lengths, arriving, conversing, drawn
+from headrace.planner.workload.dialogues import dialogues_of
 
 COUNT = 20_000
 
@@ -78,8 +78,8 @@ def test_the_seed_decides_and_a_rate_only_scales() -> None:
 @pytest.mark.parametrize("swing", [None, Swing(0.5, 20.0)])
 def test_a_server_and_a_simulation_get_the_same_arrivals(swing: Swing | None) -> None:
     lengths, shape = Lengths(9, 5, 0.5), {"burstiness": 0.7, "gaps": "weibull", "swing": swing, "seed": 4}
-    sent = with_arrivals(random_dialogues(30, lengths, vocab_size=1000, seed=4), 2.0, **shape)  # type: ignore[arg-type]
     asked = arriving(drawn(30, lengths, seed=4), 2.0, **shape)  # type: ignore[arg-type]
+    sent = dialogues_of(asked, vocab_size=1000, seed=4)
     assert [each.at for each in asked] == [each.arrival for each in sent]
     talks = arriving(conversing(30, 3, lengths, system=4, think=1.0, seed=4), 2.0, **shape)  # type: ignore[arg-type]
     assert [each.at for each in talks if each.follows is None] == [each.arrival for each in sent]

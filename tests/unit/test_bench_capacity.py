@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.bench import capacity, overload
-from headrace.bench.statistics import Sample
 from headrace.errors import ConfigError
+from headrace.planner.workload.statistics import Sample
+from lab import capacity, overload
 
 
 @pytest.mark.parametrize("limit", [0.02, 1.0, 37.0])

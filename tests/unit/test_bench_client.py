@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from headrace.bench.http_client import HttpClient
-from headrace.bench.load import BenchFailed, LoadGenerator, first_model
+from headrace.bench.load import BenchFailed, HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import add_arguments, create_workload
-from headrace.bench.statistics import failure_reasons
-from headrace.bench.workload import Dialogue, Turn
 from headrace.errors import ConfigError
+from headrace.planner.workload.dialogues import Dialogue, Turn
+from headrace.planner.workload.statistics import failure_reasons
 
 T = TypeVar("T")
 Handler = Callable[[str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
@@ -133,7 +132,7 @@ def test_bytes_may_be_cut_anywhere(size: int) -> None:
         ([STREAM, chunk(token("a")), chunk(event({"error": {"message": "died"}})), chunk(event(b"[DONE]")), b"0\r\n\r\n"], "died"),
         ([b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"], "without [DONE]"),
         ([b"nonsense\r\n\r\n"], "not an HTTP/1.1 answer"),
-        ([STREAM, b"zz\r\n"], "a chunk of size"),
+        ([STREAM, b"zz\r\n"], "in chunk size"),
     ],
 )
 def test_what_is_no_whole_answer_is_a_failure_with_its_reason(pieces: list[bytes], reason: str) -> None:
@@ -232,7 +231,7 @@ def test_a_warm_up_that_fails_stops_the_run_with_its_reason() -> None:
         against(script(plain("404 Not Found", {"error": {"message": "no such model"}})), work)
 
 
-def test_flags_become_workloads() -> None:
+def test_flags_become_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser()
     add_arguments(parser)
 
@@ -242,12 +241,9 @@ def test_flags_become_workloads() -> None:
     assert all(dialogue.arrival is None for dialogue in made())
     assert all(dialogue.arrival is not None for dialogue in made("--request-rate", "2"))
     assert [len(dialogue.turns) for dialogue in made("--workload", "conversation", "--turns", "2")] == [2, 2, 2]
-    for flags, said in (
-        ("--workload trace", "--trace FILE"),
-        ("--vocab-size 0", "--vocab-size is 0"),
-        ("--num-warmups -1", "--num-warmups -1"),
-        ("--timeout nan", "--timeout nan"),
-        ("--metric-percentiles 500", "--metric-percentiles has 500"),
-    ):
-        with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="--trace FILE"):
+        made("--workload", "trace")
+    for flags in ("--vocab-size 0", "--num-warmups -1", "--timeout nan", "--metric-percentiles 500", "--reading-speed inf"):
+        with pytest.raises(SystemExit):
             made(*flags.split())
+        assert f"argument {flags.split()[0]}: '{flags.split()[1]}' is no" in capsys.readouterr().err

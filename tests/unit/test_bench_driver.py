@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from headrace.bench.driver import drive
-from headrace.bench.workload import Dialogue, Lengths, Turn, random_dialogues
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.planner.workload.asked import Lengths
+from headrace.planner.workload.dialogues import Dialogue, Turn, random_dialogues
+from tests.support.hash_engine import CheckedExecutor
 
 
 def core(device_time: float = 0.01, **info: int) -> EngineCore:
     clock = VirtualClock(5.0)
-    executor = KeyedHashExecutor(keyed_hash_info(**info), device_time=device_time, clock=clock, check=True)
-    return EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset({3}), clock=clock)
+    executor = CheckedExecutor(keyed_hash_info(**info), device_time=device_time, clock=clock, check=True)
+    return EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset({3}), namespace=b"", clock=clock)
 
 
 def test_open_loop_sends_when_due_and_stamps_each_token() -> None:

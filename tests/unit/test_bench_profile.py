@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.bench.load import BenchFailed
-from headrace.bench.profile_ncu import BANDWIDTH, DURATION, METRICS, SM_ACTIVE, TENSOR_ACTIVE, by_kernel, read_kernels, split_steps, sum_up
-from headrace.bench.profile_page import sections, short_name
+from lab.profile_ncu import BANDWIDTH, DURATION, METRICS, SM_ACTIVE, TENSOR_ACTIVE, by_kernel, read_kernels, split_steps, sum_up
+from lab.profile_page import sections, short_name
 
 COLUMNS = ("ID", "Process ID", "Kernel Name", "Grid Size", BANDWIDTH, DURATION, TENSOR_ACTIVE, SM_ACTIVE)
 UNITS = ("", "", "", "", "byte/second", "ns", "%", "%")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.skip import COLUMNS, LaunchFloor, check_skip_profile, show_skip, skip_as_dicts, skip_figures
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
+from lab.skip import COLUMNS, LaunchFloor, check_skip_profile, show_skip, skip_as_dicts, skip_figures
 
 FLOOR = LaunchFloor(alone=5.0, graph=9.0)
 

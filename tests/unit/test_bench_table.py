@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from headrace.bench import table as bench_table
-from headrace.bench import table_run, table_start, table_techniques
-from headrace.bench.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
 from headrace.bench.load import BenchFailed
-from headrace.bench.table_measure import Measured, TableBench
-from headrace.bench.table_merge import combine, read_files
-from headrace.bench.table_peers import Peer, differences, load_peer
-from headrace.bench.table_rows import ROWS, Row, requests_of, scaled, select_rows
-from headrace.bench.table_show import lines_of, markdown, refusals, terminal
 from headrace.config import EngineConfig, ModelConfig
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecord
+from headrace.observe.metrics import StepRecord
+from lab import table as bench_table
+from lab import table_run, table_start, table_techniques
+from lab.jobs import LONGEST, SHAPES, config_for, config_of, flags_of, known_shapes
+from lab.table_measure import Measured, TableBench
+from lab.table_merge import combine, read_files
+from lab.table_peers import Peer, differences, load_peer
+from lab.table_rows import ROWS, Row, requests_of, scaled, select_rows
+from lab.table_show import lines_of, markdown, refusals, terminal
 
 PREFILL, STEP = 0.5, 0.01  # s
 
@@ -157,7 +157,7 @@ def model_of(peer: Peer, name: str, **more: Any) -> dict[str, Any]:
     rows = [{"row": row, "values": [figures["peer"] / 2], "floor": 0.1, "problem": None} for row, figures in entry["rows"].items()]
     facts = {"date": "today", "versions": "some"}
     return {
-        "name": name, "command": "headrace bench table", "scale": 1, "repeats": 3, "facts": facts, "dtype": entry["dtype"],
+        "name": name, "command": "python -m lab table", "scale": 1, "repeats": 3, "facts": facts, "dtype": entry["dtype"],
         "config": {**entry["shape"], "rope_theta": 1.0}, "limits": dict(peer.limits), "rows": rows, **more,
     }  # fmt: skip
 
@@ -260,10 +260,10 @@ def test_the_command_beside_a_table_makes_it_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_table, "run_child", lambda *_, **__: ({"rows": []}, 0))
     rows, flags = select_rows(["decode-1"]), ["--enforce-eager", "--dtype", "float16"]
     measured = bench_table.measure_model("Llama-3.2-1B", EngineConfig(), flags, rows, scale=1.0, repeats=5)
-    wanted = "headrace bench table --model Llama-3.2-1B --rows decode-1 --repeats 5 -- --enforce-eager --dtype float16"
+    wanted = "python -m lab table --model Llama-3.2-1B --rows decode-1 --repeats 5 -- --enforce-eager --dtype float16"
     assert measured["command"] == wanted
     plain = bench_table.measure_model("Llama-3.2-1B", EngineConfig(), [], rows, scale=1.0, repeats=3)
-    assert plain["command"] == "headrace bench table --model Llama-3.2-1B --rows decode-1"
+    assert plain["command"] == "python -m lab table --model Llama-3.2-1B --rows decode-1"
     said = [table_run._said(EngineConfig(model=ModelConfig(load_format=name))) for name in ("dummy", "safetensors")]
     assert said[0].startswith("random weights") and said[1].startswith("weights of the checkpoint")
 
@@ -274,7 +274,7 @@ def test_the_command_beside_a_table_makes_it_again(monkeypatch: pytest.MonkeyPat
         ("no JSON", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"models": 3}', "cannot be read"),
-        ('{"models": [{"name": "a page of bench profile"}]}', "another benchmark.*'command'"),
+        ('{"models": [{"name": "a page of python -m lab profile"}]}', "another benchmark.*'command'"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(text: str, said: str, tmp_path: Path) -> None:

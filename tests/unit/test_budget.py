@@ -19,8 +19,10 @@ from headrace.errors import InvalidRequest, Unavailable
 from headrace.models.source import find_model
 from headrace.request import Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server.answers import ChatAnswer, CompletionAnswer, PromptState, Shape
+from headrace.server.answers import PromptState, Shape
 from headrace.server.budget import Budget, price, shortened
+from headrace.server.dialects.chat import ChatAnswer
+from headrace.server.dialects.completions import CompletionAnswer
 from headrace.server.wire import encode_list, encode_object, joined_lists
 
 PLAIN = Shape("m", "f", logprobs=False, prompt_logprobs=False, token_ids=False, include_usage=False)
@@ -129,7 +131,7 @@ def test_scores_of_a_prompt_are_written_once_for_all_choices() -> None:
 
 
 def test_no_piece_is_large() -> None:
-    answer = ChatAnswer(SCORED, PromptState(array("i", [1])), 2, None)
+    answer = ChatAnswer(SCORED, PromptState(array("i", [1])), [None, None], None)
     for choice in answer.choices:
         choice.logprobs, choice.token_ids = entries(5000), list(range(5000))
     pieces = list(answer.pieces())
@@ -148,7 +150,7 @@ def inputs_of(tokenizer: Tokenizer, length: int = 128) -> InputProcessor:
         model="m", served_names=("m",), max_model_len=length, max_sequence_tokens=length, vocab_size=tokenizer.vocab_size, max_num_seqs=4,
         eos_token_ids=(), device="none", dtype="none",
     )  # fmt: skip
-    return InputProcessor(info, tokenizer, None)
+    return InputProcessor(info, tokenizer, 0)
 
 
 @pytest.mark.parametrize("text", ["a cat sat on the mat. " * 8000, "größer 日本語 🙂 " * 9000, "if x:\n" + "        y = 1\n" * 9000])

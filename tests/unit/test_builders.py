@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace import builders
-from headrace.builders import Builders, begin_builders, mark_of
+from headrace.processes import builders
+from headrace.processes.builders import Builders, begin_builders, mark_of
 from tests.support.builders import compile_by_a_stand_in
 
 
@@ -108,12 +108,12 @@ def test_who_has_built_before_or_has_few_cores_starts_none(tmp_path: Path, monke
 def test_a_mark_is_of_these_facts_and_these_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    (kernels / "norm.py").write_text("one")
+    (kernels / "norm").mkdir(parents=True)
+    (kernels / "norm" / "triton_norm.py").write_text("one")
     monkeypatch.setattr(builders, "_KERNELS", kernels)
     marks = [mark_of({"layers": 1}), mark_of({"layers": 1}), mark_of({"layers": 2})]
     assert marks[0] == marks[1] != marks[2] and marks[0].parent == tmp_path / "cache"
-    (kernels / "norm.py").write_text("another")
+    (kernels / "norm" / "triton_norm.py").write_text("another")
     assert mark_of({"layers": 1}) not in marks
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.builders import mark_of
 from headrace.cache_home import cache_home
+from headrace.processes.builders import mark_of
 
 
 def test_the_users_word_goes_before_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import cli
-from headrace.bench.calibration_report import report
-from headrace.bench.server_steps import parse_steps, step_figures
-from headrace.bench.statistics import Sample, summarise
+from headrace.bench.serve import parse_steps, step_figures
 from headrace.clock import VirtualClock
+from headrace.commands.simulate_calibrate import report
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost import sharing
 from headrace.cost.calibrated import (
@@ -42,15 +41,15 @@ from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import MEASURED_SWITCHES, facts_of
 from headrace.cost.shapes import multiplications
 from headrace.cost.sharing import SharedBlocks
-from headrace.cost.step_error import CALIBRATED_EVERY, FadingError
+from headrace.cost.speed import CALIBRATED_EVERY, FadingError
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import keyed_hash_info
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecorder, StepTimes, render_steps
+from headrace.observe.metrics import StepRecorder, StepTimes
+from headrace.observe.trace import StepTrace, TraceFile
 from headrace.planner.against import VOID_STATUS, Compared, compare_figures, status_of
-from headrace.planner.calibrate import calibrate
-from headrace.planner.calibrate_front import fit_front, least_absolute
+from headrace.planner.calibrate import calibrate, fit_front, front_of
 from headrace.planner.devices import CPU_EFFICIENCY, GPU_EFFICIENCY, Device, classes_of, find_device, known_devices
 from headrace.planner.drive import Drive
 from headrace.planner.executor import ModelledExecutor
@@ -58,11 +57,13 @@ from headrace.planner.pricing import choose_prices
 from headrace.planner.runs import RecordedRun, read_run
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepTime
-from headrace.planner.workload import Asked, drawn, prompt_ids
+from headrace.planner.workload.asked import Asked, drawn, prompt_ids
+from headrace.planner.workload.statistics import Sample, summarise
+from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import NewRow, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
+from headrace.server.exposition import render_steps
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
-from headrace.trace import StepTrace, TraceFile
 
 SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
 BANDWIDTH, RATE = 1e9, 2e11
@@ -106,7 +107,7 @@ def ran(
     step_time = StepTime(costs, prices, shapes=shapes if graphed else None)
     executor = ModelledExecutor(info, step_time.of_plan, clock)
     config = SchedulerConfig(max_num_batched_tokens=512)
-    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth)
+    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=depth)
     facts = facts_of(costs, DeviceConfig(overlap=depth), model=model, engine="test")
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     core.observe(trace)
@@ -121,7 +122,7 @@ def _ids(asked: list[Asked], vocab_size: int, index: int) -> array[int]:
 
 
 def some(count: int = 60, prompt: int = 150, output: int = 12, seed: int = 0) -> list[Asked]:
-    from headrace.bench.workload import Lengths
+    from headrace.planner.workload.asked import Lengths
 
     return drawn(count, Lengths(prompt, output, 0.9), seed=seed)
 
@@ -186,6 +187,29 @@ def test_the_running_engine_is_told_the_same_price(found: CalibratedSteps) -> No
     assert model(load, True) == pytest.approx(step_time.of_load(load, rows=2).seconds)
 
 
+def test_an_engine_without_graphs_launches_steps_with_prompts(found: CalibratedSteps) -> None:
+    costs = cost_model(device())
+    on = replace(device(), calibrated=(found, replace(found, switches={"enforce_eager": True}), replace(found, switches={"prompt_graphs": False})))
+    launched = []
+    for switches in ({}, {"enforce_eager": True}, {"prompt_graphs": False}):
+        config = resolve_config(replace(EngineConfig(), device=DeviceConfig(**switches)), "cuda")[0]
+        step_time = choose_prices(on, config, costs, tuple(kv_groups(SPEC, 16, 2))).step_time
+        launched.append(step_time.of_load(StepLoad(60, 1, (1830.0,), (60.0,), (0.0,)), alone=False).launch_seconds > 0)
+    assert launched == [False, True, True]
+
+
+def test_what_a_step_costs_beside_its_work_is_its_layers(found: CalibratedSteps) -> None:
+    """Of twice as many: launching, recording, shared keys."""
+    deep = replace(SPEC, layers=SPEC.layers * 2)
+    on = replace(device(), calibrated=(replace(found, prices=replace(found.prices, shared=1e-3)),))
+    config, groups = resolve_config(EngineConfig(), "cuda")[0], tuple(kv_groups(deep, 16, 2))
+    shared, plain = (
+        choose_prices(on, config, cost_model(device(), deep), groups).step_time.of_load(StepLoad(4, 4, (80.0,), (80.0,), (80.0,), saved), rows=4)
+        for saved in ((1e-9,), ())
+    )
+    assert shared.seconds - plain.seconds == pytest.approx(2e-3, rel=1e-3)
+
+
 # --- files
 
 
@@ -207,6 +231,8 @@ def test_another_model_or_precision_is_marked_as_extrapolation(found: Calibrated
     wide = replace(SPEC, hidden_size=256)
     best, other = best_calibrated([found], wide, "float16", {})
     assert best == found and len(other) == 2 and "another model" in other[0] and "another precision (bfloat16)" in other[1]
+    packed = replace(SPEC, formats=(("head", (ScaledWeight("float8_e4m3fn", (1, WHOLE)),)),))
+    assert best_calibrated([found], packed, "bfloat16", {}) == (found, ("weights that are not quantised",))
 
 
 def test_what_lies_beyond_the_fitted_steps_is_marked(found: CalibratedSteps) -> None:
@@ -267,14 +293,14 @@ def edited(run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -
 
 
 WRONG_STEPS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda event: event["args"].update({"measured ms": -1.0}), "measured ms = -1.0, not a number of at least 0"),
-    (lambda event: event["args"].update({"measured ms": math.nan}), "measured ms = nan"),
-    (lambda event: event["args"].update({"tokens": "many"}), "tokens = 'many'"),
-    (lambda event: event["args"]["load"].update({"keys": [math.inf]}), "keys = inf"),
-    (lambda event: event.update({"ts": -5.0}), "begins at -5.0 µs, which is no time"),
-    (lambda event: event.update({"dur": math.nan}), "takes nan µs, which is no time"),
-    (lambda event: event["args"].pop("load"), "does not say what step 0 had to do"),
-    (lambda event: event["args"].pop("step"), "a step without a number"),
+    (lambda event: event["args"].update({"measured ms": -1.0}), "Expected `float` >= 0.0 - at `$.measured ms`"),
+    (lambda event: event["args"].update({"measured ms": math.nan}), "malformed"),
+    (lambda event: event["args"].update({"tokens": "many"}), "Expected `int`, got `str` - at `$.tokens`"),
+    (lambda event: event["args"]["load"].update({"keys": [math.inf]}), "malformed"),
+    (lambda event: event.update({"ts": -5.0}), "Expected `float` >= 0.0 - at `$.ts`"),
+    (lambda event: event.update({"dur": "long"}), "Expected `float`, got `str` - at `$.dur`"),
+    (lambda event: event["args"].pop("load"), "missing required field `load`"),
+    (lambda event: event["args"].pop("step"), "missing required field `step`"),
 ]
 
 
@@ -356,9 +382,15 @@ def test_a_client_whose_request_is_under_way_misses_the_next_step(found: Calibra
     assert both[1]["median_ttft_ms"] >= both[0]["median_ttft_ms"]
 
 
+def test_a_burst_passes_the_front_end_one_after_another(found: CalibratedSteps) -> None:
+    load = Load([Asked(20, 2, at=0.0)] * 41)
+    behind = simulate(SPEC, EngineConfig(), replace(device(), calibrated=(replace(found, front=FrontPrices(0.01, 1e-4)),)), load).figures
+    assert behind["median_ttft_ms"] == pytest.approx(21 * (10 + 2), rel=0.1)
+
+
 def test_prompts_of_one_length_give_one_number() -> None:
-    assert least_absolute([9] * 9, [3e-3] * 9) == FrontPrices(pytest.approx(3e-3), 0.0)  # type: ignore[arg-type]
-    assert least_absolute([5, 9, 11], [-1e-3] * 3) == FrontPrices(0.0, 0.0)
+    assert front_of([9] * 9, [3e-3] * 9) == FrontPrices(pytest.approx(3e-3), 0.0)  # type: ignore[arg-type]
+    assert front_of([5, 9, 11], [-1e-3] * 3) == FrontPrices(0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -366,10 +398,10 @@ def test_prompts_of_one_length_give_one_number() -> None:
     [
         (lambda rows: rows[:3], "has 3 requests with an answer, and at least 5"),
         (lambda rows: [{**each, "prompt_tokens": each["prompt_tokens"] + 1} for each in rows], "are not found in run.json in their order"),
-        (lambda rows: [{**each, "arrivals": [-1.0]} for each in rows], "a time that is negative"),
-        (lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows], "times that go back"),
+        (lambda rows: [{**each, "arrivals": [-1.0]} for each in rows], "tokens at -1 …, which cannot have happened"),
+        (lambda rows: [{**each, "arrivals": [2.0, 1.0]} for each in rows], "tokens at 2, 1 …, which cannot have happened"),
         (lambda rows: [{**each, "cached_tokens": each["prompt_tokens"]} for each in rows], "100% of its prompt tokens came from the cache"),
-        (lambda rows: [{}], "cannot be read"),
+        (lambda rows: [{}], "missing required field `sent`"),
     ],
 )
 def test_clients_files_that_say_nothing_are_refused(
@@ -441,7 +473,7 @@ def test_sharing_ends_when_sequences_do_and_windows_share_nothing() -> None:
 
 
 def test_a_simulated_card_is_quicker_where_prompts_begin_alike() -> None:
-    from headrace.bench.workload import Lengths
+    from headrace.planner.workload.asked import Lengths
 
     asked = drawn(48, Lengths(20, 40), prefix=1024, num_prefixes=1)
     figures = [
@@ -585,8 +617,22 @@ def test_a_recorder_holds_both_predictions_against_every_step() -> None:
     assert "step_prediction_error" not in render_steps(StepRecorder().summary())
 
 
+def test_a_recorder_prices_a_step_with_prompts_as_it_was_computed() -> None:
+    told: list[int] = []
+
+    def price(load: StepLoad, alone: bool) -> float:
+        told.append(load.filled)
+        return 1.0
+
+    recorder, times = StepRecorder(cost_model(device()), calibrated=price), StepTimes(0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, True)
+    for step, graph_tokens in ((0, 64), (CALIBRATED_EVERY, 0)):
+        plan = replace(_plan([0], [0], [50]), step_id=step)
+        recorder.on_step(plan, StepResult(step, ((1,),), device_seconds=1.0, graph_tokens=graph_tokens), times)
+    assert told == [64, 0]
+
+
 def test_an_engine_is_told_its_calibration_and_starts_without_one(found: CalibratedSteps, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from headrace.worker.meter import find_price
+    from headrace.worker.profile import find_price
 
     costs = cost_model(device())
     assert find_price(costs, {}, [tmp_path]) is None
@@ -619,9 +665,9 @@ def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows(
 def test_what_is_assumed_of_kernels_is_what_kernels_say() -> None:
     """Where kernels change with the number of rows, and how shared blocks are read: facts of files that cannot be imported here."""
     kernels = Path(sharing.__file__).parents[1] / "kernels"
-    text = (kernels / "triton" / "sharing.py").read_text()
+    text = (kernels / "attention" / "triton_sharing.py").read_text()
     for name, value in (("ROWS", sharing.QUERIES), ("UNIT", sharing.UNIT), ("FEWEST", sharing.FEWEST), ("LEAST_SAVED", sharing.LEAST_SAVED)):
         assert re.search(rf"^{name} = {value}\b", text, re.MULTILINE), name
-    forms = json.loads((kernels / "triton" / "flat_forms.json").read_text())["NVIDIA H200"]
+    forms = json.loads((kernels / "linear" / "measured.json").read_text())["NVIDIA H200"]["flat"]
     assert {row[0] for shape in forms.values() for row in shape} == set(classes_of("cuda").bounds)
-    assert re.search(rf"^FEW_ROWS = {classes_of('cpu').bounds[0]}\b", (kernels / "cpu" / "native.py").read_text(), re.MULTILINE)
+    assert re.search(rf"^FEW_ROWS = {classes_of('cpu').bounds[0]}\b", (kernels / "linear" / "native.py").read_text(), re.MULTILINE)

@@ -14,7 +14,7 @@ import pytest
 
 from headrace import cli
 from headrace.errors import ConfigError, ModelError
-from headrace.foreign_flags import OTHER_COMMANDS
+from headrace.flags import elsewhere
 
 HEAVY = ("torch", "fastapi", "uvicorn", "starlette", "pydantic", "httpx", "tokenizers", "safetensors", "jinja2", "gguf", "yaml", "msgspec")
 
@@ -102,8 +102,8 @@ def test_a_command_that_is_none_gets_the_one_to_use(words: tuple[str, ...], told
 
 
 def test_hints_name_commands_that_exist() -> None:
-    named = {match for text in OTHER_COMMANDS.values() for match in re.findall(r"headrace ([a-z]+)", text)}
-    assert named <= set(cli.COMMANDS) and not set(OTHER_COMMANDS) & set(cli.COMMANDS)
+    named = {match for text in elsewhere("commands").values() for match in re.findall(r"headrace ([a-z]+)", text)}
+    assert named <= set(cli.COMMANDS) and not elsewhere("commands").keys() & set(cli.COMMANDS)
 
 
 def test_bad_log_level_is_explained() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from headrace.config import CacheConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor
-from headrace.engine.process import pack_step
+from headrace.engine.frames import Event, pack_step, unpack_step
+from headrace.engine.keyed_hash import KeyedHashExecutor
+from headrace.processes.messages import Unpacker
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
 from headrace.scheduler import cohort, scheduler
 from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engine, expected, plans_of, request, run
@@ -102,7 +104,7 @@ def test_a_cohort_is_never_seen(depth: int, name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("most", [1, 3, 64])
-def test_records_are_right_whenever_somebody_looks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_right_whenever_they_are_settled(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cohort, "MOST_PENDING", most)
     draw, core, answers = random.Random(1), engine(depth=1), Answers()
     asked = [request(number, range(20, 25 + number), max_tokens=60) for number in range(5)]
@@ -112,6 +114,7 @@ def test_records_are_right_whenever_somebody_looks(most: int, monkeypatch: pytes
         answers.take(core.step())
         if draw.random() < 0.3:
             in_flight = len(core.scheduler.in_flight)
+            core.scheduler.settle()
             for sequence in core.scheduler.roster:
                 outputs = answers.tokens.get((sequence.request_id, 0), [])
                 assert list(sequence.token_ids)[sequence.num_prompt_tokens :] == outputs
@@ -140,10 +143,15 @@ def test_columns_are_outputs() -> None:
     assert (columns[1], len(columns), bool(columns), bool(TokenOutputs([], [], []))) == (SequenceOutput(5, 1, (8,)), 2, True, False)
 
 
+def sent(outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+    (frame,) = Unpacker(Event).feed(pack_step(outputs))
+    return list(unpack_step(frame))
+
+
 def test_columns_are_sent_as_their_outputs_would_be() -> None:
     for indices in ([0, 0, 0], [0, 2, 1]):
         columns = TokenOutputs([2**40, 5, 6], indices, [(7,), (8,), (2**30,)])
-        assert pack_step(columns) == pack_step(list(columns))
+        assert sent(columns) == sent(list(columns)) == list(columns)
 
 
 def test_steady_decoding_is_a_cohort() -> None:

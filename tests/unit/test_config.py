@@ -20,7 +20,7 @@ CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig
         (ModelConfig, "max_model_len", 1, "give at least 2"),
         (ModelConfig, "max_model_len", "32k", "give a whole number or None"),
         (ModelConfig, "seed", True, "give a whole number"),
-        (ModelConfig, "quantization", "fp8", "nothing is supported there yet; leave it out"),
+        (ModelConfig, "quantization", "int3", "give one of none, fp8, "),
         (ModelConfig, "served_model_name", "one", "give a tuple of strings"),
         (CacheConfig, "block_size", 15, "give one of 8, 16, 32, 64, 128"),
         (CacheConfig, "gpu_memory_utilization", 1.01, "give a share above 0 and up to 1"),

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from headrace import cli
 from headrace.bench.driver import drive
-from headrace.bench.workload import Lengths, conversations, with_arrivals
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import keyed_hash_info
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.planner.devices import known_devices
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload import Asked, Prompts, arriving, conversing
+from headrace.planner.workload.asked import Asked, Lengths, Prompts, arriving, conversing
+from headrace.planner.workload.dialogues import dialogues_of
 from headrace.request import Request
+from tests.support.command import status_of
 from tests.support.specs import SMALL
 
 STEADY = StepPrice(0.125, 0.1, 1.0, 1.0)
@@ -33,15 +33,16 @@ def driven(asked: list[Asked], *, room: int | None = None, max_queue: int = 1000
     """With the requests as the core got them, by number."""
     clock = VirtualClock()
     info = keyed_hash_info(block_size=4, num_blocks=2000)
-    executor = ModelledExecutor(info, lambda plan: STEADY, clock, price_alike=lambda starts, steps: [STEADY] * steps)
+    executor = ModelledExecutor(info, lambda plan: STEADY, clock)
     core = EngineCore(
-        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth
+        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
+        namespace=b"", clock=clock, depth=depth
     )
     got: dict[int, Request] = {}
     add = core.add
     core.add = lambda request: (got.update({request.request_id: request}), add(request))[1]  # type: ignore[method-assign]
     prompts = Prompts(asked, executor.answer_ids, vocab_size=info.vocab_size, seed=0)
-    return Drive(core, asked, prompts, room=room, max_queue=max_queue, leaps=executor).run(), got, core
+    return Drive(core, asked, prompts, room=room, max_queue=max_queue).run(), got, core
 
 
 def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
@@ -49,7 +50,7 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
     answers: dict[int, array[int]] = {index: array("i") for index in range(4)}
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4), lambda plan: STEADY, clock)
-    core = EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock)
+    core = EngineCore(executor, scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock)
     prompts = Prompts(asked, executor.answer_ids, vocab_size=512, seed=0)
     said: list[array[int]] = []
     drive_ = Drive(core, asked, lambda index: (said.append(prompts(index)), said[-1])[1], room=None, max_queue=9)
@@ -68,15 +69,16 @@ def test_a_turn_asks_with_all_that_was_said_and_finds_it_in_the_cache() -> None:
 @pytest.mark.parametrize("room", [2, 5])
 def test_turns_come_when_the_driver_of_an_engine_would_send_them(rate: float | None, room: int) -> None:
     """The same conversations over the same seconds a step through the benchmarks' own driver, which puts real answers in front."""
-    talks = conversations(6, 3, LENGTHS, system_len=8, think_seconds=0.0, vocab_size=1000, seed=3)
     asked = conversing(6, 3, LENGTHS, system=8, think=0.0, seed=3)
     if rate is not None:
-        talks, asked = with_arrivals(talks, rate, seed=3), arriving(asked, rate, seed=3)
+        asked = arriving(asked, rate, seed=3)
+    talks = dialogues_of(asked, vocab_size=1000, seed=3)
     mine, _, _ = driven(asked, room=room, depth=0)
     clock = VirtualClock()
     executor = ModelledExecutor(keyed_hash_info(block_size=4, num_blocks=2000), lambda plan: STEADY, clock)
     core = EngineCore(
-        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=0
+        executor, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
+        namespace=b"", clock=clock, depth=0
     )
     theirs = drive(core, talks, max_concurrency=room)
     assert sorted(each.prompt_tokens for each in mine.samples) == sorted(each.prompt_tokens for each in theirs.samples)
@@ -107,16 +109,6 @@ def test_a_conversation_ends_with_a_turn_that_fails() -> None:
     assert len(outcome.samples) == 8 + 3 * (8 - len(failed)), "those that were taken went on to their end"
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_leap_ends_where_somebody_has_thought(depth: int) -> None:
-    asked = conversing(5, 3, Lengths(30, 60, 0.5), system=40, think=1.5, seed=2)
-    for load in (Load(asked, max_concurrency=3), Load(arriving(asked, 0.2, seed=2))):
-        config = EngineConfig()
-        config = replace(config, device=replace(config.device, overlap=depth))
-        runs = [simulate(SMALL, config, known_devices()["l40s"], replace(load, stepwise=stepwise)) for stepwise in (True, False)]
-        assert runs[0].figures == runs[1].figures and runs[0].samples == runs[1].samples
-
-
 def test_prefixes_are_reused_from_turn_to_turn() -> None:
     asked = conversing(4, 5, Lengths(200, 100), system=512, think=1.0)
     alone = [replace(each, follows=None, pieces=(index,), piece=each.prompt) for index, each in enumerate(asked)]
@@ -126,7 +118,7 @@ def test_prefixes_are_reused_from_turn_to_turn() -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = cli.main(["simulate", "--device", "h200", *words])
+    status = status_of("simulate", "--device", "h200", *words)
     found = capsys.readouterr()
     return status, found.out, found.err
 
@@ -141,8 +133,8 @@ def test_the_command_takes_conversations_and_lengths_of_a_trace(capsys: pytest.C
 
 
 WRONG = {
-    "--think-time -1": "--think-time is -1",
-    "--turns 0": "--turns is 0",
+    "--think-time -1": "argument --think-time: '-1' is no finite number from 0 on",
+    "--turns 0": "argument --turns: '0' is no whole number",
     "--diurnal 0.5": "there is none; give --request-rate",
     "--diurnal 1.5 --request-rate 2": "The rate swings by 1.5",
     "--trace x.csv": "--workload trace, or --lengths-from",

@@ -7,8 +7,9 @@ from array import array
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor, Ticket, keyed_hash_info
-from headrace.metrics import StepTimes
+from headrace.engine.executor import Ticket
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
+from headrace.observe.metrics import StepTimes
 from headrace.request import Request, StepPlan, StepResult
 from headrace.sampling_params import SamplingParams
 
@@ -56,7 +57,8 @@ class Notes:
 def run(depth: int, *, requests: int = 1) -> list[StepTimes]:
     clock, notes = CountingClock(), Notes()
     core = EngineCore(
-        Busy(clock), scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth, observer=notes
+        Busy(clock), scheduler=SchedulerConfig(), cache=CacheConfig(), eos_token_ids=frozenset(),
+        namespace=b"", clock=clock, depth=depth, observer=notes
     )
     for number in range(requests):
         clock.used += 100.0  # whoever asks computes too: not the engine's business

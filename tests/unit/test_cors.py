@@ -10,8 +10,7 @@ from headrace import flags
 from headrace.commands import serve
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
-from headrace.server.auth import Guard
-from headrace.server.cors import Cors
+from headrace.server.auth import Cors, Guard
 from headrace.server.http_errors import Forbidden
 
 CHAT = "https://chat.example"

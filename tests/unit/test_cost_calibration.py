@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.cost.calibration import fit
+from headrace.bench.steps import fit
 
 FLOORS = [0.001, 0.002, 0.01, 0.1]
 

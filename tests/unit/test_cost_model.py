@@ -37,7 +37,7 @@ def model(spec: DecoderSpec, device: DeviceProfile) -> CostModel:
 
 
 def by_name(cost: CostModel, load: StepLoad) -> dict[str, tuple[float, float]]:
-    return {op.name: (op.bytes, op.flops) for op in cost.operators(load)}
+    return {name: (moved, flops) for name, moved, flops in cost.costs(load)}
 
 
 def brute_force(starts: list[int], counts: list[int], window: int | None) -> tuple[int, int]:
@@ -64,12 +64,12 @@ def test_load_equals_a_walk_over_every_query(window: int | None) -> None:
 def test_operators_of_a_tiny_model_by_hand() -> None:
     cost = by_name(model(TINY, profile()), StepLoad(tokens=5, sampled=2, pairs=(7.0,), keys=(9.0,)))
     assert cost["qkv"] == (3 * 4 * (4 + 2 + 2) * 2, 2 * 3 * 4 * 8 * 5)
-    assert cost["o"] == (3 * 4 * 4 * 2, 2 * 3 * 16 * 5)
-    assert cost["gate_up"] == (3 * 4 * 12 * 2, 2 * 3 * 48 * 5)
+    assert cost["output"] == (3 * 4 * 4 * 2, 2 * 3 * 16 * 5)
+    assert cost["gate and up"] == (3 * 4 * 12 * 2, 2 * 3 * 48 * 5)
     assert cost["down"] == (3 * 6 * 4 * 2, 2 * 3 * 24 * 5)
     assert cost["attention"] == (9 * 3 * 2 * 2 * 2, 7 * 3 * 4 * 2 * 2)  # K and V of 1 head x 2 x bf16; QK and PV of 2 heads
     assert cost["kv_write"] == (5 * 3 * 2 * 2 * 2, 0)
-    assert cost["lm_head"] == (10 * 4 * 2, 2 * 40 * 2)
+    assert cost["LM head"] == (10 * 4 * 2, 2 * 40 * 2)
     assert cost["norms"][0] == 7 * 4 * 2
     assert cost["embedding"][0] == 5 * 4 * 2
 
@@ -77,17 +77,19 @@ def test_operators_of_a_tiny_model_by_hand() -> None:
 def test_floor_is_a_sum_of_maxima_and_overlap_a_maximum_of_sums() -> None:
     load = StepLoad(tokens=5, sampled=2, pairs=(7.0,), keys=(9.0,))
     cost = model(TINY, profile(bandwidth=1e3, rate=5e3, efficiency=0.5, step_overhead=2.0))
-    parts = [op for op in cost.operators(load) if op.in_floor]
+    parts = cost.costs(load)
     total = cost.estimate_load(load)
-    assert total.floor_seconds == pytest.approx(sum(max(op.bytes / 1e3, op.flops / 5e3) for op in parts))
-    assert total.overlapped_floor_seconds == pytest.approx(max(sum(op.bytes for op in parts) / 1e3, sum(op.flops for op in parts) / 5e3))
+    assert total.floor_seconds == pytest.approx(sum(max(moved / 1e3, flops / 5e3) for _, moved, flops in parts))
+    assert total.overlapped_floor_seconds == pytest.approx(
+        max(sum(moved for _, moved, _ in parts) / 1e3, sum(flops for _, _, flops in parts) / 5e3)
+    )
     assert total.overlapped_floor_seconds < total.floor_seconds
     assert total.seconds == pytest.approx(total.floor_seconds / 0.5 + 2.0)
 
 
 def test_a_step_that_samples_nothing_does_not_read_the_head() -> None:
     names = by_name(model(TINY, profile()), StepLoad(tokens=5, sampled=0, pairs=(7.0,), keys=(9.0,)))
-    assert "lm_head" not in names
+    assert "LM head" not in names
 
 
 def test_an_empty_step_costs_its_overhead_alone() -> None:
@@ -97,7 +99,7 @@ def test_an_empty_step_costs_its_overhead_alone() -> None:
 
 def test_sliding_layers_read_their_window_only() -> None:
     spec = replace(TINY, layers=(LayerSpec(), LayerSpec(window=4), LayerSpec(window=4)))
-    attention = [op.bytes for op in model(spec, profile()).operators(load_of(plan([99], [1]), (None, 4))) if op.name == "attention"]
+    attention = [moved for name, moved, _ in model(spec, profile()).costs(load_of(plan([99], [1]), (None, 4))) if name == "attention"]
     assert attention == [100 * 1 * 8, 4 * 2 * 8]
 
 
@@ -107,7 +109,7 @@ def test_experts_count_the_distinct_ones() -> None:
     one = by_name(cost, StepLoad(1, 1, (1.0,), (1.0,)))
     assert one["experts"] == pytest.approx((3 * 2 * 3 * 4 * 3 * 2, 3 * 2 * 2 * 3 * 4 * 3))  # exactly top_k experts
     assert one["router"] == (3 * 8 * 4 * 2, 2 * 3 * 8 * 4)
-    assert "gate_up" not in one
+    assert "gate and up" not in one
     assert touched_experts(8, 2, 2) == pytest.approx(3.5)  # 2 + 2 * 6 / 8
     assert touched_experts(8, 2, 10_000) == pytest.approx(8)
 
@@ -118,7 +120,7 @@ def test_biases_and_learned_positions_are_bytes_too() -> None:
     biased = by_name(model(spec, profile()), StepLoad(5, 2, (7.0,), (9.0,)))
     assert biased["qkv"][0] - plain["qkv"][0] == 3 * 8 * 2
     assert biased["embedding"][0] == 2 * plain["embedding"][0]
-    assert biased["up"][0] * 2 == plain["gate_up"][0]
+    assert biased["up"][0] * 2 == plain["gate and up"][0]
 
 
 def shape_of(name: str) -> DecoderSpec:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from headrace import cli
 from headrace.errors import ConfigError
-from headrace.planner.workload import Asked, at_rate
+from headrace.planner.workload.asked import traced
+from tests.support.command import status_of
 
 BASE = ("--device", "h200", "--num-prompts", "12", "--input-len", "300", "--processes", "1")
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = cli.main(["simulate", *BASE, *words])
+    status = status_of("simulate", *BASE, *words)
     told = capsys.readouterr()
     return status, told.out, told.err
 
@@ -64,13 +64,21 @@ def test_a_trace_is_sped_up_to_each_rate(capsys: pytest.CaptureFixture[str], tmp
     assert (tmp_path / "c.png").stat().st_size > 5000
 
 
-def test_scaling_keeps_order_and_shape() -> None:
-    asked = [Asked(10 + index, 1, at=5.0 + when) for index, when in enumerate((0.0, 1.0, 1.0, 7.0, 8.0))]
-    scaled = at_rate(asked, 2.0)
-    assert [each.prompt for each in scaled] == [each.prompt for each in asked]
-    assert [each.at for each in scaled] == [0.0, 0.25, 0.25, 1.75, 2.0]
+def test_scaling_keeps_order_and_shape(tmp_path: Path) -> None:
+    times = (0.0, 1.0, 1.0, 7.0, 8.0)
+    asked = traced(_trace(tmp_path, times), count=None, max_prompt=None, max_output=None, rate=2.0)
+    assert [each.prompt for each in asked] == [10, 11, 12, 13, 14]
+    assert [each.at for each in asked] == [0.0, 0.25, 0.25, 1.75, 2.0]
     with pytest.raises(ConfigError, match="All 3 requests come at once"):
-        at_rate([Asked(1, 1, at=4.0)] * 3, 2.0)
+        traced(_trace(tmp_path, (4.0,) * 3), count=None, max_prompt=None, max_output=None, rate=2.0)
+
+
+def _trace(folder: Path, times: tuple[float, ...]) -> Path:
+    """Requests at these seconds, each of one prompt token more than the one before."""
+    rows = [{"timestamp": 1000 * when, "input_length": 10 + index, "output_length": 1, "hash_ids": [0]} for index, when in enumerate(times)]
+    path = folder / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 WRONG = {
@@ -84,7 +92,7 @@ WRONG = {
     "--compare chunked_prefil=on,off": "did you mean chunked_prefill?",
     "--compare enable_prefix_caching=maybe": "give on or off",
     "--compare chunked_prefill=on,off --plot x.png": "give --sweep-rate",
-    "--sweep-rate 9 --processes 0": "--processes is 0",
+    "--sweep-rate 9 --processes 0": "argument --processes: '0' is no whole number from 1 on",
     "--sweep-rate 9 --compare max_model_len=100,4096": "longer than the 100 tokens",
 }
 
@@ -96,6 +104,5 @@ def test_what_is_no_curve_is_a_sentence(words: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_value_that_a_flag_does_not_take_is_its_own_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        call(capsys, "--compare", "scheduling_policy=fcfs,foo")
-    assert "invalid choice: 'foo'" in capsys.readouterr().err
+    status, _, err = call(capsys, "--compare", "scheduling_policy=fcfs,foo")
+    assert status == 2 and "invalid choice: 'foo'" in err

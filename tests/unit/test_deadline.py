@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.bench.statistics import meets
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.cost.speed import Line, StepSpeed
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.engine.journal import Journal, replay
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.output import refusal_of
 from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError, InvalidRequest, Overloaded
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload import Asked, arriving
+from headrace.planner.workload.asked import Asked, arriving
+from headrace.planner.workload.statistics import meets
 from headrace.request import Finished, FinishReason, Request, StepPlan
 from headrace.sampling_params import Expectations
-from tests.support.hash_engine import EOS, VOCAB, Answers, expected, plans_of, request, run
+from tests.support.hash_engine import EOS, VOCAB, Answers, CheckedExecutor, expected, plans_of, request, run
+from tests.support.journal import Journal, replay
 
 A_STEP, A_TOKEN = 0.01, 0.001
 
@@ -49,14 +49,14 @@ def price(plan: StepPlan) -> StepPrice:
 
 
 def core_of(
-    *, modelled: bool = False, depth: int = 0, journal: Journal | None = None, rows: int = 8, blocks: int = 256, **config: object
+    *, modelled: bool = False, depth: int = 0, rows: int = 8, blocks: int = 256, **config: object
 ) -> EngineCore:
     clock, info = VirtualClock(), keyed_hash_info(vocab_size=VOCAB, max_model_len=400, max_num_seqs=rows, num_blocks=blocks, block_size=4)
-    executor = ModelledExecutor(info, price, clock) if modelled else KeyedHashExecutor(info, clock=clock, check=True)
+    executor = ModelledExecutor(info, price, clock) if modelled else CheckedExecutor(info, clock=clock, check=True)
     settings = {"max_num_seqs": rows, "max_num_batched_tokens": 256, "scheduling_policy": "deadline", "max_step_ms": 50.0, "tpot_target_ms": 50.0}
     scheduler = SchedulerConfig(**{**settings, **config})  # type: ignore[arg-type]
     return EngineCore(
-        executor, scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset({EOS}), clock=clock, depth=depth, journal=journal,
+        executor, scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset({EOS}), namespace=b"", clock=clock, depth=depth,
         forecast=Forecast(), speed=StepSpeed,
     )  # fmt: skip
 
@@ -98,8 +98,8 @@ def test_answers_are_those_of_an_engine_without_a_budget(depth: int, budget: flo
 
 
 def test_a_journal_with_speeds_replays_exactly() -> None:
-    journal = Journal()
-    core = core_of(journal=journal, scheduling_policy="fcfs")
+    core = core_of(scheduling_policy="fcfs")
+    journal = Journal.of(core.scheduler)
     speeds = iter([StepSpeed(tail=1.0 + 0.1 * turn) for turn in range(1000)])
     core._speed = lambda: next(speeds)
     plans = plans_of(core)
@@ -146,11 +146,13 @@ def test_without_prices_a_budget_is_an_error_with_the_remedy() -> None:
     scheduler = SchedulerConfig(max_step_ms=20.0)
     with pytest.raises(ConfigError, match=r"--max-step-ms is 20.*doctor --profile"):
         EngineCore(
-            KeyedHashExecutor(keyed_hash_info()), scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset(), clock=VirtualClock()
+            KeyedHashExecutor(keyed_hash_info()), scheduler=scheduler, cache=CacheConfig(), eos_token_ids=frozenset(),
+            namespace=b"", clock=VirtualClock()
         )
     with pytest.raises(ConfigError, match="kv_caching"):
         EngineCore(
             KeyedHashExecutor(keyed_hash_info()), scheduler=scheduler, cache=CacheConfig(kv_caching=False), eos_token_ids=frozenset(),
+            namespace=b"",
             clock=VirtualClock(), forecast=Forecast(),
         )  # fmt: skip
 

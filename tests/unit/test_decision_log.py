@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AbortRequest, AddRequest
@@ -19,7 +19,7 @@ def create(num_blocks: int = 8, max_num_seqs: int = 4, budget: int = 64, **confi
     info = keyed_hash_info(vocab_size=64, max_model_len=64, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=4)
     executor = KeyedHashExecutor(info, key=0)
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
-    return create_scheduler(executor, scheduler, CacheConfig(), frozenset()), executor
+    return create_scheduler(executor, scheduler, CacheConfig(), frozenset(), b""), executor
 
 
 def request(number: int, tokens: int, max_tokens: int = 4) -> AddRequest:

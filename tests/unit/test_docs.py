@@ -14,15 +14,16 @@ import yaml
 
 import headrace
 from headrace import cli
-from headrace.foreign_flags import ELSEWHERE
-from tests.reliability import simulate
+from headrace.flags import elsewhere
+from lab import __main__ as lab
+from tests.reliability import mutants, simulate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Flags of other programs, and of other engines in the table that says what to write instead.
 FOREIGN = {
-    "--apply", "--backend", "--constraint", "--data", "--tasks", "--index-url", "--rm", "--gpus", "--time", "--unix-socket",
+    "--apply", "--backend", "--group", "--constraint", "--data", "--tasks", "--index-url", "--rm", "--gpus", "--time", "--unix-socket",
     "--enforce-budgets", "--minutes", "--controls", "--revision", "--quantization",
 }  # fmt: skip
 
@@ -98,16 +99,16 @@ def test_every_public_name_is_described() -> None:
 
 def help_text(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     with pytest.raises(SystemExit):
-        cli.main([*command, "--help=all"])
+        lab.main([*command[1:], "--help=all"]) if command[:1] == ("lab",) else cli.main([*command, "--help=all"])
     return capsys.readouterr().out
 
 
 def test_flags_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag exists when some command's --help shows it, the simulation's among them."""
-    benchmarks = re.findall(r"^    ([a-z-]+) ", help_text(capsys, "bench"), re.MULTILINE)
-    commands = [(name,) for name in cli.COMMANDS] + [("bench", name) for name in benchmarks] + [("models", "remove")]
-    simulation = FLAG.findall(simulate.create_parser().format_help())
-    known = FOREIGN | set(ELSEWHERE) | set(simulation) | {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
+    """A flag exists when some command's --help shows it, those of the simulation and of the mutants among them."""
+    benchmarks = [(room, name) for room in ("bench", "lab") for name in re.findall(r"^    ([a-z-]+) ", help_text(capsys, room), re.MULTILINE)]
+    commands = [(name,) for name in cli.COMMANDS] + benchmarks + [("models", "remove")]
+    known = FOREIGN | elsewhere("flags").keys() | {flag for tool in (simulate, mutants) for flag in FLAG.findall(tool.create_parser().format_help())}
+    known |= {flag for command in commands for flag in FLAG.findall(help_text(capsys, *command))}
     named = {(page.name, flag) for page in PAGES for flag in FLAG.findall(page.read_text(encoding="utf-8"))}
     assert len(benchmarks) > 4 and not sorted((page, flag) for page, flag in named if flag not in known)
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from headrace.config import CacheConfig
+from headrace.engine.accounts import RECENT, outlook, pace_of
 from headrace.engine.core import EngineCore
-from headrace.engine.outlook import RECENT, outlook, pace_of
-from headrace.metrics import StepRecorder
+from headrace.observe.metrics import StepRecorder
 from headrace.request import Request, SequenceStatus
 from headrace.sampling_params import Expectations
 from tests.support.hash_engine import request

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ModelError
-from headrace.models.families import FAMILIES, ignored_keys, spec_from_config, weight_rules
+from headrace.models.families import FAMILIES, spec_from_config
+from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.spec import Activation, LayerSpec, NormKind, RopeSpec, attention_groups
 from tests.support.outside import shared
 
@@ -161,7 +162,7 @@ def test_phi3_rotates_a_part_of_a_head_by_its_own_trained_length() -> None:
     ("fields", "named"),
     [
         ({"attention_multiplier": 2.0}, "attention_multiplier is 2.0"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised by 'aqlm', which is not supported. Use a checkpoint in one of fp8"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "rope_scaling.rope_type is 'mrope'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling.beta"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headrace import flags
-from headrace.config import EngineConfig, ServerConfig
+from headrace.config import ENGINE_PARTS, EngineConfig, ServerConfig
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
-from headrace.foreign_flags import ELSEWHERE
+from headrace.flags import elsewhere
 
 
 def make_parser() -> flags.CommandParser:
@@ -140,7 +140,7 @@ def test_technique_and_flag_must_not_disagree() -> None:
     [
         (("--max-num-seq", "3"), "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (("--max_num_seq=3",), "did you mean --max-num-seqs?"),
-        (("--enable-lora",), "--enable-lora: adapters are not supported yet"),
+        (("--cpu-offload-gb",), "--cpu-offload-gb: offloading is not supported yet"),
         (("--trust-remote-code",), "code from a model's folder is never run"),
         (("--dtype", "fp8"), "choose from"),
         (("--max-num-seqs", "many"), "invalid int value: 'many'"),
@@ -201,7 +201,7 @@ def test_command_line_wins_over_the_file_wherever_it_stands(tmp_path: Path) -> N
     [
         ("max-nums-seqs: 3", "unknown key 'max-nums-seqs'; did you mean max-num-seqs?"),
         ("max_num_sequences: 3", "did you mean max-num-seqs?"),
-        ("enable-lora: true", "enable-lora: adapters are not supported yet"),
+        ("swap-space: 4", "swap-space: a preempted request is recomputed"),
         ("dtype: fp8", "invalid choice: 'fp8'"),
         ("max-num-seqs: [1, 2]", "max-num-seqs is [1, 2], which --max-num-seqs cannot take"),
         ("max-num-seqs: yes", "max-num-seqs is True, which --max-num-seqs cannot take"),
@@ -234,7 +234,7 @@ def test_empty_file_changes_nothing(tmp_path: Path) -> None:
 def test_every_field_has_a_flag_or_is_a_switch() -> None:
     """A new config field is reachable from the command line without anybody wiring it."""
     known: dict[str, Any] = make_parser().options()
-    for part in (*flags.ENGINE_PARTS.values(), ServerConfig):
+    for part in (*ENGINE_PARTS.values(), ServerConfig):
         for field in flags.config_fields(part):
             has_flag = f"--{field.name.replace('_', '-')}" in known
             assert has_flag != (field.metadata.get("flag") is False), field.name
@@ -242,7 +242,7 @@ def test_every_field_has_a_flag_or_is_a_switch() -> None:
 
 def test_flags_known_from_elsewhere_are_not_flags_of_ours() -> None:
     """When one of them is built, its sentence must go."""
-    assert not set(ELSEWHERE) & set(make_parser().options())
+    assert not elsewhere("flags").keys() & set(make_parser().options())
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -270,5 +270,5 @@ def test_help_about_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_common_fields_exist() -> None:
-    parts = (*flags.ENGINE_PARTS.values(), ServerConfig)
+    parts = (*ENGINE_PARTS.values(), ServerConfig)
     assert {each.name for part in parts for each in flags.config_fields(part)} >= flags.COMMON_FIELDS

@@ -15,10 +15,11 @@ from headrace.engine.grammar import GrammarError, Vocabulary, check_start, creat
 from headrace.errors import InvalidRequest
 from headrace.sampling_params import StructuredOutputs
 from headrace.server.forced import hold
+from headrace.server.messages import Mode, ToolChoice
 from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
-from headrace.server.tools import Mode, ToolChoice, functions_of
+from headrace.server.tools import functions_of
 
 PARAMETERS: Mapping[str, Any] = {
     "type": "object",

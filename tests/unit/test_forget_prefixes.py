@@ -6,8 +6,8 @@ import pytest
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
-from headrace.engine.journal import Journal, replay
 from tests.support.hash_engine import assert_at_rest, engine, expected, plans_of, request, run
+from tests.support.journal import Journal, replay
 
 PROMPT = list(range(20, 60))
 
@@ -24,7 +24,7 @@ def test_an_idle_engine_forgets_everything(window: int | None) -> None:
     core.step()
     assert core.settled and not core.has_work
     cache = core.scheduler.cache
-    assert core.stats().num_cached_blocks == 0 and not list(cache.tree.nodes()) and cache.tree.num_roots == 0
+    assert core.stats().num_cached_blocks == 0 and not list(cache.tree.nodes()) and len(cache.tree._roots) == 0
     core.add(request(2, PROMPT))
     assert run(core).cached[2, 0] == 0
     core.add(request(3, PROMPT))
@@ -76,8 +76,8 @@ def test_one_that_is_pushed_out_and_starts_over_is_remembered_again() -> None:
 
 
 def test_a_journal_with_it_replays() -> None:
-    journal = Journal()
-    core = engine(depth=1, journal=journal)
+    core = engine(depth=1)
+    journal = Journal.of(core.scheduler)
     plans = plans_of(core)
     for number in range(4):
         core.add(request(number, PROMPT[: 20 + number], max_tokens=20))
@@ -85,7 +85,7 @@ def test_a_journal_with_it_replays() -> None:
         core.forget_prefixes()
     run(core)
     fresh = create_scheduler(
-        core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7})
+        core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7}), b""
     )
     assert [plan for plan in replay(journal, fresh) if plan is not None] == plans
     assert_at_rest(core)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from headrace.engine import grammar_check, grammar_masks
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer, vocabulary_of
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.grammar_masks import GrammarMasks
+from headrace.engine.lanes import QUICK_SECONDS
 from headrace.engine.output import refusal_of
 from headrace.errors import InvalidRequest, ModelError
+from headrace.processes import sandbox
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.sequence import Sequence as LiveSequence
 from headrace.worker.host import process_memory
@@ -180,6 +184,32 @@ def test_too_much_time_is_said_and_the_next_one_is_served() -> None:
     check = GrammarCheck([], seconds=0.02)
     assert "more than 0.02 s of CPU time" in refusal(check, choice=[f"v{index}" for index in range(20_000)])
     check.require(StructuredOutputs(regex="a"))
+    check.close()
+
+
+def test_a_short_trial_waits_for_no_process_that_a_long_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting another takes longer than the trial."""
+    started, long_choice = list[str](), StructuredOutputs(choice=tuple(f"v{index}" for index in range(20_000)))
+    start = sandbox.Sandbox.__init__
+
+    def noted(self: sandbox.Sandbox, *given: Any, **named: Any) -> None:
+        started.append(threading.current_thread().name)
+        start(self, *given, **named)
+
+    monkeypatch.setattr(sandbox.Sandbox, "__init__", noted)
+
+    async def short_beside_long() -> None:
+        await check.require_soon(StructuredOutputs(regex="a"))
+        long = asyncio.create_task(check.require_soon(long_choice))
+        while len(started) < 2 and not long.done():
+            await asyncio.sleep(0.001)
+        await check.require_soon(StructuredOutputs(regex="ab"))
+        await long
+
+    check = GrammarCheck([])
+    asyncio.run(short_beside_long())
+    assert [name.rpartition("_")[0] for name in started] == ["headrace-grammar", "headrace-long-grammar"]
+    assert check.require(StructuredOutputs(regex="ab")) < QUICK_SECONDS < check.require(long_choice)
     check.close()
 
 
@@ -390,6 +420,25 @@ def test_a_request_that_leaves_while_it_is_compiled_never_begins() -> None:
     core.add(request(0, [1, 2], structured_outputs=StructuredOutputs(json=json.dumps({"enum": [str(i) for i in range(3000)]}))))
     core.abort(0)
     assert not run(core).tokens and not masks._live
+    masks.close()
+
+
+def test_long_grammars_wait_for_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: whoever asks for a short one has it at once."""
+    masks, gate = GrammarMasks(vocabulary), threading.Event()
+    compiled = masks._compile
+
+    def compile_slowly(wanted: StructuredOutputs):
+        assert not wanted.choice or gate.wait(10)
+        return compiled(wanted)
+
+    monkeypatch.setattr(masks, "_compile", compile_slowly)
+    for index in range(4):
+        long = request(index, [1, 2], structured_outputs=StructuredOutputs(choice=("a", f"b{index}")))
+        masks.begin(replace(long, grammar_seconds=1.0))
+    masks.begin(request(9, [1, 2], structured_outputs=StructuredOutputs(regex="a+")))
+    assert [event.request.request_id for event in masks.take_compiled(5.0)] == [9] and masks.stats.compiling == 4
+    gate.set()
     masks.close()
 
 

@@ -9,10 +9,10 @@ import random
 
 import pytest
 
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.request import FinishReason, Request
 from tests.support.grammars import CONSTRAINTS, create_masks, expected_under_grammar
-from tests.support.hash_engine import Answers, assert_at_rest, check_books, engine, expected, request
+from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, check_books, engine, expected, request
 
 
 def test_a_planted_reference_leak_is_found() -> None:
@@ -51,7 +51,7 @@ def test_real_grammars_are_followed_through_failures_preemptions_and_aborts(dept
     for seed in range(4):
         draw = random.Random(seed)
         info = keyed_hash_info(vocab_size=512, max_model_len=60, max_num_seqs=4, num_blocks=12, block_size=4)
-        executor = KeyedHashExecutor(info, check=True, fault=lambda plan, seed=seed: plan.step_id % 31 == 7 + seed)  # type: ignore[misc]
+        executor = CheckedExecutor(info, check=True, fault=lambda plan, seed=seed: plan.step_id % 31 == 7 + seed)  # type: ignore[misc]
         core, answers, gone = engine(depth=depth, executor=executor, info=info, max_num_seqs=4, budget=8, masks=create_masks()), Answers(), set()
         asked = [_asked(draw, number) for number in range(16)]
         for each in asked:

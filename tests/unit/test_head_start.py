@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from headrace import head_start
+from headrace.worker import head_start
 from headrace.worker.driver import CardFacts, DriverFacts
 
 MARK = Path("/nowhere/mark")

@@ -12,8 +12,8 @@ from tests.support.rooms import PACKAGE, below, modules
 
 # The nouns: everyone may import them.
 NOUNS = {
-    "config", "errors", "request", "sampling_params", "spec", "clock", "metrics", "techniques", "cost", "torch_environment",
-    "head_start", "process_tree", "garbage", "logs", "scratch", "cache_home", "builders", "kernel_launcher", "portability", "progress",
+    "config", "errors", "request", "sampling_params", "spec", "sites", "clock", "techniques", "cost", "observe", "processes",
+    "torch_environment", "cache_home", "kernel_launcher", "portability",
 }
 
 # room or module → what it may import besides the nouns and its own room. The longest matching name counts.
@@ -22,71 +22,71 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"engine.llm"},
     "__main__": {"cli"},
     "cli": {"flags", "commands"},
-    "flags": {"foreign_flags"},
-    "head_start": {"worker.driver"},
-    "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels"},
+    "commands": {"flags", "server", "engine", "bench", "planner", "worker", "models", "kernels", "quantize"},
     "commands.completion": {"cli", "flags"},  # all commands' parsers
-    "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant"},
+    "bench": {"engine", "scheduler", "cache", "worker", "models", "layers", "kernels", "quant", "planner.workload"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
-    "bench.simulated": {"planner", "models"},
-    "bench.capacity": {"planner"},
-    "bench.overload": {"planner"},
-    "bench.policies": {"planner"},
-    "bench.policies_served": {"planner", "models", "worker"},
-    "bench.policy_cases": {"planner"},
-    "bench.truth": {"planner", "engine", "models", "worker"},
-    "bench.truth_judge": {"planner"},
-    "bench.truth_loads": {"planner"},
-    "bench.truth_run": {"planner", "engine"},
-    "bench.masks": {"engine", "cache", "models", "scheduler", "sequence"},  # it asks for masks as the core does
     "server": {"engine"},
-    "engine": {"models.source", "scheduler", "cache", "sequence"},
-    "engine.core": {"scheduler", "cache", "sequence"},
+    "engine": {"models.source", "scheduler", "cache", "sequence", "speculative"},
+    "engine.core": {"scheduler", "cache", "sequence", "speculative", "lora.registry"},
+    "engine.client": {"models.source", "lora.registry"},
+    "engine.loop": {"lora.registry"},
     "engine.executor": set(),
-    "engine.assembly": {"worker", "trace", "models.source", "scheduler", "cache", "sequence"},
-    "planner": {
-        "engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models",
-        "bench.workload", "bench.traces", "bench.arrivals", "bench.statistics",
-    },
-    "planner.placement": {"engine.executor", "models", "worker.memory", "worker.settings"},  # the engine's own rules; not at import
+    "engine.assembly": {"worker", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
+    "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings"},
+    "planner.workload": set(),
+    "planner.pricing": {"engine.executor", "engine.resolve", "models", "worker.memory", "worker.settings"},  # the engine's own rules; not at import
     "sequence": {"cache"},
-    "scheduler": {"cache", "sequence"},
+    "scheduler": {"cache", "sequence", "speculative.length", "lora.residency"},
+    "lora": {"engine.executor", "scheduler.events", "models", "layers", "kernels"},
+    "lora.residency": set(),
+    "speculative": set(),
     "cache": set(),
-    "worker": {"engine.executor", "models", "layers", "kernels", "quant"},
+    "worker": {"engine.executor", "models", "layers", "kernels", "quant", "speculative", "lora"},
     "models": {"layers", "kernels", "quant"},
     "layers": {"kernels", "quant"},
     "quant": {"kernels"},
-    "kernels": {"layers.inputs"},  # the tensors of one step: frozen data, as a noun
+    "quantize": {"quant", "models", "layers", "kernels", "engine.tokenizer"},
+    "kernels": set(),
     "cost": set(),
 }
-PURE_NOUNS = ("config", "errors", "request", "sampling_params", "spec", "clock", "cost")  # these import nouns only
+PURE_NOUNS = ("config", "errors", "request", "sampling_params", "spec", "sites", "clock", "cost")  # these import nouns only
 
 # Third-party modules by room: so that the engine runs on a bare GPU machine.
 CORE = {"torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf"}
 THIRD_PARTY: dict[str, set[str]] = {
     "": set(),
     "flags": {"yaml"},
-    "head_start": {"triton"},
     "kernel_launcher": {"triton"},
     "cost": {"numpy"},
+    "cost.popularity": {"msgspec"},
+    "speculative": set(),
+    "speculative.lookup": {"numpy"},
     "commands": set(),
     "commands.doctor": {"torch"},
-    "bench": CORE | {"matplotlib"},
-    "bench.rival_llama_cpp": {"llama_cpp"},  # what it measures
-    "server": {"uvicorn", "httptools", "uvloop", "msgspec"},
+    "commands.quantize": {"torch"},
+    "bench": CORE,
+    "bench.load": {"httptools"},
+    "observe": set(),
+    "observe.report": {"matplotlib"},
+    "server": {"httptools", "uvloop", "msgspec"},
     "planner": {"numpy"},
+    "planner.runs": {"msgspec"},
+    "planner.against": {"numpy", "msgspec"},
     "engine": {"tokenizers", "jinja2", "llguidance", "numpy"},
     "engine.core": set(),
     "engine.executor": set(),
-    "engine.process": {"msgspec"},
+    "engine.frames": {"msgspec"},
+    "processes": {"msgspec"},
     "worker": CORE,
+    "lora": {"torch"},
     "models": CORE,
     "models.hub": {"huggingface_hub"},
-    "models.hub_cache": set(),
-    "models.hub_resume": {"huggingface_hub"},
+    "models.hub_cache": {"huggingface_hub"},
     "layers": CORE,
     "kernels": CORE,
     "quant": CORE,
+    "quantize": {"torch"},
 }
 
 @cache
@@ -145,6 +145,10 @@ def test_rooms_import_downwards_only() -> None:
     assert not broken
 
 
+def test_the_package_knows_nothing_of_the_laboratory() -> None:
+    assert not [f"{name} imports {target}" for name, target in imports() if below(target, "lab")]
+
+
 def test_nouns_import_nouns_only() -> None:
     broken = [
         f"{name} imports {target}"
@@ -167,5 +171,5 @@ def test_third_party_modules_stay_in_their_rooms() -> None:
 
 def test_the_loop_knows_nothing_of_its_front() -> None:
     """engine.core sees the executor's protocol, never who asks (llm, process, output) or what text is."""
-    front = ("headrace.engine.llm", "headrace.engine.process", "headrace.engine.output", "headrace.engine.tokenizer")
+    front = ("headrace.engine.llm", "headrace.engine.frames", "headrace.engine.output", "headrace.engine.tokenizer")
     assert not [(name, target) for name, target in imports() if name in ("engine.core", "engine.executor") and target in front]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace import logs
+from headrace.observe import logs
 
 HOSTILE = "a\r\nb\x1b[2J\u2028c\x00d\u202ee"
 

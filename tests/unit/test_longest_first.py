@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.simulated import lognormal
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.engine.core import create_scheduler
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.planner.devices import find_device
 from headrace.planner.simulator import Load, Report, simulate
-from headrace.planner.workload import Asked
+from headrace.planner.workload.asked import Asked
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams, StructuredOutputs
 from headrace.scheduler.events import AddRequest
-from headrace.scheduler.longest_first import longest_first
+from headrace.scheduler.queue import longest_first
 from headrace.scheduler.scheduler import Scheduler
+from lab.simulated import lognormal
 from tests.support.specs import LLAMA_8B
 
 BLOCK = 4
@@ -93,7 +93,7 @@ def test_nobody_is_lost_and_the_longest_of_all_goes_first(drawn: list[tuple[int,
 
 def create(**fields: Any) -> Scheduler:
     executor = KeyedHashExecutor(keyed_hash_info(max_num_seqs=4, num_blocks=fields.pop("num_blocks", 4096), block_size=8))
-    return create_scheduler(executor, SchedulerConfig(max_num_batched_tokens=64, **fields), CacheConfig(), frozenset())
+    return create_scheduler(executor, SchedulerConfig(max_num_batched_tokens=64, **fields), CacheConfig(), frozenset(), b"")
 
 
 def test_only_an_engine_that_serves_by_arrival_orders_a_batch() -> None:
@@ -143,7 +143,7 @@ def simulated(asked: Sequence[Asked], *, on: bool, blocks: int | None = None) ->
     given = [request(number, each.output) for number, each in enumerate(asked)]
     numbers = [each.request_id for each in longest_first(given, block_tokens=128, capacity=math.inf)] if on else range(len(asked))
     device = find_device("h200", threads=1, memory=None, free_memory=0)
-    return simulate(LLAMA_8B, config, device, Load([replace(asked[number], at=0.0) for number in numbers], max_queue=len(asked)))
+    return simulate(LLAMA_8B, config, device, Load([replace(asked[number], at=0.0) for number in numbers], max_queue=len(asked), front=False))
 
 
 @pytest.mark.parametrize(("blocks", "share"), [(None, 0.99), (64, 0.93)])

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.journal import Journal, replay
-from headrace.engine.masks import Masks
+from headrace.engine.grammar_masks import GrammarMasks
 from headrace.sampling_params import StructuredOutputs
 from headrace.scheduler.planner import MASK_SECONDS
 from tests.support.grammars import create_masks, expected_under_grammar
 from tests.support.hash_engine import Answers, engine, plans_of, request, run
+from tests.support.journal import Journal, replay
 
 WANTED = StructuredOutputs(regex="[ab]+")
 MASK = MASK_SECONDS / 2.5  # two fit in
 
 
-def _masks(seconds: float) -> Masks:
+def _masks(seconds: float) -> GrammarMasks:
     masks = create_masks()
-    masks._note_seconds = lambda request_id, _: masks._seconds.update({request_id: seconds})  # type: ignore[method-assign]
+    masks._note_seconds = lambda request_id, _: masks.seconds.update({request_id: seconds})  # type: ignore[method-assign]
     return masks
 
 
@@ -25,8 +25,8 @@ def _masks(seconds: float) -> Masks:
 @pytest.mark.parametrize("requests", [1, 6])
 def test_masks_of_many_rows_leave_the_steps_of_others_alone(depth: int, requests: int) -> None:
     """Six answers of one request, or one of each of six: either way two masks a step, in turn, while the others get a token a step."""
-    journal = Journal()
-    core = engine(depth=depth, masks=_masks(MASK), max_num_seqs=16, journal=journal)
+    core = engine(depth=depth, masks=_masks(MASK), max_num_seqs=16)
+    journal = Journal.of(core.scheduler)
     plans = plans_of(core)
     hogs = [request(number, [1, 2], n=6 // requests, max_tokens=9, structured_outputs=WANTED) for number in range(requests)]
     polite = request(9, [1, 2, 3], max_tokens=34)
@@ -69,7 +69,7 @@ def test_a_mask_that_is_longer_than_a_step_may_wait_comes_alone() -> None:
 
 def test_what_a_mask_takes_is_expected_again_and_fades() -> None:
     masks = create_masks()
-    masks._seconds[1] = 0.0
+    masks.seconds[1] = 0.0
     masks._note_seconds(1, 0.08)
     assert masks.seconds == {1: 0.08}
     masks._note_seconds(1, 0.0)

@@ -10,8 +10,9 @@ import pytest
 
 from headrace.cost.cost_model import CostModel
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
-from headrace.metrics import DeviceTimeline, Histogram, StepRecorder, StepTimes, render_histogram, render_steps
+from headrace.observe.metrics import DeviceTimeline, Histogram, StepRecorder, StepTimes
 from headrace.request import StepPlan, StepResult
+from headrace.server.exposition import _buckets, _Text, render_steps
 from headrace.spec import LayerSpec, kv_groups
 from tests.support.specs import TINY
 
@@ -122,8 +123,9 @@ def test_histogram_bounds_are_inclusive_and_the_last_bucket_open() -> None:
 
 
 def test_rendering_is_cumulative_text_of_constant_names() -> None:
-    lines = render_histogram("x", {"bounds": [1.0, 2.0], "counts": [2, 1, 1], "sum": 12.0, "count": 4}, "help")
-    assert lines[2:] == ['x_bucket{le="1.0"} 2', 'x_bucket{le="2.0"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12.0", "x_count 4"]
+    text = _Text({"": ""})
+    text.add("x", "histogram", "help", _buckets({"bounds": [1.0, 2.0], "counts": [2, 1, 1], "sum": 12.0, "count": 4}))
+    assert str(text).splitlines()[2:] == ['x_bucket{le="1.0"} 2', 'x_bucket{le="2.0"} 3', 'x_bucket{le="+Inf"} 4', "x_sum 12.0", "x_count 4"]
 
 
 def test_steps_render_before_and_after_the_first_one(cost_model: CostModel) -> None:

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from headrace.config import ServerConfig
 from headrace.engine.output import RequestDelta
 from headrace.errors import ConfigError, ModerationFailed
 from headrace.request import Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server.moderation.hook import HookPool
-from headrace.server.moderation.watch import Moderator
+from headrace.server.moderation.watch import HookPool, Moderator, moderating
 from headrace.server.moderation.words import WordList, WordMatcher, read_words
 from headrace.server.moderation.worker import NotFoundThere, find_hook
+from headrace.server.service import Service
 
 # --- words
 
@@ -247,8 +248,13 @@ def test_an_error_of_the_engine_goes_through_without_text() -> None:
 
 
 def test_without_anything_to_judge_by_a_stream_is_itself() -> None:
-    source: Any = object()
-    assert Moderator().watch(source, None, None) is source  # type: ignore[arg-type]
+    async def moderator() -> Moderator | None:
+        async with moderating(ServerConfig(), None) as found:
+            return found
+
+    service, source = Service(ServerConfig(), "0", []), object()
+    service.moderator = asyncio.run(moderator())
+    assert service.judged(source, None) is source  # type: ignore[arg-type]
 
 
 # --- a function in a process of its own

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine import output, stops
+from headrace.engine import detokenizer, output
+from headrace.engine.detokenizer import StopMatcher
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
-from headrace.engine.stops import StopMatcher
 from headrace.request import Finished, FinishReason, Request, RequestOutput, RequestTimes, SequenceOutput, TokenLogprobs, TokenOutputs
 from headrace.sampling_params import SamplingParams
 
@@ -134,7 +134,7 @@ def test_a_match_may_begin_inside_a_failed_one() -> None:
 def test_failure_links_are_the_longest_borders() -> None:
     for word in map("".join, itertools.product("ab", repeat=11)):
         borders = [max(k for k in range(end) if word[:end].startswith(word[end - k : end])) for end in range(1, len(word) + 1)]
-        assert list(stops._failure_links(word)) == borders, word
+        assert list(detokenizer._failure_links(word)) == borders, word
 
 
 def test_matcher_cost_does_not_grow_with_the_length_of_stop_strings() -> None:
@@ -277,7 +277,7 @@ def test_without_a_tokenizer_ids_come_without_text() -> None:
     asked = request(detokenize=False)
     processor = OutputProcessor(None, lambda *call: None)
     processor.add(asked)
-    delta = processor.feed(5, 0, (1, 2))
+    delta = processor.feed(SequenceOutput(5, 0, (1, 2)))
     assert delta is not None and (delta.text, delta.token_ids) == ("", (1, 2))
 
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from headrace.config import ServerConfig
 from headrace.engine.template import ChatTemplate
 from headrace.errors import InvalidRequest
-from headrace.server.parsing import Form, create_call_id, form_of
+from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.choice import choose_dialect
 from headrace.server.parsing.cursor import MAX_HEAD, MAX_SPACE
 from headrace.server.parsing.formats import FORCED_ARGUMENTS, FORCED_CALLS, REASONING_FORMATS, TOOL_FORMATS, Dialect, Style
-from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.parsing.parser import OutputParser, create_call_id
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from tests.support.outside import shared
 
 FUNCTIONS = {"f": {"city": ("string",), "days": ("array",), "b": ("object",)}, "get_weather": {}}
@@ -651,7 +652,7 @@ def check_read_back(dialect: Dialect, begun: str, text: str, calls: list[tuple[s
     assert not reasoned or "".join(each.text for each in found if isinstance(each, Reasoning)) == "I muse."
 
 
-# --- the rehearsal
+# --- the trial
 
 TEMPLATE = """{%% for m in messages %%}[{{ m.role }}] {{ m.content }}
 {%%- for c in m.tool_calls or [] %%}%s{%% endfor %%}

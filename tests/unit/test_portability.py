@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
-from headrace import portability, process_tree
-from headrace.server.ledger import Ledger
+from headrace import portability
+from headrace.server.frontends.counters import Counters
 
 
 def test_without_anonymous_memory_front_ends_share_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    ledger = Ledger.create(2)
-    status = os.fstat(ledger.fd)
+    counters = Counters.create(2)
+    status = os.fstat(counters.fd)
     assert status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0  # allocated: a full disk cannot kill whoever counts
-    ledger.pages[1].live = 3
-    assert Ledger.open(os.dup(ledger.fd), 2).live == 3
+    counters.pages[1].live = 3
+    assert Counters.open(os.dup(counters.fd), 2).live == 3
 
 
 def test_a_limit_that_the_system_does_not_take_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,11 +41,3 @@ def test_a_limit_is_never_raised_above_the_hard_one() -> None:
 def test_all_cpus_count_where_the_open_ones_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert portability.open_cpus() == list(range(os.cpu_count() or 1))
-
-
-def test_children_are_none_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> list[str]:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "listdir", missing)
-    assert process_tree.children() == []

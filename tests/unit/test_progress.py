@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace import progress
-from headrace.progress import LoadingLine, ProgressLine, said_bytes, say, waiting
+from headrace.observe import progress
+from headrace.observe.progress import LoadingLine, ProgressLine, said_bytes, say, waiting
 from headrace.server.run import describe
 from headrace.server.run import say as server_say
 

@@ -12,13 +12,14 @@ import pytest
 from headrace.engine import loop
 from headrace.engine.assembly import Engine
 from headrace.engine.connection import EngineSocket
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
-from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor, take_first_step
-from headrace.engine.process import Beat, Shutdown
+from headrace.engine.frames import Beat, Shutdown
+from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor
+from headrace.engine.process import take_first_step
 from headrace.errors import StepFailed
-from headrace.metrics import StepRecorder
-from headrace.scratch import Scratch
+from headrace.observe.metrics import StepRecorder
 from tests.support import hash_engine
+from tests.support.hash_engine import CheckedExecutor
 
 
 class Device:
@@ -60,9 +61,13 @@ def test_after_a_slow_step_the_next_small_one_is_predicted_too(monkeypatch: pyte
     assert limits(monkeypatch, [1, 1], predicted=6.0, seconds=0.02) == [30.0, 60.0]
 
 
+class Judged(EngineSocket):
+    def lost(self) -> None: ...
+
+
 def ailment(beat: Beat, silence: float = 0.0, death: Any = None) -> str | None:
     async def judged() -> str | None:
-        connection = EngineSocket(b"", cast(Scratch, None))
+        connection = Judged()
         connection.death, connection.last_beat, connection.last_heard = death, beat, time.perf_counter() - silence
         return connection.ailment
 
@@ -80,7 +85,7 @@ def test_health_is_what_the_stamps_say() -> None:
 def test_an_engine_that_says_it_can_serve_has_taken_a_step(fails: bool) -> None:
     info = keyed_hash_info(vocab_size=64, max_model_len=64, num_blocks=8, block_size=4)
     recorder = StepRecorder()
-    core = hash_engine.engine(info=info, executor=KeyedHashExecutor(info, fault=lambda plan: fails))
+    core = hash_engine.engine(info=info, executor=CheckedExecutor(info, fault=lambda plan: fails))
     engine = cast(Engine, SimpleNamespace(core=core, recorder=recorder, trace=None))
     if fails:
         with pytest.raises(StepFailed, match="first step"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import SamplingParams
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import InvalidRequest
 from headrace.request import FinishReason, StepPlan, StepResult
 from headrace.sampling_params import RepetitionDetection

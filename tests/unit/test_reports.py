@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import cli
-from headrace.commands.doctor_batch import examine_batch
+from headrace.commands.doctor import examine_batch
 from headrace.commands.simulate_reports import _show_advice, _simulated, sentences
 from headrace.config import DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceIdentity
@@ -20,7 +20,7 @@ from headrace.models.families import spec_from_config
 from headrace.planner.advice import KNEE, advise, least
 from headrace.planner.devices import known_devices
 from headrace.planner.four_costs import CONTEXTS, four_costs, peak_profile
-from headrace.planner.priced import Priced, priced
+from headrace.planner.pricing import Priced, priced
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec
 
 
@@ -87,7 +87,7 @@ def test_the_knee_is_the_least_batch_that_reaches_nine_tenths() -> None:
         return batch / found.decode_seconds(batch, 2048)
 
     assert rate(advice.knee) >= KNEE * rate(advice.most) > rate(advice.knee - 1)
-    groups = found.placed().info.kv_groups
+    groups = found.placed().kv_groups
     assert advice.most == groups[0].num_blocks // 16 and advice.spare_blocks == groups[0].num_blocks - 16 * advice.knee
     assert advice.spare_bytes == advice.spare_blocks * groups[0].spec.bytes_per_block
     assert 1.0 < advice.replica_ratio < 2.0 and advice.replica_pays
@@ -130,7 +130,7 @@ def test_engines_on_a_cpu_have_no_slack_to_share() -> None:
 
 def test_what_others_hold_of_a_card_is_no_part_of_a_second_engine() -> None:
     found = on("h200", SMALL)
-    info = found.placed().info
+    info = found.placed()
     shared = advise(found, 2048, replace(info, memory={**info.memory, "in use before": 40 * 2**30}))
     assert shared == advise(found, 2048)
 
@@ -148,7 +148,7 @@ def test_doctor_says_of_an_engine_what_advise_says(tmp_path: Path, monkeypatch: 
     """The engine has half of the blocks that a simulated one would have: that is what is judged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     simulated = priced(spec_from_config(CONFIG), EngineConfig(), known_devices()["h200"])
-    info = simulated.placed().info
+    info = simulated.placed()
     group, *_ = info.kv_groups
     half = replace(info, kv_groups=(replace(group, num_blocks=group.num_blocks // 2),))
     found = examine_batch(EngineConfig(), CONFIG, half, CARD)
@@ -159,7 +159,7 @@ def test_doctor_says_of_an_engine_what_advise_says(tmp_path: Path, monkeypatch: 
 
 
 def test_doctor_says_why_it_cannot_judge_batches() -> None:
-    info = priced(spec_from_config(CONFIG), EngineConfig(), known_devices()["h200"]).placed().info
+    info = priced(spec_from_config(CONFIG), EngineConfig(), known_devices()["h200"]).placed()
     unknown = EngineConfig(device=DeviceConfig(enforce_eager=True))
     for config, profile, remedy in (
         (EngineConfig(), None, "headrace doctor --profile"),

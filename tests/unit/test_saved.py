@@ -11,9 +11,9 @@ import pytest
 
 from headrace import cli
 from headrace.bench import serve
-from headrace.bench.saved import read_samples
-from headrace.bench.statistics import Sample
 from headrace.errors import ConfigError
+from headrace.planner.against import read_samples
+from headrace.planner.workload.statistics import Sample
 
 SAMPLES = [Sample(0.5, [1, 1.5, 2.5], 2.5, 0.25, 10, 3, 2), Sample(1.0, error="refused")]
 

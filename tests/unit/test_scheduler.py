@@ -8,11 +8,13 @@ import pytest
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, keyed_hash_info
-from headrace.engine.journal import Journal, replay
+from headrace.engine.executor import ExecutorInfo
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.request import FinishReason
 from headrace.spec import KVGroup, KVKind, KVSpec
-from tests.support.hash_engine import Answers, assert_at_rest, engine, expected, plans_of, request, run
+from tests.support.hash_engine import Answers, CheckedExecutor, assert_at_rest, engine, expected, plans_of, request, run
+from tests.support.journal import Journal, replay
+from tests.support.rows import rebuild_rows
 
 PROMPT = list(range(20, 60))  # 40 tokens, ten blocks of four
 
@@ -97,7 +99,7 @@ def test_salts_and_adapters_never_share_blocks() -> None:
         core.add(request(i, PROMPT, **own))
         answers = run(core)
         assert answers.cached[i, 0] == (36 if i == 3 else 0)
-    assert core.scheduler.cache.tree.num_roots == 3
+    assert len(core.scheduler.cache.tree._roots) == 3
 
 
 def test_prefix_caching_off_finds_nothing() -> None:
@@ -340,7 +342,7 @@ def test_aborts_twice_late_and_unknown_are_harmless(depth: int) -> None:
 def test_a_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     failing = {6}
     info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=2, num_blocks=64, block_size=4)
-    executor = KeyedHashExecutor(info, check=True, fault=lambda plan: plan.step_id in failing)
+    executor = CheckedExecutor(info, check=True, fault=lambda plan: plan.step_id in failing)
     core = engine(depth=depth, executor=executor, info=info, max_num_seqs=2)
     for i in range(4):
         core.add(request(i, PROMPT[: 5 + i], max_tokens=12))
@@ -361,7 +363,7 @@ def test_what_a_failed_step_was_to_write_for_a_client_that_left_is_not_reused(de
     """The tokens are known and the client is gone before the step that computes their keys fails."""
     info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=2, num_blocks=64, block_size=4)
     oldest_in_flight = turns - depth
-    executor = KeyedHashExecutor(info, check=True, fault=lambda plan: plan.step_id == oldest_in_flight)
+    executor = CheckedExecutor(info, check=True, fault=lambda plan: plan.step_id == oldest_in_flight)
     core = engine(depth=depth, executor=executor, info=info, max_num_seqs=2)
     left = request(0, PROMPT[:6], max_tokens=30)
     core.add(left)
@@ -396,7 +398,7 @@ def test_padding_counts_towards_the_token_budget(chunked: bool) -> None:
 def test_all_n_answers_end_with_the_prompt_they_would_have_had(failing_step: int) -> None:
     """Steps 0 and 1 compute the prompt, before there are siblings; step 2 samples for all."""
     info = keyed_hash_info(vocab_size=512, max_model_len=200, max_num_seqs=4, num_blocks=64, block_size=4)
-    executor = KeyedHashExecutor(info, fault=lambda plan: plan.step_id == failing_step)
+    executor = CheckedExecutor(info, fault=lambda plan: plan.step_id == failing_step)
     core = engine(executor=executor, info=info, max_num_seqs=4, budget=4)
     core.add(request(0, PROMPT[:10], n=3))
     answers = run(core)
@@ -517,15 +519,15 @@ def test_two_groups_with_different_block_sizes() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_journal_replays_exactly(depth: int) -> None:
-    journal = Journal()
-    core = engine(depth=depth, num_blocks=24, journal=journal)
+    core = engine(depth=depth, num_blocks=24)
+    journal = Journal.of(core.scheduler)
     plans = plans_of(core)
     for i in range(10):
         core.add(request(i, PROMPT[: 6 + i], max_tokens=25, n=1 + i % 2))
         core.step()
     core.abort(3)
     run(core)
-    fresh = create_scheduler(core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7}))
+    fresh = create_scheduler(core.executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), CacheConfig(), frozenset({7}), b"")
     assert [plan for plan in replay(journal, fresh) if plan is not None] == plans
 
 
@@ -538,7 +540,7 @@ def test_rows_can_be_rebuilt_from_the_schedulers_state() -> None:
         def lose_rows(core: EngineCore, _: Answers) -> None:
             if lose:
                 core.executor.recover()
-                core.scheduler.rebuild_rows()
+                rebuild_rows(core.scheduler)
 
         return run(core, each_step=lose_rows)
 
@@ -550,5 +552,5 @@ def test_many_salts_and_requests_leave_nothing_behind() -> None:
     for i in range(300):
         core.add(request(i, range(i, i + 9), cache_salt=str(i), max_tokens=2))
         run(core)
-    assert core.scheduler.cache.tree.num_roots <= 16, "roots go with their last block"
+    assert len(core.scheduler.cache.tree._roots) <= 16, "roots go with their last block"
     assert len(core.scheduler.roster.requests) == len(core.scheduler.roster.running) == 0

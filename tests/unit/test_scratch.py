@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace import scratch
-from headrace.scratch import Scratch
+from headrace.processes import scratch
+from headrace.processes.scratch import Scratch
 
 OWNER = """
 import sys, time
-from headrace.scratch import Scratch
+from headrace.processes.scratch import Scratch
 folder = Scratch(sys.argv[1])
 (folder.path / "engine").touch()
 print(folder.path, flush=True)
@@ -22,7 +22,7 @@ time.sleep(60)
 
 
 def owner(parent: Path) -> tuple[subprocess.Popen[str], Path]:
-    source = str(Path(scratch.__file__).parents[1])
+    source = str(Path(scratch.__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(parent)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source}
     )

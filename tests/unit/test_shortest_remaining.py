@@ -13,7 +13,8 @@ from headrace.config import SchedulerConfig
 from headrace.engine.core import EngineCore
 from headrace.errors import ConfigError
 from headrace.request import Request
-from headrace.scheduler.policies.lengths import BEGINNING, ENOUGH, FIRST_GUESS, GROUPS, KEPT, History, _Kind
+from headrace.scheduler.policies import DynamicPolicy
+from headrace.scheduler.policies.shortest_remaining import BEGINNING, ENOUGH, FIRST_GUESS, GROUPS, KEPT, History, _Kind
 from headrace.sequence import Sequence
 from tests.support.hash_engine import engine, request
 
@@ -87,7 +88,9 @@ def test_whoever_turns_out_to_be_long_makes_room_while_steps_are_alike() -> None
 
 
 def policy_wake(core: EngineCore) -> float:
-    return core.scheduler.wake
+    policy = core.scheduler.policy
+    assert isinstance(policy, DynamicPolicy)
+    return policy.wake
 
 
 @settings(max_examples=30, deadline=None)

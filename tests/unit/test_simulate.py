@@ -16,23 +16,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import cli
-from headrace.bench.statistics import summarise
-from headrace.bench.workload import Lengths, shared_prefix_dialogues, with_arrivals
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import Executor, KeyedHashExecutor, keyed_hash_info
+from headrace.engine.executor import Executor
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
 from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
 from headrace.planner.step_time import StepPrice
-from headrace.planner.workload import Asked, arriving, drawn, prompt_ids
+from headrace.planner.workload.asked import Asked, Lengths, arriving, drawn, prompt_ids
+from headrace.planner.workload.dialogues import dialogues_of
+from headrace.planner.workload.statistics import summarise
 from headrace.request import Request, StepPlan
 from headrace.sampling_params import SamplingParams
+from tests.support.command import status_of
 from tests.support.outside import shared
 from tests.support.specs import SMALL
 
@@ -74,7 +75,8 @@ def driven(
         submit = runner.submit
         runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
     core = EngineCore(
-        runner, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth
+        runner, scheduler=SchedulerConfig(max_num_batched_tokens=64), cache=CacheConfig(), eos_token_ids=frozenset(),
+        namespace=b"", clock=clock, depth=depth
     )
     ids = partial(_ids, asked, facts.vocab_size)
     return Drive(core, asked, ids, room=room, max_queue=10_000).run(), core
@@ -127,7 +129,7 @@ def _answers(asked: Sequence[Asked], *, depth: int, budget: int, num_blocks: int
     clock, found = VirtualClock(), {index: list[int]() for index in range(len(asked))}
     executor = ModelledExecutor(keyed_hash_info(num_blocks=num_blocks, max_model_len=200), by_tokens, clock)
     config = SchedulerConfig(max_num_batched_tokens=budget)
-    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=depth)
+    core = EngineCore(executor, scheduler=config, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=depth)
     for index, each in enumerate(asked):
         params = SamplingParams(temperature=0.0, max_tokens=each.output, ignore_eos=True, detokenize=False)
         core.add(Request(request_id=index, prompt_token_ids=_ids(asked, 512, index), params=params))
@@ -250,11 +252,10 @@ def test_prompts_share_what_their_names_say() -> None:
 
 
 @pytest.mark.parametrize(("prefix", "num_prefixes"), [(0, 1), (33, 3)])
-def test_a_seed_draws_the_load_that_it_draws_for_bench_serve(prefix: int, num_prefixes: int) -> None:
+def test_an_engine_is_asked_what_a_simulation_is(prefix: int, num_prefixes: int) -> None:
     lengths = Lengths(50, 20, 0.7)
     asked = arriving(drawn(40, lengths, prefix=prefix, num_prefixes=num_prefixes, seed=5), 3.0, burstiness=0.7, seed=5)
-    sent = shared_prefix_dialogues(40, lengths, num_prefixes=num_prefixes, prefix_len=prefix, vocab_size=1000, seed=5)
-    dialogues = with_arrivals(sent, 3.0, burstiness=0.7, seed=5)
+    dialogues = dialogues_of(asked, vocab_size=1000, seed=5)
     assert [(each.prompt, each.output, each.at) for each in asked] == [
         (len(each.turns[0].new_ids), each.turns[0].max_tokens, each.arrival) for each in dialogues
     ]
@@ -308,7 +309,7 @@ def test_a_card_profile_wants_its_memory_stated(tmp_path: Path) -> None:
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = cli.main(["simulate", *words])
+    status = status_of("simulate", *words)
     told = capsys.readouterr()
     return status, told.out, told.err
 
@@ -375,12 +376,12 @@ WRONG = {
     "--device tpu": "give h200, h100",
     "--device h200 --request-rate 0": "request rate is 0",
     "--device h200 --request-rate nan": "request rate is nan",
-    "--device h200 --num-prompts 0": "--num-prompts is 0",
-    "--device h200 --max-concurrency 0": "--max-concurrency is 0",
+    "--device h200 --num-prompts 0": "argument --num-prompts: '0' is no whole number",
+    "--device h200 --max-concurrency 0": "argument --max-concurrency: '0'",
     "--device h200 --device-memory 0": "--device-memory is 0",
-    "--device h200 --metric-percentiles 50 101": "--metric-percentiles has 101",
-    "--device h200 --kv-cache-dtype float16": "the model computes in bfloat16 and the cache cannot differ yet",
-    "--device h200 --random-range-ratio nan": "--random-range-ratio nan",
+    "--device h200 --metric-percentiles 50 101": "argument --metric-percentiles: '101' is no number from 0 to 100",
+    "--device h200 --kv-cache-dtype float16": "the model computes in bfloat16; leave it at auto, or choose one of fp8_e4m3",
+    "--device h200 --random-range-ratio nan": "argument --random-range-ratio: 'nan' is no number from 0 to 1",
     "--device h200 --max-model-len 100": "64 of 64 requests are longer than the 100 tokens",
     "--device h200 --goodput ttft:0.000001": "cannot be met: the least step",
     "--device h200 --technique flat_gemm=off": "was calibrated with flat_gemm",

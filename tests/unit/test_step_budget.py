@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import EngineConfig, SchedulerConfig
+from headrace.cost.calibrated import SHARES, Steadiness
 from headrace.cost.cost_model import load_of
 from headrace.cost.speed import EXCEED, MISJUDGED, MOST, Line, Steering, StepSpeed, Tail
-from headrace.cost.steadiness import SHARES, Steadiness
-from headrace.metrics import StepRecorder, kind_of
+from headrace.observe.metrics import StepRecorder, kind_of
 from headrace.planner.devices import known_devices
 from headrace.planner.simulator import Load, simulate
-from headrace.planner.workload import Asked, arriving
+from headrace.planner.workload.asked import Asked, arriving
 from headrace.request import StepPlan
 from headrace.scheduler.step_budget import LEAST_SHARE, NEAR, SLICE, StepMeter, keys_of, pairs_of
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec

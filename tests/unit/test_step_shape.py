@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from headrace.kernels.cuda.compiler import CompileError
-from headrace.kernels.cuda.decode_step import DecodeStep, DecodeSteps
-from headrace.kernels.cuda.step_shape import StepShape, why_not
+from headrace.kernels.build import variants
+from headrace.kernels.build.nvrtc import CompileError
+from headrace.kernels.step import persistent
+from headrace.kernels.step.persistent import DecodeStep, DecodeSteps
+from headrace.kernels.step.shape import StepShape, why_not
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind, RopeSpec
 from tests.support.specs import LLAMA_1B, LLAMA_8B
 
@@ -69,15 +72,16 @@ def test_every_fact_shapes_the_code() -> None:
 
 def test_a_step_that_cannot_be_built_takes_none_so_that_graphs_are_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is there to build it with; and for blocks that it cannot read."""
-    steps = DecodeSteps.__new__(DecodeSteps)
-    steps.spec, steps.programs, steps._modules, steps._lock = LLAMA_1B, H200, {}, threading.Lock()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200))
+    monkeypatch.setattr(variants, "Module", lambda code, device: SimpleNamespace(number=len, function=lambda *_: SimpleNamespace(number=len)))
+    monkeypatch.setattr(persistent, "_machine_code", lambda shape: b"")
     step = DecodeStep.__new__(DecodeStep)
-    step._steps = steps
-    monkeypatch.setattr(DecodeSteps, "_build", lambda self, shape: object())
+    step._steps = DecodeSteps(LLAMA_1B, torch.device("cuda"))
     assert (step.longest(4, 16), step.longest(4, 24), step.longest(9, 16)) == (2048, 0, 0)
 
-    def fail(self: DecodeSteps, shape: StepShape) -> None:
+    def fail(shape: StepShape) -> bytes:
         raise CompileError("no compiler")
 
-    monkeypatch.setattr(DecodeSteps, "_build", fail)
+    step._steps._variants._code = fail
     assert (step.longest(4, 32), step.longest(4, 16)) == (0, 2048)  # what has been built stays

@@ -11,9 +11,10 @@ import pytest
 
 import headrace
 from headrace import cli
-from headrace.bench import simulated
 from headrace.bench.sweep import Sweep
 from headrace.planner import curve
+from lab import __main__ as lab
+from lab import simulated
 
 DEMO = str(Path(headrace.__file__).parent / "data" / "demo")
 SIZES = ("--model", DEMO, "--device", "h200", "--requests", "12", "--max-len", "60", "--input", "20", "40", "--output", "4", "8")
@@ -64,7 +65,7 @@ def test_a_simulated_sweep_tells_what_it_has(
 ) -> None:
     monkeypatch.setattr(simulated.Bench, "run", interrupt_at(call, simulated.Bench.run))
     written = tmp_path / "found.json"
-    assert cli.main(["bench", *words, *SIZES, "--output-json", str(written)]) == 130
+    assert lab.main([*words, *SIZES, "--output-json", str(written)]) == 130
     assert kept(json.loads(written.read_text()))
     told = capsys.readouterr()
     assert "prices: " in told.out and "interrupted" in told.err

@@ -10,9 +10,10 @@ import pytest
 
 from headrace import techniques
 from headrace.commands import techniques as command
+from headrace.config import ENGINE_PARTS
 from headrace.engine.keywords import create_config
 from headrace.errors import ConfigError
-from headrace.flags import ENGINE_PARTS, technique_values
+from headrace.flags import technique_values
 
 
 def test_every_switch_has_an_entry_and_every_entry_a_switch() -> None:

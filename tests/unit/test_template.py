@@ -13,12 +13,12 @@ import pytest
 
 from headrace.config import ModelConfig
 from headrace.engine import template
-from headrace.engine.sandbox import MAX_PROCESSES, Sandbox
 from headrace.engine.template import ChatTemplate
-from headrace.engine.template_frames import encode_frame
 from headrace.engine.tokenizer import load_tokenizer, read_chat_template
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import find_model
+from headrace.processes.frames import encode_frame
+from headrace.processes.sandbox import MAX_PROCESSES, Sandbox
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS_IF_ASKED = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}ok"
@@ -231,6 +231,18 @@ def test_others_render_while_one_runs_away() -> None:
     thread.join()
     assert answered < ended[0]
     chat.close()
+
+
+def test_closing_ends_what_still_renders() -> None:
+    chat = ChatTemplate({"default": LOOPS_IF_ASKED}, {}, seconds=30.0)
+    assert chat.render(USER, None, True, {}) == "ok"
+    closing = threading.Timer(0.1, chat.close)
+    closing.start()
+    begun = time.monotonic()
+    with pytest.raises(InvalidRequest, match="was stopped"):
+        chat.render([{"content": "loop"}], None, True, {})
+    assert time.monotonic() - begun < 5 and not chat._pool._idle and not chat._pool._busy
+    closing.join()
 
 
 def test_a_renderer_is_kept_and_ends_with_its_template() -> None:

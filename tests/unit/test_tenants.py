@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.statistics import Sample
-from headrace.bench.workload import Lengths
 from headrace.cli import main
 from headrace.config import SchedulerConfig
 from headrace.planner.tenants import among, drift, tenant_figures, with_priorities
-from headrace.planner.workload import Asked, conversing
+from headrace.planner.workload.asked import Asked, Lengths, conversing
+from headrace.planner.workload.statistics import Sample
 
 DEMO = ("simulate", "--device", "l40s", "--input-len", "40", "--output-len", "24", "--random-range-ratio", "0.5", "--max-num-seqs", "4")
 

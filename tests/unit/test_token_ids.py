@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.inputs import parse_prompt
-from headrace.engine.token_ids import try_pack
+from headrace.engine.inputs import parse_prompt, try_pack
 from headrace.errors import InvalidRequest
 
 
@@ -41,7 +40,7 @@ def test_anything_else_is_not_packed_and_is_refused(odd: Any) -> None:
     """Wherever it stands, and however many of them: five of one byte each are as long as one id."""
     for ids in ([odd], [1, odd], [odd, 1], [1, 2, odd, 3], [odd] * 5, [1, *[odd] * 5], [Ellipsis, odd, 105, 105]):
         assert try_pack(ids) is None
-        with pytest.raises(InvalidRequest, match=r"prompt must be a list of token ids \(integers\)|prompt holds an id that is no 32-bit integer"):
+        with pytest.raises(InvalidRequest, match="prompt must be a list of token ids, integers of 32 bits"):
             parse_prompt(ids)
 
 

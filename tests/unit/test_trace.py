@@ -18,12 +18,12 @@ import pytest
 from headrace.clock import RealClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import KeyedHashExecutor, keyed_hash_info
+from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecorder
+from headrace.observe.metrics import StepRecorder
+from headrace.observe.trace import StepTrace, TraceFile
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
-from headrace.trace import StepTrace, TraceFile
 
 Events = list[dict[str, Any]]
 
@@ -35,6 +35,7 @@ def traced_run(path: Path, depth: int, requests: int = 3) -> tuple[StepTrace, St
         scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=2),
         cache=CacheConfig(),
         eos_token_ids=frozenset(),
+        namespace=b"",
         clock=clock,
         depth=depth,
     )

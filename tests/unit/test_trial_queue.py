@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from headrace.engine.grammar_check import GrammarCheck
+from headrace.engine.grammar_check import GrammarCheck, _Verdict
 from headrace.errors import InvalidRequest, Overloaded
 from headrace.sampling_params import StructuredOutputs
 
@@ -20,13 +20,13 @@ class Scripted(GrammarCheck):
 
     asked = 0
 
-    def _ask(self, frame: bytes, seconds: float) -> str | None:
+    def _ask(self, frame: bytes, seconds: float) -> _Verdict | None:
         self.asked += 1
         assert json.loads(frame[4:])["seconds"] == seconds
         if b"bomb" not in frame:
-            return ""
+            return _Verdict("")
         time.sleep(SLOW if seconds == self._seconds else 0.01)
-        return "it takes too long" if seconds == self._seconds else None
+        return _Verdict("it takes too long") if seconds == self._seconds else None
 
 
 def bomb(number: int) -> StructuredOutputs:

@@ -1,4 +1,4 @@
-"""``headrace bench truth`` on machines of known prices that drift and are disturbed: they are judged right, and a wrong price is found."""
+"""``python -m lab truth`` on machines of known prices that drift and are disturbed: they are judged right, and a wrong price is found."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench import truth_run
-from headrace.bench.truth import _Bench, _calibrated, _measure, _Measured, _show
-from headrace.bench.truth_judge import Judged, judge
-from headrace.bench.truth_loads import Loads, Part, loads_for, repeated, sized, suited
-from headrace.bench.truth_run import Runner
 from headrace.clock import VirtualClock
-from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from headrace.cost.calibrated import VERSION, CalibratedSteps, load_calibrated, save_calibrated
+from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.cost.calibrated import SHARES, VERSION, CalibratedSteps, Steadiness, load_calibrated, save_calibrated
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.run_facts import facts_of
-from headrace.cost.steadiness import SHARES, Disturbances, Steadiness, fit_steadiness
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import keyed_hash_info
+from headrace.engine.keyed_hash import keyed_hash_info
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecorder
+from headrace.observe.metrics import StepRecorder
+from headrace.observe.trace import StepTrace, TraceFile
 from headrace.planner.devices import Device, classes_of
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import Load, simulate
+from headrace.planner.steadiness import Disturbances, fit_steadiness
 from headrace.planner.step_time import StepTime
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
-from headrace.trace import StepTrace, TraceFile
+from lab import truth_run
+from lab.truth import _Bench, _calibrated, _measure, _Measured, _show
+from lab.truth_judge import Judged, judge
+from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
+from lab.truth_run import Runner
 
 SPEC = DecoderSpec("llama", 600, 128, 4, 2, 32, 256, (LayerSpec(),) * 3, 4096, RopeSpec(1e4, 32), checkpoint_dtype="bfloat16")
 PROFILE = DeviceProfile(
@@ -43,7 +43,9 @@ PROFILE = DeviceProfile(
 )
 ONE, TWO = Slowness(1.4, 1.3), Slowness(2.2, 1.0)
 PRICES = StepPrices((ONE, ONE), ONE, (TWO, TWO), Slowness(0.0, 1.8), 1.0, 1.0, classes_of("cpu"), (1e-3, 1e-3), 1e-5, woken=5e-4, rested=2e-3)
-CONFIG = replace(EngineConfig(), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=512))
+CONFIG = replace(  # bfloat16 whatever this CPU computes in
+    EngineConfig(), model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=512)
+)
 RATIOS = tuple(math.exp(0.1 * (share - 0.5) + 3.0 * max(0.0, share - 0.8)) for share in SHARES)
 HICCUPS = Steadiness(RATIOS, tuple(math.sqrt(each) for each in RATIOS), 0.6, 0.1)
 
@@ -70,7 +72,7 @@ def machine(folder: Path, ratio: Callable[[int, float, bool], float]) -> Runner:
     costs, clock = CostModel(SPEC, kv_groups(SPEC, 16, 2), PROFILE, weight_bytes=2, dtype="bfloat16"), VirtualClock()
     info = keyed_hash_info(vocab_size=SPEC.vocab_size, num_blocks=4000, block_size=16, max_num_seqs=64, max_model_len=4096)
     executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio)
-    core = EngineCore(executor, scheduler=CONFIG.scheduler, cache=CacheConfig(), eos_token_ids=frozenset(), clock=clock, depth=0)
+    core = EngineCore(executor, scheduler=CONFIG.scheduler, cache=CacheConfig(), eos_token_ids=frozenset(), namespace=b"", clock=clock, depth=0)
     facts, path, salts = facts_of(costs, DeviceConfig(overlap=0), model="m", engine="test"), folder / "trace.json", itertools.count(7, 7919)
     trace = StepTrace(TraceFile(str(path)), StepRecorder(costs), core.stats, name="test", facts=facts)
     return Runner(folder, path, lambda part, path: truth_run._drive(core, trace, part, next(salts), SPEC.vocab_size, path))
@@ -218,11 +220,11 @@ def test_what_disturbs_steps_is_found_again_and_drawn_as_it_was() -> None:
         assert fit_steadiness([np.arange(float(count))], [each], [np.full(count, True)]) is None
 
 
-def test_a_leap_is_disturbed_as_single_steps_are(disturbed: Seen) -> None:
+def test_luck_disturbs_steps_and_a_seed_of_it_is_the_same_again(disturbed: Seen) -> None:
     load = Load(Part("x", 12, 40, 60, clients=12).asked(), max_concurrency=12, luck=4)
     on = replace(disturbed.device, calibrated=(disturbed.found,))
-    leapt, single, other = (simulate(SPEC, CONFIG, on, each).figures for each in (load, replace(load, stepwise=True), replace(load, luck=5)))
-    assert leapt == single and leapt["p99_itl_ms"] != other["p99_itl_ms"]
+    one, again, other = (simulate(SPEC, CONFIG, on, each).figures for each in (load, load, replace(load, luck=5)))
+    assert one == again and one["p99_itl_ms"] != other["p99_itl_ms"]
 
 
 def test_a_calibration_keeps_its_steadiness_and_refuses_one_that_is_none(disturbed: Seen, tmp_path: Path) -> None:

@@ -2,25 +2,39 @@
 
 "Off" keeps the same kernels and gets its own best settings; the whole curve is shown, never the best point.
 
-What lives here: running ablations and showing them. What may not: what is measured (ablations/, one file a measurement).
+Engines of both sides, each at its own best settings, answer the same loads.
+
+What lives here: the command, that runner, what each figure is, showing results. What may not: anything about one technique (techniques/).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
 
 from headrace.bench.arguments import output, picture
-from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
+from headrace.bench.driver import Run, drive, greedy
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.techniques import TECHNIQUES, find_technique
+from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, say, table, write_json
+from headrace.planner.workload.asked import Lengths, arriving, conversing, drawn
+from headrace.planner.workload.dialogues import Dialogue, dialogues_of, random_dialogues
+from headrace.planner.workload.statistics import Sample, summarise
+from headrace.request import Request
+from headrace.sampling_params import StructuredOutputs
+from headrace.techniques import TECHNIQUES, Technique, find_technique
+from headrace.techniques.loads import Load, Settings
+
+if TYPE_CHECKING:
+    from headrace.engine.assembly import Engine
 
 BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU, unless the user says otherwise
 
@@ -41,7 +55,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
     facts = _facts(config, quick=args.quick)
     print_facts(facts)
 
-    def measured() -> Iterator[Any]:
+    def measured() -> Iterator[Result]:
         for name in names:
             for number, result in enumerate(measure(name, config, quick=args.quick, say=say)):
                 print(f"\n{render(result)}")
@@ -78,17 +92,12 @@ def check_device(names: Sequence[str], device: str) -> None:
             raise ConfigError(f"{name} needs a {needed}, and this engine would run on {device}, where its switch does nothing. Run it {remedy}.")
 
 
-def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Any]:
-    """The results (``ablations.lab.Result``) of one technique: one, or one for each workload."""
-    from headrace.bench.ablations.lab import Lab  # the engine, and torch with it
-
+def measure(name: str, config: EngineConfig, *, quick: bool, say: Callable[[str], None] = lambda line: None) -> list[Result]:
+    """The results of one technique, one for each load."""
     device = _device(config)
     check_device([name], device)
-    technique = find_technique(name)
-    module = importlib.import_module(f"headrace.bench.ablations.{technique.ablation or technique.name}")
     config = _beside_each_other(config) if device == "cuda" else config
-    measured = module.measure(Lab(config, technique, quick=quick, say=say))
-    return measured if isinstance(measured, list) else [measured]
+    return Ablation(config, find_technique(name), quick=quick, say=say).measure()
 
 
 def _beside_each_other(config: EngineConfig) -> EngineConfig:
@@ -98,7 +107,7 @@ def _beside_each_other(config: EngineConfig) -> EngineConfig:
     return replace(config, cache=replace(config.cache, kv_cache_memory=BESIDE_EACH_OTHER))
 
 
-def render(result: Any) -> str:
+def render(result: Result) -> str:
     """A table with both sides at every point, and the settings each side was given."""
     rows = []
     for off, on in result.pairs():
@@ -125,7 +134,7 @@ def gain(off: float, on: float, *, higher_is_better: bool) -> float | None:
     return better / worse if worse > 0 and better > 0 else None
 
 
-def _settings(curve: Any) -> str:
+def _settings(curve: Curve) -> str:
     chosen = ", ".join(f"{name}={value}" for name, value in curve.settings.items()) or "the engine's own choices"
     return f"{chosen} (best of {len(curve.tried)} settings)" if len(curve.tried) > 1 else chosen
 
@@ -143,11 +152,326 @@ def _plot_path(path: Path, name: str, number: int, *, many: bool) -> Path:
     return path.with_name("-".join([path.stem, *marks]) + path.suffix) if marks else path
 
 
-def _plot(result: Any, path: Path, facts: dict[str, Any]) -> None:
+def _plot(result: Result, path: Path, facts: dict[str, Any]) -> None:
     panels = [{"x": result.x, "y": figure.name, "log": result.log, "curves": _curves(result, figure.name)} for figure in result.figures]
     note = "; ".join(facts[name] for name in ("machine", "versions", "limits", "date"))
     plot_curves(path, f"{result.technique}: {result.title}", panels, note=note)
 
 
-def _curves(result: Any, figure: str) -> dict[str, list[tuple[float, float]]]:
+def _curves(result: Result, figure: str) -> dict[str, list[tuple[float, float]]]:
     return {f"{result.technique} {curve.mode}": [(point[result.x], point[figure]) for point in curve.points] for curve in result.curves}
+
+
+MODES = ("off", "on")
+Point = dict[str, float]  # one x and its figures
+REPEATS = 3
+MIN_SHARE = 0.9  # of the best throughput: no setting is the best that pays with more
+OTHERS = 10**6  # seeds of runs that are not timed
+TRIAL = 9998  # the seed of trials
+THROUGHPUT = "output tokens/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One point of one side: the run that counts; where a figure is made of them, seconds of the same requests with one
+    token out, and what torch's allocator was asked for."""
+
+    load: Load
+    run: Run
+    one_token: float | None = None
+    allocated: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        """Seconds a decode step, as in ``python -m lab table``."""
+        return (self.run.seconds - (self.one_token or 0.0)) / (self.load.output - 1)
+
+    @property
+    def throughput(self) -> float:
+        return self.run.output_tokens / self.run.seconds if self.one_token is None else self.load.count / self.step
+
+    @property
+    def idle(self) -> float:
+        """The share of the time in which an executor of a set time a step had none."""
+        return max(0.0, 1 - self.run.steps * float(self.load.engine["device.device_time"]) / self.run.seconds)
+
+    def mean(self, name: str) -> float:
+        return float(mean(getattr(sample, name) for sample in self.run.samples))
+
+    def summed(self, name: str) -> int:
+        return sum(getattr(sample, name) for sample in self.run.samples)
+
+    def summary(self, name: str) -> float:
+        return float(summarise(self.run.samples, self.run.seconds)[name])
+
+    def figures(self) -> Point:
+        return {name: float(FIGURES[name][0](self)) for name in self.load.figures}
+
+
+# By name: how it is found, and whether more of it is better.
+FIGURES: Mapping[str, tuple[Callable[[Outcome], float], bool]] = {
+    THROUGHPUT: (lambda it: it.throughput, True),
+    "prompt tokens/s": (lambda it: it.summed("prompt_tokens") / it.run.seconds, True),
+    "requests/s": (lambda it: it.summary("request_throughput"), True),
+    "steps/s": (lambda it: it.run.steps / it.run.seconds, True),
+    "running at once": (lambda it: it.run.most_scheduled, True),
+    "cached share": (lambda it: it.summed("cached_tokens") / it.summed("prompt_tokens"), True),
+    "steps": (lambda it: it.run.steps, False),
+    "seconds": (lambda it: it.run.seconds, False),
+    "s in all": (lambda it: it.run.seconds, False),
+    "total s": (lambda it: it.run.seconds, False),
+    "ms/prompt": (lambda it: 1e3 * it.run.seconds / it.load.requests, False),
+    "ms/step": (lambda it: 1e3 * it.run.seconds / it.run.steps, False),
+    "ms/decode step": (lambda it: 1e3 * it.step, False),
+    "ms to the first token": (lambda it: 1e3 * it.run.seconds, False),
+    "idle share": (lambda it: it.idle, False),
+    "last gap ms": (lambda it: 1e3 * it.run.samples[0].gaps[-1], False),
+    "mean ttft ms": (lambda it: 1e3 * it.mean("ttft"), False),
+    "p99 ttft s": (lambda it: it.summary("p99_ttft_ms") / 1e3, False),
+    "mean e2e ms": (lambda it: 1e3 * it.mean("e2e"), False),
+    "mean e2e s": (lambda it: it.mean("e2e"), False),
+    "median itl ms": (lambda it: it.summary("median_itl_ms"), False),
+    "p99 itl ms": (lambda it: it.summary("p99_itl_ms"), False),
+    "MiB alive": (lambda it: it.allocated["bytes"] / 2**20, False),
+    "requests": (lambda it: it.allocated["requests"], False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column: its name, and whether more of it is better."""
+
+    name: str
+    higher_is_better: bool
+
+
+@dataclass(slots=True)
+class Curve:
+    """One side's points, at its own best settings. ``tried`` lists every setting that was compared, with its figures.
+
+    ``points`` are medians over the repeats, ``lowest`` and ``highest`` their spread.
+    """
+
+    mode: str
+    settings: dict[str, Any]
+    tried: list[dict[str, Any]]
+    points: list[Point] = field(default_factory=list)
+    lowest: list[Point] = field(default_factory=list)
+    highest: list[Point] = field(default_factory=list)
+
+    def take(self, x: str, measured: Sequence[Point]) -> None:
+        """Repeats of the same x become one point: the median of each figure, with lowest and highest beside it."""
+        by_x: dict[float, list[Point]] = {}
+        for point in measured:
+            by_x.setdefault(point[x], []).append(point)
+        for points in by_x.values():
+            for target, pick in ((self.points, median), (self.lowest, min), (self.highest, max)):
+                target.append({name: float(pick([point[name] for point in points])) for name in points[0]})
+
+
+@dataclass(slots=True)
+class Result:
+    """A technique's whole curve, both sides. ``same``: answers with equal tokens on both sides, of ``compared``."""
+
+    technique: str
+    title: str
+    x: str
+    figures: tuple[Figure, ...]
+    curves: list[Curve]
+    repeats: int
+    choices: str  # what the engine chose by itself, kernels included
+    same: int = 0
+    compared: int = 0
+    log: str = ""  # axes to draw logarithmically
+
+    def pairs(self) -> Iterator[tuple[Point, Point]]:
+        """(off, on) points with equal x."""
+        off, on = ({point[self.x]: point for point in curve.points} for curve in self.curves)
+        return ((off[x], on[x]) for x in off if x in on)
+
+
+class Ablation:
+    """Makes engines from one config with one technique on or off, and remembers the answers of both sides.
+
+    ``quick`` asks for runs of seconds (a smoke test), otherwise minutes are allowed.
+    """
+
+    def __init__(
+        self, config: EngineConfig, technique: Technique, *, quick: bool, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._config = config
+        self._technique = technique
+        self._quick = quick
+        self._repeats = 1 if quick else REPEATS
+        self._say = say
+        self._choices = ""
+        self._answers: dict[str, dict[Any, tuple[int, ...]]] = {}
+
+    def measure(self) -> list[Result]:
+        """One for each load."""
+        return [self.under(load.shortened if self._quick else load) for load in self._technique.loads]
+
+    def under(self, load: Load) -> Result:
+        self._answers = {mode: {} for mode in MODES}
+        load, curves = self._choose(load)
+        self._fill(load, curves)
+        off, on = self._answers["off"], self._answers["on"]
+        shared = off.keys() & on.keys()
+        same = sum(off[key] == on[key] for key in shared)
+        figures, both = tuple(Figure(name, FIGURES[name][1]) for name in load.figures), list(curves.values())
+        counts = self._repeats, self._choices, same, len(shared)
+        return Result(self._technique.name, load.said, load.x, figures, both, *counts, load.log)
+
+    def _choose(self, load: Load) -> tuple[Load, dict[str, Curve]]:
+        """Each side at its best settings; of arrivals, ``values`` in requests a second."""
+        arrivals = load.over == "rate"
+        most = self._capacity(load, load.candidates("on")[-1]) if arrivals and load.trial else 1.0
+        curves = {mode: self._best(mode, load, load.at(load.trial * most)) for mode in MODES}
+        if not arrivals:
+            return load, curves
+        most = most if load.trial else self._capacity(load, curves["on"].settings)
+        return replace(load, values=tuple(float(f"{most * share:.3g}") for share in load.values)), curves
+
+    def _capacity(self, load: Load, settings: Settings) -> float:
+        """Requests/s when all are there from the start, with the technique on, once prices of steps are known."""
+        with self.engine("on", load, settings) as engine:
+            runs = [drive_load(engine, load, seed) for seed in (1, 2)]
+            return load.requests / runs[-1].seconds
+
+    def _best(self, mode: str, load: Load, trial: Load) -> Curve:
+        """A single candidate needs no trial."""
+        candidates = load.candidates(mode)
+        if len(candidates) == 1:
+            return Curve(mode, candidates[0], [])
+        tried = []
+        for candidate in candidates:
+            with self.engine(mode, load, candidate) as engine:
+                drive_load(engine, trial, TRIAL)  # an engine that prices its steps has met some of them
+                tried.append({**candidate, **Outcome(trial, drive_load(engine, trial, TRIAL + 1)).figures()})
+            self._say(f"{mode}: tried {shown(tried[-1])}")
+        return Curve(mode, candidates[best(tried, load.pick)], tried)
+
+    def _fill(self, load: Load, curves: Mapping[str, Curve]) -> None:
+        """Both sides at every x, in turn, repeated; seeds differ from repeat to repeat and are the same on both."""
+        measured: dict[str, list[Point]] = {mode: [] for mode in MODES}
+        with ExitStack() as stack:
+            engines = {mode: stack.enter_context(self.engine(mode, load, curves[mode].settings)) for mode in MODES}
+            for number, value in enumerate(load.values):
+                for repeat in range(self._repeats):
+                    for mode in MODES:
+                        untimed, seed = 0 if repeat else load.untimed, 1000 * number + repeat
+                        measured[mode] += self._points(mode, engines[mode], load.at(value), seed, untimed)
+                self._say("; ".join(f"{mode}: {shown(measured[mode][-1])}" for mode in MODES))
+        for mode, curve in curves.items():
+            curve.take(load.x, measured[mode])
+
+    def _points(self, mode: str, engine: Engine, load: Load, seed: int, untimed: int) -> list[Point]:
+        """Usually one, at the load's x."""
+
+        def run(seed: int, **change: Any) -> Run:
+            asked = replace(load, **change)
+            found = drive_load(engine, asked, seed)
+            point = getattr(load, load.over), asked.output, seed
+            self._answers[mode].update({(*point, *key): tokens for key, tokens in found.answers.items()})
+            return found
+
+        steps = "ms/decode step" in load.figures
+        for number in range(untimed):  # what is compiled, captured or recorded at first use is not timed
+            run(seed + OTHERS * (1 + number), **({"output": min(load.output, 16)} if steps else {}))
+        one_token = run(seed + 10 * OTHERS, output=1).seconds if steps else None
+        timed = [run(seed + OTHERS // 10 * number) for number in range(load.timed)]
+        quickest = min(timed, key=lambda each: each.seconds)
+        allocated = asked_for(lambda: run(seed + 11 * OTHERS)) if "MiB alive" in load.figures else {}
+        if load.turns > 1:
+            turns = enumerate(by_turn(quickest), start=1)
+            return [{load.x: number, **Outcome(load, each).figures()} for number, each in turns]
+        return [{load.x: getattr(load, load.over), **Outcome(load, quickest, one_token, allocated).figures()}]
+
+    @contextmanager
+    def engine(self, mode: str, load: Load, settings: Settings) -> Iterator[Engine]:
+        """An engine with the technique ``mode`` and ``settings`` on top of the config; warmed up, closed afterwards."""
+        value = self._technique.off if mode == "off" else self._technique.on
+        from headrace.engine.assembly import create_engine  # tokenizers
+
+        config = with_values(self._config, {**load.engine, self._technique.switch: value, **settings})
+        engine = create_engine(config, with_tokenizer=False)
+        self._choices = "; ".join(f"{each.name} {each.value}" for each in engine.info.decisions)
+        try:
+            engine.await_kernels()
+            engine.prepare()
+            drive(engine.core, random_dialogues(2, Lengths(8, 3), vocab_size=engine.info.vocab_size, seed=2**31))
+            yield engine
+        finally:
+            engine.close()
+
+
+def drive_load(engine: Engine, load: Load, seed: int) -> Run:
+    """The answers stand under the dialogues' own numbers, in whatever order they were asked."""
+    dialogues = draw(load, engine.info.vocab_size, seed)
+    order = batch_order(engine, dialogues) if load.batch_order else list(range(len(dialogues)))
+    run = drive(engine.core, [dialogues[number] for number in order], max_concurrency=load.at_once)
+    run.answers = {(order[place], turn): tokens for (place, turn), tokens in run.answers.items()}
+    return run
+
+
+def draw(load: Load, vocab_size: int, seed: int) -> list[Dialogue]:
+    lengths = Lengths(load.prompt, load.output, load.spread or load.percent / 100)
+    if load.turns > 1:
+        asked = conversing(load.count, load.turns, lengths, system=load.prefix, think=0.0, seed=seed)
+    else:
+        asked = drawn(load.requests, lengths, prefix=load.prefix, seed=seed)
+    asked = arriving(asked, load.rate, seed=seed) if load.rate else asked
+    dialogues = dialogues_of(asked, vocab_size=vocab_size, seed=seed)
+    structured = StructuredOutputs(**load.structured) if load.structured else None
+    own: dict[str, Any] = {"stop_after": load.stop_after, "structured": structured}
+    return [replace(each, turns=tuple(replace(turn, **own) for turn in each.turns)) for each in dialogues]
+
+
+def batch_order(engine: Engine, dialogues: Sequence[Dialogue]) -> list[int]:
+    """What the engine makes of the order in which requests of one offline call are given."""
+    requests = [
+        Request(request_id=number, prompt_token_ids=array("i", turn.new_ids), params=greedy(turn))
+        for number, turn in enumerate(dialogue.turns[0] for dialogue in dialogues)
+    ]
+    return [request.request_id for request in engine.core.batch_order(requests)]
+
+
+def by_turn(run: Run) -> list[Run]:
+    """At the same turn every conversation's prompt has the same length."""
+    by_length: dict[int, list[Sample]] = {}
+    for sample in run.samples:
+        by_length.setdefault(sample.prompt_tokens, []).append(sample)
+    return [replace(run, samples=by_length[length]) for length in sorted(by_length)]
+
+
+def asked_for(step: Callable[[], object]) -> dict[str, float]:
+    """What torch's allocator is asked for meanwhile."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    alive, requests = torch.cuda.memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"]
+    step()
+    torch.cuda.synchronize()
+    grown = torch.cuda.max_memory_allocated() - alive
+    return {"bytes": grown, "requests": torch.cuda.memory_stats()["allocation.all.allocated"] - requests}
+
+
+def best(tried: Sequence[Mapping[str, float]], pick: str) -> int:
+    """By the figure ``pick``, among the settings that do not pay for it with throughput."""
+    fastest = max(each.get(THROUGHPUT, 0.0) for each in tried)
+    allowed = [index for index, each in enumerate(tried) if each.get(THROUGHPUT, 0.0) >= MIN_SHARE * fastest]
+    sign = 1 if FIGURES[pick][1] else -1
+    return max(allowed, key=lambda index: sign * tried[index][pick])
+
+
+def shown(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in point.items())
+
+
+def with_values(config: EngineConfig, values: Settings) -> EngineConfig:
+    """The config with fields named by path ("scheduler.max_num_seqs") replaced."""
+    for path, value in values.items():
+        folder, _, name = path.partition(".")
+        config = replace(config, **{folder: replace(getattr(config, folder), **{name: value})})
+    return config

@@ -1,6 +1,7 @@
 """Kinds of arguments that benchmarks take.
 
-What lives here: conversions for argparse, which names the argument with what they raise, and the key. What may not: other arguments, measuring.
+What lives here: conversions for argparse, which names the argument with what they raise, the key, and the arguments of
+a benchmark whose module imports torch. What may not: torch, measuring.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+Number = TypeVar("Number", int, float)
+
+DTYPES = ("bfloat16", "float32", "float16")
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
@@ -19,51 +25,33 @@ def add_key_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--api-key", metavar="KEY", default=key, help="sent as bearer token (also HEADRACE_API_KEY)")
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on. Raises ArgumentTypeError."""
-    if not (text.isascii() and text.isdecimal() and int(text[:19]) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
+def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said: str) -> Callable[[str], Number]:
+    """A conversion that raises ArgumentTypeError for what is not ``said``."""
+
+    def convert(text: str) -> Number:
+        try:
+            found = read(text)
+        except ValueError:
+            found = None
+        if found is None or not allows(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is no {said}")
+        return found
+
+    return convert
 
 
-def natural(text: str) -> int:
-    """A whole number from 0 on. Raises ArgumentTypeError."""
+def _whole(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+        raise ValueError(text)
     return int(text)
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1. Raises ArgumentTypeError."""
-    found = _number(text)
-    if not 0.0 <= found <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return found
-
-
-def positive(text: str) -> float:
-    """A finite number above 0. Raises ArgumentTypeError."""
-    found = _number(text)
-    if not 0.0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
-    return found
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def folder(text: str) -> Path:
-    """A folder to write into; made where there is none. Raises ArgumentTypeError."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder ({error.strerror}); give another") from error
-    return path
+count = _kind(_whole, lambda found: found > 0, "whole number from 1 on")
+natural = _kind(_whole, lambda found: True, "whole number from 0 on")
+share = _kind(float, lambda found: 0.0 <= found <= 1.0, "number from 0 to 1")
+positive = _kind(float, lambda found: 0.0 < found < math.inf, "finite number above 0")
+amount = _kind(float, lambda found: 0.0 <= found < math.inf, "finite number from 0 on")
+percentile = _kind(float, lambda found: 0.0 <= found <= 100.0, "number from 0 to 100")
 
 
 def output(text: str) -> Path:
@@ -72,7 +60,9 @@ def output(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file in it")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}; make it or give another file")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: there is no folder {str(path.parent)!r}; make it or give another file"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied; give another file")
     return path
@@ -82,5 +72,37 @@ def picture(text: str) -> Path:
     """The same for a plot. Raises ArgumentTypeError."""
     path = output(text)
     if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; give a file name ending in {', '.join(PICTURES[:3])}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no picture; give a file name ending in {', '.join(PICTURES[:3])}"
+        )
     return path
+
+
+def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of ``headrace bench kernels``, whose module imports torch."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with the config.json whose shapes to use (default: Llama-3.2-1B's)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--rows", type=count, nargs="+", default=[1, 16, 512], help="tokens in a call (default: 1 16 512)"
+    )
+    parser.add_argument("--context", type=count, default=1024, help="tokens of context in attention (default: 1024)")
+    parser.add_argument(
+        "--ops", nargs="+", metavar="OP", default=(), help="operations, like linear and rms_norm (default: all)"
+    )
+    parser.add_argument("--seconds", type=positive, default=0.3, help="time for each row of the table (default: 0.3)")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own"
+    )
+    parser.add_argument("--threads", type=count, help="default: torch's own choice")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="find what computes products of few and of many rows best on this card, and keep it",
+    )
+    parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")

@@ -3,7 +3,7 @@
 Open loop (dialogues with arrivals) and closed loop (without), on the core's own clock; what a benchmark of a technique needs
 to see the engine and nothing else.
 
-What lives here: the loop that adds what is due and steps. What may not: figures (statistics.py), engines' configuration.
+What lives here: the loop that adds what is due and steps. What may not: figures (planner/workload/), engines' configuration.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.bench.statistics import Sample
-from headrace.bench.workload import Dialogue, Turn
 from headrace.engine.core import EngineCore
+from headrace.planner.workload.dialogues import Dialogue, Turn
+from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SequenceOutput
 from headrace.sampling_params import SamplingParams
 
@@ -128,8 +128,8 @@ class Driver:
 
 
 def greedy(turn: Turn) -> SamplingParams:
-    """Exactly ``max_tokens`` tokens, the most probable ones."""
-    return SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, detokenize=False)
+    """Exactly ``max_tokens`` tokens, the most probable ones; with a structure, as many as that takes at most."""
+    return SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, ignore_eos=True, detokenize=False, structured_outputs=turn.structured)
 
 
 def drive(core: EngineCore, dialogues: Sequence[Dialogue], *, max_concurrency: int | None = None) -> Run:

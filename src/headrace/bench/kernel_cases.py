@@ -10,19 +10,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels import reference
-from headrace.kernels.around import MOST_ROWS, Around
-from headrace.kernels.whole_step import StepWeights, longest_context
-from headrace.layers.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.candidate import DeltaFacts, ExpertFacts, Facts, HeadFacts, NormFacts, RopeFacts, StepFacts, WeightFacts
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs
+from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.lora.inputs import adapter_rows
+from headrace.kernels.norm import reference
+from headrace.kernels.step.reference import StepWeights, longest_context
+from headrace.layers.packed import Piece
+from headrace.quant import Format, lossless
+from headrace.quant.codes import Activations
+from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
+from headrace.quant.gguf import GGUFBlocks
+from headrace.quant.integers import AWQ, GPTQ, PackedIntegers
+from headrace.quant.scaled import WHOLE, ScaledWeight
+from headrace.sites import layer_matrices
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, RopeSpec
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 128}  # tokens, as engines choose them
 MANY_ROWS = 64  # more rows are one prompt, not a batch of decoding sequences
+ROWS_OF = {  # the least and the most rows that an operation is called with
+    **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
+    "gated_linear": (MOST_ROWS + 1, 2**31),
+    "rope_attention": (1, MANY_ROWS),
+    **dict.fromkeys(("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)),  # of a step's last rows only
+}
+ADAPTERS, RANK = 8, 16  # as --max-loras and --max-lora-rank are by themselves
 SPARSE = MoESpec(num_experts=32, top_k=4, intermediate_size=768, renormalize=True)
 
 # The shape of Llama-3.2-1B: what the figures of the documentation are measured on.
@@ -47,7 +66,7 @@ class KernelCase:
 
     op: str
     label: str
-    facts: dict[str, Any]
+    facts: Facts
     bytes: int
     flops: int
     calls: Callable[[Callable[..., Any]], list[Callable[[], Any]]]
@@ -62,65 +81,180 @@ class CaseMaker:
         self.context = context
         self.working_set = working_set
         self.block_size = BLOCK_SIZES[device.type]
+        self._sites = layer_matrices(replace(spec, layers=(LayerSpec(),), gated_mlp=True), 0)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def cases(self, op: str, rows: int) -> Iterator[KernelCase]:
         """The call sites of ``op`` over ``rows`` tokens: as many sequences of one token, or beyond MANY_ROWS one prompt."""
-        if op == "linear":
-            yield from self._linears(rows)
-        elif op == "fused_linear":
-            if rows <= MOST_ROWS:
-                yield from self._fused_linears(rows)
-        elif op in ("rms_norm", "layer_norm"):
-            yield self._norm(op, rows)
-        elif op in ("activation", "gated_activation"):
-            yield self._activation(op, rows, 2 if op == "gated_activation" else 1)
-        elif op in ("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"):
-            if rows <= MANY_ROWS:  # tokens are picked for a step's last rows only
-                yield self._pick(rows) if op == "gumbel_argmax" else self._logits(op, rows)
-        elif op == "rope_attention":
-            if rows <= MANY_ROWS:
-                yield self._rope(rows)
-        elif op == "decode_step":
-            if self.context <= longest_context(rows):
-                yield self._step(rows)
-        elif op == "added_linear":
-            yield self._added(rows)
-        elif op == "gated_linear":
-            if rows > MOST_ROWS:
-                yield self._gated(rows)
-        elif op in ("write_rows", "gather_inputs", "store_tokens", "fetch_step"):
-            yield {"write_rows": self._write, "gather_inputs": self._gather, "store_tokens": self._store, "fetch_step": self._fetch}[op](rows)
-        else:
-            yield {"embedding": self._embedding, "rotary_write": self._rotary, "paged_attention": self._attention, "moe": self._moe}[op](rows)
+        least, most = ROWS_OF.get(op, (1, rows))
+        if least <= rows <= most and (op != "decode_step" or self.context <= longest_context(rows)):
+            made = self._makers[op](rows)
+            yield from [made] if isinstance(made, KernelCase) else made
+
+    @property
+    def _makers(self) -> dict[str, Callable[[int], KernelCase | Iterator[KernelCase]]]:
+        return {
+            "linear": self._linears,
+            "fused_linear": self._fused_linears,
+            "added_linear": self._added,
+            "gated_linear": self._gated,
+            "rms_norm": partial(self._norm, "rms_norm"),
+            "layer_norm": partial(self._norm, "layer_norm"),
+            "activation": partial(self._activation, "activation", 1),
+            "gated_activation": partial(self._activation, "gated_activation", 2),
+            "greedy_tokens": partial(self._logits, "greedy_tokens"),
+            "pick_tokens": partial(self._logits, "pick_tokens"),
+            "score_tokens": partial(self._logits, "score_tokens"),
+            "gumbel_argmax": self._pick,
+            "rope_attention": self._rope,
+            "paged_attention": self._attention,
+            "rotary_write": self._rotary,
+            "decode_step": self._step,
+            "embedding": self._embedding,
+            "moe": self._moe,
+            "add_deltas": self._deltas,
+            "packed_linear": lambda rows: (self._packed(form, rows) for form in self._packed_formats()),
+            "packed_fused_linear": self._packed_fused,
+            "packed_moe": self._packed_moe,
+            "write_rows": self._write,
+            "gather_inputs": self._gather,
+            "store_tokens": self._store,
+            "fetch_step": self._fetch,
+        }
 
     def _linears(self, rows: int) -> Iterator[KernelCase]:
-        spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
-        yield self.linear("qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden)
-        yield self.linear("output", rows, hidden, spec.num_heads * spec.head_dim)
-        yield self.linear("gate+up", rows, 2 * inner, hidden)
-        yield self.linear("down", rows, hidden, inner)
+        for site, name in zip(self._sites.values(), ("qkv", "output", "gate+up", "down"), strict=True):
+            yield self.linear(name, rows, site.outs, site.ins)
         if rows <= MANY_ROWS:
-            yield self.linear("head, tied", rows, spec.vocab_size, hidden, shared=True)
+            yield self.linear("head, tied", rows, self.spec.vocab_size, self.spec.hidden_size, shared=True)
+
+    def linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
+        return self._product("linear", name, rows, outs, ins, lambda product, x, weight: product(x), shared=shared)
 
     def _fused_linears(self, rows: int) -> Iterator[KernelCase]:
-        spec, hidden, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
+        """Of its results the first counts: others may be in pieces, which candidates cut as they like."""
+        spec, hidden = self.spec, self.spec.hidden_size
         norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
         behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
-        yield self._fused("norm, qkv", rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden, norm)
-        yield self._fused("output, sum", rows, hidden, spec.num_heads * spec.head_dim, behind)
-        yield self._fused("norm, gate+up, act", rows, 2 * inner, hidden, replace(norm, gate=spec.activation))
-        yield self._fused("down, sum", rows, hidden, inner, behind)
+        cases = (("norm, qkv", norm), ("output, sum", behind), ("norm, gate+up, act", replace(norm, gate=spec.activation)), ("down, sum", behind))
+        for site, (name, around) in zip(self._sites.values(), cases, strict=True):
 
-    def _fused(self, name: str, rows: int, outs: int, ins: int, around: Around) -> KernelCase:
-        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs, "gated": around.gate is not None}
+            def first(product: Callable[..., Any], x: Tensor, weight: Tensor, around: Around = around) -> Any:
+                return product(x, around)[0]
+
+            yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
+
+    def _added(self, rows: int) -> KernelCase:
+        """Each call gets a residual of its own, since a candidate may overwrite it: a copy is part of every time."""
+        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
+        residual = self._random(rows, outs)
+        added = self._product("added_linear", "down, sum", rows, outs, ins, lambda product, x, weight: product(x, residual.clone()))
+        return replace(added, bytes=added.bytes + self._bytes(rows * outs))
+
+    def _gated(self, rows: int) -> KernelCase:
+        """As a layer computes where a candidate has nothing for so many rows: the product, and an activation."""
+        outs, ins, kind = 2 * self.spec.intermediate_size, self.spec.hidden_size, self.spec.activation
+
+        def gated(product: Callable[..., Tensor | None], x: Tensor, weight: Tensor) -> Tensor:
+            found = product(x, kind)
+            return reference.gated_activation(x @ weight.t(), kind) if found is None else found
+
+        made = self._product("gated_linear", "gate+up, act", rows, outs, ins, gated)
+        return replace(made, bytes=made.bytes - self._bytes(rows * outs // 2))
+
+    def _product(self, op: str, name: str, rows: int, outs: int, ins: int, run: Callable[..., Any], **more: Any) -> KernelCase:
+        """``run``: from a packed product, x and the weight as it was to what is compared."""
+        facts = WeightFacts(self.dtype, ins, outs, **more)
         size, x, weight = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins)
 
         def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            products = [pack(weight.clone() if i else weight, None) for i in range(self._copies(size) if size < self.working_set else 1)]
-            return [partial(_first, product, x, around) for product in products]
+            weights = [weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)]
+            return [partial(run, pack(each, None), x, each) for each in weights]
 
-        return KernelCase("fused_linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+        return KernelCase(op, f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _deltas(self, rows: int) -> KernelCase:
+        """Adapters of rank RANK in ADAPTERS slots, in turn, beside query, key and value."""
+        site = next(iter(self._sites.values()))
+        held, slots = self._random(ADAPTERS, len(site.parts), RANK, site.ins, scale=site.ins**-0.5), np.arange(rows, dtype=np.int32) % ADAPTERS
+        beside, x, y = self._random(ADAPTERS, RANK, site.outs), self._random(rows, site.ins), self._random(rows, site.outs)
+        adapters = adapter_rows(slots, x.device)
+        assert adapters is not None
+        ranks = torch.full((ADAPTERS,), RANK, dtype=torch.int32, device="cpu")
+
+        def added(add: Callable[..., None]) -> Tensor:
+            result = y.clone()
+            add(result, x, held, beside, ranks, site.parts, adapters)
+            return result
+
+        factors, facts = RANK * (len(site.parts) * site.ins + site.outs), DeltaFacts(self.dtype, site.ins, site.parts, RANK)
+        size, label = min(rows, ADAPTERS) * factors + rows * (site.ins + 2 * site.outs), f"qkv {rows}x{site.ins}x{site.outs}, rank {RANK}"
+        return KernelCase("add_deltas", label, facts, self._bytes(size), 2 * rows * factors, lambda add: [partial(added, add)])
+
+    def _packed_formats(self) -> Iterator[Format]:
+        device = torch.get_default_device()
+        if lossless.missing(self.dtype, device) is None:
+            yield lossless.Lossless()
+        yield ScaledWeight("float8_e4m3fn", (1, WHOLE))
+        yield ScaledWeight("int8", (1, WHOLE), activations=Activations("int8"))
+        if self.spec.intermediate_size % 32 == 0:
+            yield from (GGUFBlocks("Q8_0"), GGUFBlocks("Q4_0"))
+        yield from self._coded_formats()
+
+    def _coded_formats(self) -> Iterator[Format]:
+        """One of each kind that kernels tell apart, as far as the model's widths are whole groups and blocks."""
+        if self.spec.intermediate_size % 128 == 0:
+            yield from (PackedIntegers(bits, 128, zero=False) for bits in (2, 3, 4, 6, 8))
+            yield from (AWQ(4, 128), GPTQ(4, 128, act_order=True), MXFP4(), NVFP4(inverse=True), NormalFloat("nf4", nested=False))
+        if self.spec.intermediate_size % 256 == 0:
+            yield from (GGUFBlocks("Q4_K"), GGUFBlocks("Q6_K"))
+
+    def _packed_fused(self, rows: int) -> Iterator[KernelCase]:
+        """Gate and up between norm and activation, and down with the sum behind it. ``pack`` gives None for what it does not multiply so."""
+        hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
+        norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
+        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        places = (("norm, gate+up, act", 2 * inner, hidden, norm), ("down, sum", hidden, inner, behind))
+        for (name, outs, ins, around), form in product(places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))):
+            if form.problem(outs, ins) is None:
+                yield self._packed(form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around)
+
+    def _packed(
+        self, form: Format, rows: int, name: str | None = None, outs: int | None = None, ins: int | None = None, around: Around | None = None
+    ) -> KernelCase:
+        """The product alone, usually of down; or with what is ``around`` it. Bytes are told as a part of bfloat16's."""
+        outs, ins = outs or self.spec.hidden_size, ins or self.spec.intermediate_size
+        x, size = self._random(rows, ins), int(form.num_bytes(outs, ins, self.dtype.itemsize))
+
+        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
+            copies = self._copies(size) if size < self.working_set else 1
+            layers = [pack([self._piece(form, outs, ins)], None) for _ in range(copies)]  # pieces of their own: candidates lay them out
+            return [partial(each, x) if around is None else partial(_first, each, x, around) for each in layers]
+
+        gated = around is not None and around.gate is not None
+        facts = WeightFacts(self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,))
+        label = f"{name or f'down {rows}x{ins}x{outs}'}, {form.label} ({size / (2 * outs * ins):.0%} of bf16's bytes)"
+        op = "packed_linear" if around is None else "packed_fused_linear"
+        return KernelCase(op, label, facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
+
+    def _packed_moe(self, rows: int) -> KernelCase:
+        plain, form = self._moe(rows), ScaledWeight("float8_e4m3fn", (1, WHOLE))
+        moe, width = SPARSE, self.spec.hidden_size
+        shapes = (2 * moe.intermediate_size, width), (width, moe.intermediate_size)
+        x, router = self._random(rows, width), self._random(rows, moe.num_experts)
+
+        def calls(sparse: Callable[..., Any]) -> list[Callable[[], Any]]:
+            up, down = (self._piece(form, *shape, moe.num_experts) for shape in shapes)
+            return [partial(sparse, x, router, [up], [down], moe.top_k, moe.renormalize, Activation.SILU)]
+
+        facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k, (form.label,) * 2)
+        return replace(plain, op="packed_moe", label=f"{plain.label}, {form.label}", facts=facts, calls=calls)
+
+    def _piece(self, form: Format, outs: int, ins: int, *stacked: int) -> Piece:
+        piece = Piece(form.label, form, outs, ins, dtype=self.dtype, device=torch.get_default_device(), stacked=stacked)
+        list(piece.make_up(0))
+        piece.finish_loading()
+        return piece
 
     def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=self.dtype).normal_(0.0, scale, generator=self._generator)
@@ -136,42 +270,6 @@ class CaseMaker:
     def _bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
 
-    def linear(self, name: str, rows: int, outs: int, ins: int, *, shared: bool = False) -> KernelCase:
-        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs, "shared_weight": shared}
-        size, x = self._bytes(outs * ins), self._random(rows, ins)
-        weight = self._weight(outs, ins)
-
-        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            copies = self._copies(size) if size < self.working_set else 1
-            return [partial(pack(weight.clone() if i else weight, None), x) for i in range(copies)]
-
-        return KernelCase("linear", f"{name} {rows}x{ins}x{outs}", facts, size + self._bytes(rows * (ins + outs)), 2 * rows * outs * ins, calls)
-
-    def _added(self, rows: int) -> KernelCase:
-        """Each call gets a residual of its own, since a candidate may overwrite it: a copy is part of every time."""
-        outs, ins = self.spec.hidden_size, self.spec.intermediate_size
-        size, x, weight, residual = self._bytes(outs * ins), self._random(rows, ins), self._weight(outs, ins), self._random(rows, outs)
-
-        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            products = [pack(weight.clone() if i else weight, None) for i in range(self._copies(size) if size < self.working_set else 1)]
-            return [partial(_onto_a_copy, product, x, residual) for product in products]
-
-        facts = {"dtype": self.dtype, "in_features": ins, "out_features": outs}
-        moved = size + self._bytes(rows * (ins + 2 * outs))
-        return KernelCase("added_linear", f"down, sum {rows}x{ins}x{outs}", facts, moved, 2 * rows * outs * ins, calls)
-
-    def _gated(self, rows: int) -> KernelCase:
-        outs, ins = self.spec.intermediate_size, self.spec.hidden_size
-        size, x, weight = self._bytes(2 * outs * ins), self._random(rows, ins), self._weight(2 * outs, ins)
-
-        def calls(pack: Callable[..., Any]) -> list[Callable[[], Any]]:
-            weights = [weight.clone() if i else weight for i in range(self._copies(size) if size < self.working_set else 1)]
-            return [partial(_gated_or_plain, pack(each, None), each, x, self.spec.activation) for each in weights]
-
-        facts = {"dtype": self.dtype, "in_features": ins, "out_features": 2 * outs}
-        moved = size + self._bytes(rows * (ins + outs))
-        return KernelCase("gated_linear", f"gate+up, act {rows}x{ins}x{outs}", facts, moved, 4 * rows * outs * ins, calls)
-
     def _norm(self, op: str, rows: int) -> KernelCase:
         width = self.spec.hidden_size
         weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
@@ -181,9 +279,9 @@ class CaseMaker:
         def calls(norm: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(norm, x, weight, *more, 1e-5, residual) for x, residual in pairs]
 
-        return KernelCase(op, f"{rows}x{width}, residual", {"dtype": self.dtype}, self._bytes(4 * rows * width), 6 * rows * width, calls)
+        return KernelCase(op, f"{rows}x{width}, residual", NormFacts(self.dtype, self.dtype), self._bytes(4 * rows * width), 6 * rows * width, calls)
 
-    def _activation(self, op: str, rows: int, halves: int) -> KernelCase:
+    def _activation(self, op: str, halves: int, rows: int) -> KernelCase:
         width = self.spec.intermediate_size
         inputs = [self._random(rows, halves * width) for _ in range(4)]
 
@@ -191,11 +289,11 @@ class CaseMaker:
             return [partial(act, x, Activation.SILU) for x in inputs]
 
         size = self._bytes(rows * width * (halves + 1))
-        return KernelCase(op, f"{rows}x{width}, silu", {"dtype": self.dtype}, size, 6 * rows * width, calls)
+        return KernelCase(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, calls)
 
-    def _attention_facts(self) -> dict[str, Any]:
-        spec = self.spec
-        return {"dtype": self.dtype, "head_dim": spec.head_dim, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    @property
+    def _heads(self) -> tuple[torch.dtype, int, int, int]:
+        return self.dtype, self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
 
     def _cache(self, tokens: int) -> tuple[Tensor, Tensor]:
         shape = (-(-tokens // self.block_size), 2, self.spec.num_kv_heads, self.block_size, self.spec.head_dim)
@@ -204,18 +302,18 @@ class CaseMaker:
 
     def _rotary(self, rows: int) -> KernelCase:
         spec = self.spec
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        dim = spec.head_dim
         cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
-        packed = [self._random(rows, heads + 2 * kv_heads, dim) for _ in range(4)]
+        packed = [self._random(rows, sum(spec.qkv_heads), dim) for _ in range(4)]
         positions, slots = torch.arange(rows), torch.arange(rows)
 
         def calls(write: Callable[..., Any]) -> list[Callable[[], Any]]:
-            inputs = [x.clone().split((heads, kv_heads, kv_heads), dim=1) for x in packed]  # written in place
+            inputs = [x.clone().split(spec.qkv_heads, dim=1) for x in packed]  # written in place
             return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
 
-        rotated = rows * (heads + kv_heads) * dim
-        size = self._bytes(2 * rotated + 3 * rows * kv_heads * dim) + rows * dim * 4
-        return KernelCase("rotary_write", f"{rows} tokens", self._attention_facts(), size, 3 * rotated, calls)
+        rotated = rows * sum(spec.qkv_heads[:2]) * dim
+        size = self._bytes(2 * rotated + 3 * rows * spec.num_kv_heads * dim) + rows * dim * 4
+        return KernelCase("rotary_write", f"{rows} tokens", HeadFacts(*self._heads), size, 3 * rotated, calls)
 
     def _rope(self, rows: int) -> KernelCase:
         """As many sequences as there are rows, none of which share keys."""
@@ -225,14 +323,14 @@ class CaseMaker:
         slots = table[:, -1].long() * self.block_size + last % self.block_size
         every, context = torch.arange(rows + 1).int(), torch.full((rows,), self.context, dtype=torch.int32)
         inputs = AttentionInputs(table, every, context, slots, self.block_size, 1, self.context, shared_tokens=0)
-        qkv, cos_sin = self._random(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), torch.rand(self.context, spec.head_dim) * 0.7
+        qkv, cos_sin = self._random(rows, sum(spec.qkv_heads), spec.head_dim), torch.rand(self.context, spec.head_dim) * 0.7
         keys = 2 * rows * self.context * spec.num_kv_heads * spec.head_dim
         caches = [self._cache(rows * blocks * self.block_size) for _ in range(self._copies(self._bytes(keys)))]
 
         def calls(attend: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(attend, qkv.clone(), last, cos_sin, k, v, inputs, spec.attention_scale) for k, v in caches]  # q is turned in place
 
-        facts = {**self._attention_facts(), "rotary_dim": spec.head_dim, "normed": False, "window": None, "soft_cap": None}
+        facts = RopeFacts(*self._heads, spec.head_dim, normed=False, window=None, soft_cap=None)
         flops = 4 * rows * self.context * spec.num_heads * spec.head_dim
         return KernelCase("rope_attention", f"{rows} rows, context {self.context}", facts, self._bytes(keys + 2 * qkv.numel()), flops, calls)
 
@@ -259,12 +357,12 @@ class CaseMaker:
         kind = "prefill" if prompt else "decode"
         flops = 4 * seen * spec.num_heads * spec.head_dim
         label = f"{kind} {sequences}x{queries}, context {context}"
-        return KernelCase("paged_attention", label, self._attention_facts(), self._bytes(keys + 2 * q.numel()), flops, calls)
+        return KernelCase("paged_attention", label, HeadFacts(*self._heads), self._bytes(keys + 2 * q.numel()), flops, calls)
 
     def _step(self, rows: int) -> KernelCase:
         """One layer and the norm behind it, of as many sequences as there are rows."""
-        spec, hidden, inner, dim = self.spec, self.spec.hidden_size, self.spec.intermediate_size, self.spec.head_dim
-        shapes = (((spec.num_heads + 2 * spec.num_kv_heads) * dim, hidden), (hidden, spec.num_heads * dim), (2 * inner, hidden), (hidden, inner))
+        spec, hidden, dim = self.spec, self.spec.hidden_size, self.spec.head_dim
+        shapes = [(site.outs, site.ins) for site in self._sites.values()]
         blocks = -(-self.context // self.block_size)
         last = torch.full((rows,), self.context - 1)
         table = torch.randperm(rows * blocks, generator=self._generator).int().view(rows, blocks)
@@ -279,7 +377,7 @@ class CaseMaker:
             layer = (*(self._weight(*shape) for shape in shapes), torch.ones(hidden, dtype=self.dtype), torch.ones(hidden, dtype=self.dtype))
             angles = torch.arange(self.context).unsqueeze(1) * 500000.0 ** (-torch.arange(dim // 2) / (dim // 2))
             turns, table = torch.cat((angles.cos(), angles.sin()), 1), self._random(64, hidden)
-            return StepWeights((layer,), table, layer[-1], turns, spec.num_heads, spec.num_kv_heads, spec.norm_eps, spec.attention_scale)
+            return StepWeights((layer,), table, layer[-1], turns, spec.qkv_heads, spec.norm_eps, spec.attention_scale)
 
         made = [weights() for _ in range(min(2, self._copies(size)))]
 
@@ -287,7 +385,7 @@ class CaseMaker:
             return [partial(make(each), inputs, (cache,)) for each in made]
 
         keys = 2 * rows * self.context * spec.num_kv_heads * dim
-        facts = {"dtype": self.dtype, "spec": replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim))}
+        facts = StepFacts(self.dtype, replace(spec, layers=(LayerSpec(),), rope=RopeSpec(theta=500000.0, rotary_dim=dim)))
         flops = 2 * rows * size // self.dtype.itemsize + 4 * rows * self.context * spec.num_heads * dim
         return KernelCase("decode_step", f"1 layer, {rows} rows, context {self.context}", facts, size + self._bytes(keys), flops, calls)
 
@@ -301,7 +399,7 @@ class CaseMaker:
 
         pairs, expert = rows * moe.top_k, 3 * moe.intermediate_size * width
         touched = sum(len(torch.topk(router.float(), moe.top_k).indices.unique()) for _, router in inputs) / len(inputs)
-        facts = {"dtype": self.dtype, "num_experts": moe.num_experts, "top_k": moe.top_k}
+        facts = ExpertFacts(self.dtype, moe.num_experts, moe.top_k)
         label = f"{rows} tokens, {moe.top_k} of {moe.num_experts}x{moe.intermediate_size}"
         return KernelCase("moe", label, facts, self._bytes(int(touched * expert) + 2 * rows * width), 2 * pairs * expert, calls)
 
@@ -312,7 +410,7 @@ class CaseMaker:
         def calls(look_up: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(look_up, row_ids, table, None) for row_ids in ids]
 
-        return KernelCase("embedding", f"{rows}x{width}", {"dtype": self.dtype}, self._bytes(2 * rows * width), 0, calls)
+        return KernelCase("embedding", f"{rows}x{width}", Facts(self.dtype), self._bytes(2 * rows * width), 0, calls)
 
     def _write(self, rows: int) -> KernelCase:
         """The ids of new sequences of one length, in any order of rows."""
@@ -324,7 +422,7 @@ class CaseMaker:
             return [partial(_written, write, written, ids, row, begin, self.context)]
 
         size = rows * (2 * 4 * self.context + 8 + 4)
-        return KernelCase("write_rows", f"{rows} rows of {self.context}", {"dtype": torch.int32}, size, 0, calls)
+        return KernelCase("write_rows", f"{rows} rows of {self.context}", Facts(torch.int32), size, 0, calls)
 
     def _gather(self, rows: int) -> KernelCase:
         """A step of ``rows`` sequences that decode: their last token, its place, their block tables."""
@@ -337,7 +435,7 @@ class CaseMaker:
             return [partial(gather, ids, table, every, every.clone(), context - 1, context, self.block_size, blocks)]
 
         size = rows * (4 * 5 + 8 * 3 + 2 * 4 * blocks)
-        return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", {"dtype": torch.int32}, size, 0, calls)
+        return KernelCase("gather_inputs", f"{rows} rows, context {self.context}", Facts(torch.int32), size, 0, calls)
 
     def _store(self, rows: int) -> KernelCase:
         ids, every, tokens = torch.zeros(rows, self.context, dtype=torch.int32), torch.arange(rows).int(), torch.arange(rows)
@@ -345,7 +443,7 @@ class CaseMaker:
         def calls(store: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(store, ids, every, torch.full_like(every, self.context - 1), tokens, tokens.float())]
 
-        return KernelCase("store_tokens", f"{rows} rows", {"dtype": torch.int32}, rows * (4 + 4 + 8 + 4 + 4 + 8), 0, calls)
+        return KernelCase("store_tokens", f"{rows} rows", Facts(torch.int32), rows * (4 + 4 + 8 + 4 + 4 + 8), 0, calls)
 
     def _fetch(self, rows: int) -> KernelCase:
         """Of each row its place, and no edits of the block table."""
@@ -356,7 +454,7 @@ class CaseMaker:
         def calls(fetch: Callable[..., Any]) -> list[Callable[[], Any]]:
             return [partial(_fetched, fetch, ring, turn, step, table)]
 
-        return KernelCase("fetch_step", f"{rows} rows", {"dtype": torch.int32}, 2 * 3 * 4 * rows, 0, calls)
+        return KernelCase("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, calls)
 
     def _logits(self, op: str, rows: int) -> KernelCase:
         """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs of given tokens."""
@@ -373,7 +471,7 @@ class CaseMaker:
                 return [partial(function, x, chosen, min(5, vocab)) for x in logits]
             return [partial(function, x, peak, heat, filters, seeds, positions) for x, peak in zip(logits, peaks, strict=True)]
 
-        return KernelCase(op, f"{rows}x{vocab}", {"dtype": torch.float32}, 4 * rows * vocab, rows * vocab, calls)
+        return KernelCase(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, calls)
 
     def _pick(self, rows: int) -> KernelCase:
         size = 4 * rows * self.spec.vocab_size
@@ -385,22 +483,12 @@ class CaseMaker:
             return [partial(pick, row_scores, None, seeds, positions) for row_scores in scores]
 
         label = f"{rows}x{self.spec.vocab_size}"
-        return KernelCase("gumbel_argmax", label, {"dtype": torch.float32}, size, rows * self.spec.vocab_size, calls)
+        return KernelCase("gumbel_argmax", label, Facts(torch.float32), size, rows * self.spec.vocab_size, calls)
 
 
-def _first(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The first of its results: others may be in pieces, which candidates cut as they like."""
-    return call(*arguments)[0]
-
-
-def _onto_a_copy(product: Callable[..., Tensor], x: Tensor, residual: Tensor) -> Tensor:
-    return product(x, residual.clone())
-
-
-def _gated_or_plain(product: Callable[..., Tensor | None], weight: Tensor, x: Tensor, kind: Activation) -> Tensor:
-    """As a layer does where a candidate has nothing for so many rows."""
-    found = product(x, kind)
-    return reference.gated_activation(x @ weight.t(), kind) if found is None else found
+def _first(product: Callable[..., Any], x: Tensor, around: Around) -> Any:
+    """Others of its results may be in pieces, which candidates cut as they like."""
+    return product(x, around)[0]
 
 
 def _written(write: Callable[..., None], token_ids: Tensor, ids: Tensor, row: Tensor, begin: Tensor, longest: int) -> Tensor:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from headrace.bench.kernel_cases import DEFAULT_SPEC, CaseMaker, KernelCase
-from headrace.bench.report import machine_facts, print_facts, shown_fraction, table, void_note, write_json
 from headrace.bench.sweep import Sweep
 from headrace.cost.profile import Limits, last_level_cache_bytes
 from headrace.errors import ConfigError
-from headrace.kernels import CANDIDATES, TWIN, TWINS, Kernels
-from headrace.kernels.cpu.candidates import COMPRESSED
+from headrace.kernels import TWIN, Kernels
+from headrace.kernels.operations import OPERATIONS
 from headrace.models.families import spec_from_config
+from headrace.observe.report import machine_facts, print_facts, shown_fraction, table, void_note, write_json
 from headrace.spec import DecoderSpec
 from headrace.worker.card import cuda_time
 from headrace.worker.profile import limits_now
@@ -47,7 +47,7 @@ class KernelBench:
     dtype: str = "bfloat16"
     rows: tuple[int, ...] = (1, 16, 512)
     context: int = 1024  # tokens a sequence has behind it
-    ops: tuple[str, ...] = tuple(TWINS)
+    ops: tuple[str, ...] = tuple(OPERATIONS)
     seconds: float = 0.3
     device: str = "cpu"
     batch_invariant: bool = False  # only candidates whose bits do not depend on the batch, as they are then
@@ -92,8 +92,8 @@ def cache_bytes(device: torch.device) -> int:
 def _check(bench: KernelBench) -> None:
     if bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch finds no CUDA device; use --device cpu.")
-    if unknown := set(bench.ops) - set(TWINS):
-        raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(TWINS)}.")
+    if unknown := set(bench.ops) - set(OPERATIONS):
+        raise ConfigError(f"Unknown operations {sorted(unknown)}; choose among {', '.join(OPERATIONS)}.")
     if bench.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {bench.dtype}; choose among {', '.join(DTYPES)}.")
     if not bench.rows or min(bench.rows) < 1:
@@ -101,11 +101,11 @@ def _check(bench: KernelBench) -> None:
 
 
 def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torch.dtype) -> Iterator[KernelRow]:
-    twin = TWINS[case.op]
+    twin = OPERATIONS[case.op].twin
     want = _tensors(case.calls(twin)[0]())
     rate = limits.gemm_rates.get(bench.dtype, limits.gemm_rates["float32"])
     floor = max(case.bytes / limits.read_bandwidth, case.flops / rate)
-    for name in (*(candidate.name for candidate in CANDIDATES[case.op]), TWIN):
+    for name in (*(candidate.name for candidate in OPERATIONS[case.op].candidates), TWIN):
         kernel, reason = _forced(case, name, torch.device(bench.device), batch_invariant=bench.batch_invariant and name != TWIN)
         if kernel is None:
             yield KernelRow(case.op, case.label, name, note=reason)
@@ -123,10 +123,10 @@ def _case_rows(case: KernelCase, bench: KernelBench, limits: Limits, dtype: torc
 
 def _forced(case: KernelCase, name: str, device: torch.device, *, batch_invariant: bool) -> tuple[Callable[..., Any] | None, str]:
     """The candidate of that name for this call site, or None and its reason."""
-    others = {candidate.name for group in CANDIDATES.values() for candidate in group} - {name}
+    others = {candidate.name for op in OPERATIONS.values() for candidate in op.candidates} - {name}
     kernels = Kernels(device, disabled=frozenset(others), batch_invariant=batch_invariant, cuda_prefill=True)  # as engines are by default
     try:
-        kernel = kernels.choose(case.op, **case.facts)
+        kernel = kernels.choose(OPERATIONS[case.op], case.facts)
     except ConfigError as error:  # neither it nor the twin is batch-invariant
         return None, str(error)
     choice = kernels.choices[-1]  # before it stands who serves what this one leaves
@@ -166,14 +166,17 @@ def _time(calls: Sequence[Callable[[], Any]], seconds: float, rounds: int = 5) -
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if any candidate was wrong."""
+    spec = _read_spec(args.model) if args.model else DEFAULT_SPEC
     if args.tune:
-        return _tune(args)
+        from headrace.bench.tune import run_tune
+
+        return run_tune(args, spec)
     bench = KernelBench(
-        spec=_read_spec(args.model) if args.model else DEFAULT_SPEC,
+        spec=spec,
         dtype=args.dtype,
         rows=tuple(args.rows),
         context=args.context,
-        ops=tuple(args.ops) or tuple(TWINS),
+        ops=tuple(args.ops) or tuple(OPERATIONS),
         seconds=args.seconds,
         device=args.device,
         batch_invariant=args.batch_invariant,
@@ -187,50 +190,16 @@ def run(args: argparse.Namespace) -> int:
         print_facts(facts)
         rows = measure(bench, limits, sweep)
     print(table(COLUMNS, [_cells(row) for row in rows]))
-    if void := void_note({f"{row.kernel} of {row.op}, {row.case}": row.fraction for row in rows if row.kernel != COMPRESSED}):
+    if void := void_note({f"{row.kernel} of {row.op}, {row.case}": row.fraction for row in rows}):
         print(void)
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": [{**asdict(row), "fraction": row.fraction} for row in rows]})
     return sweep.status(int(any(row.wrong for row in rows)))
 
 
-def _tune(args: argparse.Namespace) -> int:
-    from headrace.bench import tune, tune_gated, tune_ring, tune_vendor
-    from headrace.kernels.cuda import ring_forms
-    from headrace.kernels.cuda.gated_measured import keep_tiles, kept_tiles
-    from headrace.kernels.triton.flat_measured import keep_forms, kept_forms
-    from headrace.kernels.vendor.measured import keep_choices, kept_choices
-
-    if args.device != "cuda":
-        raise ConfigError("--tune measures a GPU; add --device cuda.")
-    begun, spec = time.monotonic(), _read_spec(args.model) if args.model else DEFAULT_SPEC
-    working_set = 4 * cache_bytes(torch.device("cuda")) if torch.cuda.is_available() else 0
-    shapes = tune.shapes_of(spec)
-    tuned = tune.tune(shapes, working_set, print)
-    print(tune.render(tuned, limits_now("cuda").read_bandwidth))
-    keep_forms(kept_forms(), torch.cuda.get_device_name(), tune.forms_of(tuned))
-    rings = tune_ring.tune_rings(tune_ring.rings_of(shapes), spec.activation, working_set, print)
-    print(tune_ring.render(rings))
-    ring_forms.keep_forms(ring_forms.kept_forms(), torch.cuda.get_device_name(), tune_ring.forms_of(rings))
-    products = tune_vendor.tune_products(tune_vendor.weights_of(shapes), working_set, print)
-    print(tune_vendor.render(products))
-    keep_choices(kept_choices(), torch.cuda.get_device_name(), tune_vendor.choices_of(products))
-    gates = tune_gated.tune_gates(tune_gated.gates_of(shapes), spec.activation, working_set, print)
-    print(tune_gated.render(gates))
-    keep_tiles(kept_tiles(), torch.cuda.get_device_name(), tune_gated.tiles_of(gates))
-    beside = f"{ring_forms.kept_forms().name}, {kept_tiles().name} and {kept_choices().name} beside it"
-    print(f"kept in {kept_forms()}, {beside}, after {time.monotonic() - begun:.0f} s; the next start uses them")
-    if args.output_json:
-        found: dict[str, Sequence[Any]] = {"tuned": tuned, "rings": rings, "products": products, "gates": gates}
-        write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
-    return 0
-
-
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
-    if count is not None and count < 1:
-        raise ConfigError(f"--threads is {count}; give at least 1.")
     torch.set_num_threads(count or before)
     try:
         yield
@@ -250,5 +219,5 @@ def _cells(row: KernelRow) -> tuple[Any, ...]:
     if row.seconds is None or row.floor is None or row.spread is None:
         return (row.op, row.case, row.kernel, *[None] * 6, row.note)
     rates = (row.bytes / row.seconds / 1e9, row.flops / row.seconds / 1e9)
-    fraction = row.fraction if row.kernel == COMPRESSED else shown_fraction(row.fraction)
+    fraction = shown_fraction(row.fraction)
     return (row.op, row.case, row.kernel, row.seconds * 1e6, row.spread * 100, *rates, row.floor * 1e6, fraction, row.note)

@@ -1,7 +1,7 @@
 """Sends dialogues to a server and keeps what the client saw of each request.
 
-What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams back. What may not:
-figures (statistics.py), workloads (workload.py), command lines.
+What lives here: the load generator (open and closed loop), requests in OpenAI's format, reading streams back, and a light HTTP/1.1 client for
+server-sent events, which stamps what arrives and parses it later. What may not: figures and workloads (planner/workload/), command lines.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import asyncio
 import json
 import math
 import re
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from headrace.bench.http_client import Answer, BrokenAnswer, HttpClient
-from headrace.bench.statistics import Sample
-from headrace.bench.workload import Dialogue, Turn, as_text
-from headrace.errors import HeadraceError
+import httptools
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.planner.workload.dialogues import Dialogue, Turn, as_text
+from headrace.planner.workload.statistics import Sample
 
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -173,3 +176,134 @@ def _error_message(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):
         return repr(body[:100])
+
+
+READ_BYTES = 1 << 16
+
+
+class BrokenAnswer(Exception):
+    """An answer that ended or looked as none may."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Status and the body's events (``data:`` lines without the prefix) with the time each one's bytes were read, in seconds."""
+
+    status: int
+    content_type: str
+    events: list[tuple[float, bytes]] = field(default_factory=list)
+    body: bytes = b""  # of an answer that is no stream
+
+    def json(self) -> Any:
+        """Raises BrokenAnswer when the body is not JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise BrokenAnswer(f"status {self.status} with a body that is not JSON") from error
+
+
+class HttpClient:
+    """Keeps connections open between requests. One event loop; any number of requests at once."""
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--base-url is {base_url!r}; give one like http://127.0.0.1:8000.")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._timeout = timeout
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n" + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Raises OSError, TimeoutError or BrokenAnswer."""
+        data = json.dumps(body).encode()
+        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        return await asyncio.wait_for(self._exchange(head.encode() + data), self._timeout)
+
+    async def get(self, path: str) -> Answer:
+        """Raises OSError, TimeoutError or BrokenAnswer."""
+        return await asyncio.wait_for(self._exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()), self._timeout)
+
+    async def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _exchange(self, request: bytes) -> Answer:
+        reused = bool(self._idle)
+        reader, writer = self._idle.pop() if reused else await self._connect()
+        try:
+            writer.write(request)
+            answer, keep = await _Reading().run(reader)
+        except BaseException as error:
+            writer.close()
+            if reused and isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):  # closed by the server while it lay idle
+                return await self._exchange(request)
+            if isinstance(error, asyncio.IncompleteReadError):
+                raise BrokenAnswer("the server closed the connection before it answered") from error
+            raise
+        if keep:
+            self._idle.append((reader, writer))
+        else:
+            writer.close()
+        return answer
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.port, ssl=self._tls)
+
+
+class _Reading:
+    """One answer being read: what the parser calls."""
+
+    def __init__(self) -> None:
+        self.answer = Answer(0, "")
+        self.done = False
+        self.parser = httptools.HttpResponseParser(self)
+        self._kept = False
+        self._framed = False  # the body's end is told by its length or its chunks, not by the connection's
+        self._buffer = b""  # of the body, up to the last whole event
+
+    async def run(self, reader: asyncio.StreamReader) -> tuple[Answer, bool]:
+        """The answer, and whether the connection can be used again. Raises BrokenAnswer; IncompleteReadError where nothing came."""
+        while not self.done and (data := await reader.read(READ_BYTES)):
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserError as error:
+                raise BrokenAnswer(f"not an HTTP/1.1 answer: {error} at {data[:60]!r}") from error
+        if not self.done:
+            self._ended()
+        if not self._is_stream:
+            self.answer.body = self._buffer
+        return self.answer, self._kept
+
+    def _ended(self) -> None:
+        if not self.answer.status:
+            raise asyncio.IncompleteReadError(b"", None)
+        if self._framed:
+            raise BrokenAnswer("the connection broke in the middle of the answer")
+
+    @property
+    def _is_stream(self) -> bool:
+        return self.answer.content_type.startswith("text/event-stream")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.lower()
+        if key == b"content-type":
+            self.answer.content_type = value.decode("latin-1")
+        self._framed |= key in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self.answer.status = self.parser.get_status_code()
+
+    def on_body(self, data: bytes) -> None:
+        self._buffer += data
+        if self._is_stream:
+            now = time.perf_counter()
+            *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
+            self.answer.events += [(now, event[5:].strip()) for event in events if event.startswith(b"data:")]
+
+    def on_message_complete(self) -> None:
+        self.done, self._kept = True, self.parser.should_keep_alive()

@@ -1,6 +1,8 @@
-"""Flags that say what is asked and when: the same names and meanings wherever a load is made, for a server or for a simulation.
+"""Flags that say what is asked and when: the same names and meanings wherever a load is made, for a server or for a
+simulation.
 
-What lives here: the flags, and the parts that they name. What may not: flags of one command alone, making requests (workload.py).
+What lives here: the flags, and the requests that they name. What may not: flags of one command alone, drawing requests
+(planner/workload/).
 """
 
 from __future__ import annotations
@@ -8,13 +10,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headrace.bench.arrivals import DAY, GAPS, Swing
-from headrace.bench.traces import MOST_ROWS
-from headrace.bench.workload import DrawsLengths, Lengths, trace_lengths
+from headrace.bench.arguments import amount, count, natural, share
 from headrace.errors import ConfigError
+from headrace.planner.workload.arrivals import DAY, GAPS, Swing
+from headrace.planner.workload.asked import Asked, DrawsLengths, Lengths, arriving, conversing, drawn, trace_lengths, traced
+from headrace.planner.workload.traces import MOST_ROWS
 
 WORKLOADS = ("random", "shared-prefix", "conversation", "trace")
-COUNTS = ("num_prompts", "input_len", "output_len", "num_prefixes", "turns", "max_input_len", "max_output_len", "max_concurrency")
 DEFAULTS = {
     "input_len": 128, "output_len": 64, "random_range_ratio": 0.0, "prefix_len": 256, "num_prefixes": 1, "turns": 4, "think_time": 1.0,
     "trace_speed": 1.0, "burstiness": 1.0, "gaps": "gamma", "diurnal": 0.0, "diurnal_period": DAY,
@@ -36,23 +38,23 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input
     what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
     what.add_argument(
-        "--num-prompts", type=int, metavar="N", help="requests; conversations with --workload conversation (default: 64; of a trace, all)"
+        "--num-prompts", type=count, metavar="N", help="requests; conversations with --workload conversation (default: 64; of a trace, all)"
     )
-    what.add_argument("--input-len", type=int, metavar="N", help="new prompt tokens a request or turn (default: 128)")
-    what.add_argument("--output-len", type=int, metavar="N", help="output tokens (default: 64)")
-    what.add_argument("--random-range-ratio", type=float, metavar="RATIO", help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
+    what.add_argument("--input-len", type=count, metavar="N", help="new prompt tokens a request or turn (default: 128)")
+    what.add_argument("--output-len", type=count, metavar="N", help="output tokens (default: 64)")
+    what.add_argument("--random-range-ratio", type=share, metavar="RATIO", help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
     what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw lengths, in pairs, from this trace's requests instead")
-    what.add_argument("--prefix-len", type=int, metavar="N", help="shared prefix, or system prompt of the conversations (default: 256)")
-    what.add_argument("--num-prefixes", type=int, metavar="N", help="different shared prefixes (default: 1)")
-    what.add_argument("--turns", type=int, metavar="N", help="turns a conversation; each asks with all that was said before (default: 4)")
-    what.add_argument("--think-time", type=float, metavar="S", help="mean seconds between an answer's end and the next turn (default: 1)")
+    what.add_argument("--prefix-len", type=natural, metavar="N", help="shared prefix, or system prompt of the conversations (default: 256)")
+    what.add_argument("--num-prefixes", type=count, metavar="N", help="different shared prefixes (default: 1)")
+    what.add_argument("--turns", type=count, metavar="N", help="turns a conversation; each asks with all that was said before (default: 4)")
+    what.add_argument("--think-time", type=amount, metavar="S", help="mean seconds between an answer's end and the next turn (default: 1)")
     what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
     what.add_argument("--trace-speed", type=float, metavar="X", help="times as fast as it was recorded (default: 1)")
     what.add_argument(
-        "--max-input-len", type=int, default=max_input, metavar="N", help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}"
+        "--max-input-len", type=count, default=max_input, metavar="N", help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}"
     )
     what.add_argument(
-        "--max-output-len", type=int, default=max_output, metavar="N", help=f"longer answers of a trace are cut to this{_or_refused(max_output)}"
+        "--max-output-len", type=count, default=max_output, metavar="N", help=f"longer answers of a trace are cut to this{_or_refused(max_output)}"
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in OF_WORKLOADS})
 
@@ -72,25 +74,14 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
     load.add_argument("--gaps", choices=GAPS, help="distribution of the gaps (default: gamma)")
     load.add_argument("--diurnal", type=float, metavar="SHARE", help="by which the rate rises and falls, 0 to below 1 (default: 0)")
     load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="from one rise to the next (default: a day)")
-    load.add_argument("--max-concurrency", type=int, metavar="N", help=f"at most so many requests at once (closed loop: default {clients})")
+    load.add_argument("--max-concurrency", type=count, metavar="N", help=f"at most so many requests at once (closed loop: default {clients})")
     parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
 
 
 def check_load_flags(args: argparse.Namespace, trace: Path | None) -> None:
     """Raises ConfigError for numbers and flags that cannot be meant."""
-    for name in COUNTS:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
-    if args.prefix_len < 0 or not 0 <= args.random_range_ratio <= 1:
-        raise ConfigError(f"--prefix-len is {args.prefix_len} and --random-range-ratio {args.random_range_ratio:g}; give at least 0, and 0 to 1.")
-    wrong = [each for each in args.metric_percentiles if not 0 <= each <= 100]
-    if wrong:
-        raise ConfigError(f"--metric-percentiles has {wrong[0]:g}; give numbers from 0 to 100.")
     if getattr(args, "seed", 0) < 0:
         raise ConfigError(f"--seed is {args.seed}; give at least 0.")
-    if not 0 <= args.think_time < float("inf"):
-        raise ConfigError(f"--think-time is {args.think_time:g}; give a finite number of seconds, at least 0.")
     _check_sizes(args)
     _check_workload(args)
     if args.workload == "trace":
@@ -142,16 +133,31 @@ def _check_trace(args: argparse.Namespace, trace: Path | None) -> None:
         raise ConfigError("A trace brings its own arrivals and lengths; leave --burstiness, --gaps, --diurnal, its period and --lengths-from out.")
 
 
-def lengths_of(args: argparse.Namespace) -> DrawsLengths:
-    """Raises ConfigError."""
+def asked_of(args: argparse.Namespace, *, trace: Path | None, rate: float | None, seed: int) -> list[Asked]:
+    """The requests that the flags name, in an open loop with their arrivals. ``rate`` stands for --request-rate. Raises
+    ConfigError."""
+    if trace is not None:
+        cut = {"max_prompt": args.max_input_len, "max_output": args.max_output_len}
+        return traced(trace, count=args.num_prompts, speed=args.trace_speed, rate=rate, **cut)
+    asked = _drawn(args, args.num_prompts or REQUESTS, seed)
+    if rate is None:
+        return asked
+    swing = Swing(args.diurnal, args.diurnal_period) if args.diurnal else None
+    return arriving(asked, rate, burstiness=args.burstiness, gaps=args.gaps, swing=swing, seed=seed)
+
+
+def _drawn(args: argparse.Namespace, count: int, seed: int) -> list[Asked]:
+    lengths = _lengths(args)
+    if args.workload == "conversation":
+        return conversing(count, args.turns, lengths, system=args.prefix_len, think=args.think_time, seed=seed)
+    prefix = args.prefix_len if args.workload == "shared-prefix" else 0
+    return drawn(count, lengths, prefix=prefix, num_prefixes=args.num_prefixes, seed=seed)
+
+
+def _lengths(args: argparse.Namespace) -> DrawsLengths:
     if args.lengths_from is None:
         return Lengths(args.input_len, args.output_len, args.random_range_ratio)
     return trace_lengths(args.lengths_from, max_prompt=args.max_input_len, max_output=args.max_output_len)
-
-
-def swing_of(args: argparse.Namespace) -> Swing | None:
-    """Raises ConfigError."""
-    return Swing(args.diurnal, args.diurnal_period) if args.diurnal else None
 
 
 def lengths_in_words(args: argparse.Namespace) -> str:

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headrace.bench.arguments import natural, output, share
-from headrace.bench.report import (
-    COMPRESSION,
-    MOST_FRACTION,
+from headrace.bench.arguments import count, natural, output, share
+from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
+from headrace.bench.sweep import Sweep
+from headrace.config import EngineConfig
+from headrace.cost.profile import Limits
+from headrace.observe.metrics import StepRecord
+from headrace.observe.report import (
     machine_facts,
     print_facts,
     print_figures,
@@ -24,35 +27,28 @@ from headrace.bench.report import (
     void_note,
     write_json,
 )
-from headrace.bench.skip import check_skip_profile, run_skip_profile, show_skip, skip_as_dicts
-from headrace.bench.statistics import spread_of
-from headrace.bench.steps import COLUMNS, calibrate, describe_calibration, steady_decode, summarise_steps
-from headrace.bench.sweep import Sweep
-from headrace.bench.workload import Dialogue, Lengths, random_dialogues, shared_prefix_dialogues
-from headrace.config import EngineConfig
-from headrace.cost.profile import Limits
-from headrace.errors import ConfigError
-from headrace.metrics import StepRecord
+from headrace.planner.workload.asked import Lengths, drawn
+from headrace.planner.workload.dialogues import Dialogue, dialogues_of, random_dialogues
+from headrace.planner.workload.statistics import spread_of
 from headrace.sampling_params import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-prompts", type=int, default=32, help="requests, all given at once (default: 32)")
-    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: 128)")
-    parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
+    parser.add_argument("--num-prompts", type=count, default=32, help="requests, all given at once (default: 32)")
+    parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
+    parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
     parser.add_argument("--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
     parser.add_argument("--prefix-len", type=natural, default=0, help="tokens every prompt begins with, besides --input-len (default: 0)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats (default: 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="timed repeats (default: 3)")
     _add_output(parser)
 
 
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=int, default=1, help="requests at once (default: 1)")
-    parser.add_argument("--input-len", type=int, default=32, help="prompt tokens (default: 32)")
-    parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
+    parser.add_argument("--batch-size", type=count, default=1, help="requests at once (default: 1)")
+    parser.add_argument("--input-len", type=count, default=32, help="prompt tokens (default: 32)")
+    parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
     parser.add_argument("--num-iters-warmup", type=natural, default=2, help="batches before timing (default: 2)")
-    parser.add_argument("--num-iters", type=int, default=5, help="timed batches (default: 5)")
-    parser.add_argument("--skip-profile", action="store_true", help="then look at kernel launches (TKLQT): CPU-bound or GPU-bound (CUDA)")
+    parser.add_argument("--num-iters", type=count, default=5, help="timed batches (default: 5)")
     _add_output(parser)
 
 
@@ -63,7 +59,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM  # the engine, and torch with it
 
-    _check_positive(args, "num_prompts", "input_len", "output_len", "repeats")
     facts, sweep = facts_here(config.device.device, shape=_throughput_shape(args)), Sweep()
     with LLM.from_config(config) as llm:
         llm.engine.await_kernels()
@@ -74,7 +69,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
     middle = sorted(runs, key=lambda run: run["elapsed_time"])[len(runs) // 2]
     spread = [run["output_tokens_per_second"] for run in runs]
     figures = {**middle, "output_tokens_per_second_lowest": min(spread), "output_tokens_per_second_highest": max(spread)}
-    _show(args, facts, figures, records, compressed=config.device.compressed_weights)
+    _show(args, facts, figures, records)
     print(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, {figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s"
@@ -87,16 +82,11 @@ def _throughput_shape(args: argparse.Namespace) -> str:
     return f"{args.num_prompts} requests, {args.input_len} in{prefix}, {args.output_len} out, range ratio {args.random_range_ratio:g}"
 
 
-def _throughput_workload(args: argparse.Namespace, vocab_size: int, seed: int = 0) -> list[Dialogue]:
-    lengths = Lengths(args.input_len, args.output_len, args.random_range_ratio)
-    if args.prefix_len:
-        return shared_prefix_dialogues(args.num_prompts, lengths, num_prefixes=1, prefix_len=args.prefix_len, vocab_size=vocab_size, seed=seed)
-    return random_dialogues(args.num_prompts, lengths, vocab_size=vocab_size, seed=seed)
-
-
 def _fresh(args: argparse.Namespace, vocab_size: int, repeat: int) -> list[Dialogue]:
     """Other tokens in each repeat, so that none is answered from the last one's cache."""
-    return _throughput_workload(args, vocab_size, seed=repeat + 1)
+    lengths, seed = Lengths(args.input_len, args.output_len, args.random_range_ratio), repeat + 1
+    asked = drawn(args.num_prompts, lengths, prefix=args.prefix_len, seed=seed)
+    return dialogues_of(asked, vocab_size=vocab_size, seed=seed)
 
 
 def _timed(llm: Any, dialogues: Sequence[Dialogue]) -> dict[str, float]:
@@ -130,9 +120,6 @@ def _warm_up(llm: Any, dialogues: Sequence[Dialogue]) -> None:
 def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
     from headrace.engine.llm import LLM
 
-    _check_positive(args, "batch_size", "input_len", "output_len", "num_iters")
-    if args.skip_profile:
-        check_skip_profile(config)
     shape = f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations"
     facts, sweep = facts_here(config.device.device, shape=shape), Sweep()
     with LLM.from_config(config) as llm:
@@ -148,11 +135,7 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
         facts |= _engine_facts(llm)
     figures = {"avg_latency": sum(latencies) / len(latencies), **spread_of(latencies, "latency", (10.0, 25.0, 50.0, 75.0, 90.0, 99.0))}
     figures["output_tokens_per_second"] = args.batch_size * args.output_len / (figures["median_latency_ms"] / 1e3)
-    launches = run_skip_profile(config, args.batch_size, args.input_len) if args.skip_profile and not sweep.stopped else []
-    compressed = config.device.compressed_weights
-    _show(args, facts, figures, records, compressed=compressed, latencies=latencies, launches=skip_as_dicts(launches))
-    if launches:
-        print("\n" + show_skip(launches))
+    _show(args, facts, figures, records, latencies=latencies)
     return sweep.status()
 
 
@@ -176,16 +159,14 @@ def _engine_facts(llm: Any) -> dict[str, Any]:
 
 
 def _show(
-    args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], *, compressed: bool, **more: Any
+    args: argparse.Namespace, facts: dict[str, Any], figures: dict[str, Any], records: Sequence[StepRecord], **more: Any
 ) -> None:
-    """``compressed``: weights are, which floors do not know."""
     steps, calibration, steady = summarise_steps(records), calibrate(records), steady_decode(records)
-    most = MOST_FRACTION * (COMPRESSION if compressed else 1.0)
-    void = void_note({f"{step['steps']} steps": step["fraction"] for step in steps}, most)
+    void = void_note({f"{step['steps']} steps": step["fraction"] for step in steps})
     print_facts(facts)
     print()
-    print(table(COLUMNS, [list((step | {"fraction": shown_fraction(step["fraction"], most)}).values()) for step in steps]))
-    print(void or describe_calibration(calibration, most))
+    print(table(COLUMNS, [list((step | {"fraction": shown_fraction(step["fraction"])}).values()) for step in steps]))
+    print(void or describe_calibration(calibration))
     if steady is not None:
         print(steady)
         figures |= steady.as_dict()
@@ -194,9 +175,3 @@ def _show(
     if args.output_json:
         fitted = asdict(calibration) if calibration is not None else None
         write_json(args.output_json, {"facts": facts, **figures, "steps": steps, "calibration": fitted, "void": void, **more})
-
-
-def _check_positive(args: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1.")

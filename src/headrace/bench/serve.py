@@ -1,7 +1,8 @@
 """``headrace bench serve``: load on any server that speaks OpenAI's API, from this or another engine.
 
-What lives here: the command: from flags to a workload, a run, and printed figures. What may not: sending (load.py), figures
-(statistics.py), workloads (workload.py), starting servers.
+What lives here: the command: from flags to a workload, a run, and printed figures, those of the server's own steps (from its /metrics before
+and after; other servers have no such) among them. What may not: sending (load.py), figures and
+workloads (planner/workload/), starting servers.
 """
 
 from __future__ import annotations
@@ -9,39 +10,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import add_key_argument, output, picture
-from headrace.bench.http_client import HttpClient
-from headrace.bench.load import ROUTES, LoadGenerator, first_model
+from headrace.bench.arguments import add_key_argument, count, natural, output, percentile, picture, positive
+from headrace.bench.load import ROUTES, BrokenAnswer, HttpClient, LoadGenerator, first_model
 from headrace.bench.load_flags import (
-    REQUESTS,
     add_arrival_flags,
     add_workload_flags,
     arrivals_in_words,
+    asked_of,
     check_load_flags,
     lengths_in_words,
-    lengths_of,
-    swing_of,
 )
-from headrace.bench.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
-from headrace.bench.server_steps import read_steps, step_figures
-from headrace.bench.statistics import Sample, experiences, failure_reasons, parse_goodput, read_reader, spread_of, summarise
 from headrace.bench.sweep import Sweep
-from headrace.bench.workload import (
-    Dialogue,
-    DrawsLengths,
-    conversations,
-    random_dialogues,
-    shared_prefix_dialogues,
-    trace_dialogues,
-    with_arrivals,
-)
-from headrace.errors import ConfigError
+from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, print_figures, write_json
+from headrace.planner.workload.dialogues import Dialogue, dialogues_of
+from headrace.planner.workload.statistics import Reader, Sample, experiences, failure_reasons, parse_goodput, spread_of, summarise
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLOSED_LOOP = 8  # clients
@@ -61,18 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_key_argument(where)
     where.add_argument("--model", help="model name to ask for; without it the first one the server lists")
     where.add_argument("--endpoint", choices=sorted(ROUTES), default="completions", help="completions sends ids, chat text (default: completions)")
-    where.add_argument("--timeout", type=float, default=600.0, help="seconds before a request counts as failed (default: 600)")
+    where.add_argument("--timeout", type=positive, default=600.0, help="seconds before a request counts as failed (default: 600)")
     add_workload_flags(parser, trace="trace", max_input=8192, max_output=1024)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     sent = parser.add_argument_group("requests")
-    sent.add_argument("--vocab-size", type=int, default=1000, help="ids are drawn below this; any model has as many (default: 1000)")
-    sent.add_argument("--seed", type=int, default=0)
-    sent.add_argument("--num-warmups", type=int, default=2, help="requests before timing (default: 2)")
+    sent.add_argument("--vocab-size", type=count, default=1000, help="ids are drawn below this; any model has as many (default: 1000)")
+    sent.add_argument("--seed", type=natural, default=0)
+    sent.add_argument("--num-warmups", type=natural, default=2, help="requests before timing (default: 2)")
     shown = parser.add_argument_group("figures")
-    shown.add_argument("--expected-ttft", type=float, default=1.0, help="of readers: seconds to the first token that they expect (default: 1)")
-    shown.add_argument("--reading-speed", type=float, default=4.8, help="of readers: tokens a second (default: 4.8)")
+    shown.add_argument("--expected-ttft", type=positive, default=1.0, help="of readers: seconds to the first token that they expect (default: 1)")
+    shown.add_argument("--reading-speed", type=positive, default=4.8, help="of readers: tokens a second (default: 4.8)")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
-    shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
+    shown.add_argument("--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument("--output-json", type=output, metavar="FILE", help="write figures and every request")
     shown.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the distributions")
 
@@ -80,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
     limits = parse_goodput(args.goodput)
-    reader = read_reader(args.expected_ttft, args.reading_speed)
     if args.plot:
         load_pyplot()
     dialogues = create_workload(args)
@@ -88,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     limits_here = limits_of(client.host)
     outcome, sweep = asyncio.run(_measure(args, client, dialogues)), Sweep()
     figures = summarise(outcome.samples, outcome.seconds, limits, args.metric_percentiles)
-    figures |= experiences(outcome.samples, reader)
+    figures |= experiences(outcome.samples, Reader(args.expected_ttft, args.reading_speed))
     figures |= outcome.step_figures
     if "device_joules" in figures and figures["total_output_tokens"]:
         figures["joules_per_output_token"] = figures["device_joules"] / figures["total_output_tokens"]
@@ -120,26 +108,8 @@ def limits_of(host: str) -> str:
 def create_workload(args: argparse.Namespace) -> list[Dialogue]:
     """The dialogues the flags ask for, with arrivals in an open loop. Raises ConfigError."""
     check_load_flags(args, args.trace)
-    if args.vocab_size < 1 or args.num_warmups < 0 or not args.timeout > 0:
-        given = f"--vocab-size is {args.vocab_size}, --num-warmups {args.num_warmups} and --timeout {args.timeout:g}"
-        raise ConfigError(f"{given}; give at least 1, at least 0, and seconds above 0.")
-    seeds = {"vocab_size": args.vocab_size, "seed": args.seed}
-    count = args.num_prompts or (None if args.workload == "trace" else REQUESTS)
-    if args.workload == "trace":
-        cut = {"max_prompt": args.max_input_len, "max_output": args.max_output_len}
-        return trace_dialogues(args.trace, count=count, speed=args.trace_speed, rate=args.request_rate, **cut, **seeds)
-    made = _drawn(args, count or REQUESTS, lengths_of(args), seeds)
-    if args.request_rate is None:
-        return made
-    return with_arrivals(made, args.request_rate, burstiness=args.burstiness, gaps=args.gaps, swing=swing_of(args), seed=args.seed)
-
-
-def _drawn(args: argparse.Namespace, count: int, lengths: DrawsLengths, seeds: Mapping[str, int]) -> list[Dialogue]:
-    if args.workload == "conversation":
-        return conversations(count, args.turns, lengths, system_len=args.prefix_len, think_seconds=args.think_time, **seeds)
-    if args.workload == "shared-prefix":
-        return shared_prefix_dialogues(count, lengths, num_prefixes=args.num_prefixes, prefix_len=args.prefix_len, **seeds)
-    return random_dialogues(count, lengths, **seeds)
+    asked = asked_of(args, trace=args.trace, rate=args.request_rate, seed=args.seed)
+    return dialogues_of(asked, vocab_size=args.vocab_size, seed=args.seed)
 
 
 def _shape(args: argparse.Namespace, count: int) -> str:
@@ -199,8 +169,8 @@ async def _watch_loop(lags: list[float]) -> None:
 
 
 def _print_problems(samples: Sequence[Sample], figures: Mapping[str, Any]) -> None:
-    for reason, count in failure_reasons(samples).items():
-        print(f"failed: {count} x {reason}")
+    for reason, times in failure_reasons(samples).items():
+        print(f"failed: {times} x {reason}")
     if figures["client_cpu_share"] > 0.8:
         share = f"{figures['client_cpu_share']:.0%}"
         print(f"note: this client used {share} of a core, so the figures may be its own limit; spread the load over several clients")
@@ -222,3 +192,55 @@ def _cumulative(seconds: Sequence[float]) -> list[tuple[float, float]]:
     last = len(ordered) - 1
     places = sorted({round(last * step / (POINTS - 1)) for step in range(POINTS)}) if last > 0 else range(last + 1)
     return [(max(ordered[place] * 1e3, LEAST_DRAWN), (place + 1) / (last + 1)) for place in places]
+
+
+_SUMS = {
+    "steps": "headrace_steps_total",
+    "tokens": "headrace_step_tokens_total",
+    "measured": "headrace_step_measured_seconds_total",
+    "predicted": "headrace_step_predicted_seconds_total",
+}
+_ENERGY = {"joules": "headrace_energy_joules_total", "joules_seconds": "headrace_energy_seconds_total"}  # where the server's device counts them
+_LINE = re.compile(r"^(headrace_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
+
+
+async def read_steps(client: HttpClient) -> dict[str, float] | None:
+    """Sums since the server's start; None where the server does not tell."""
+    try:
+        answer = await client.get("/metrics")
+    except (OSError, TimeoutError, BrokenAnswer):
+        return None
+    return parse_steps(answer.body.decode("utf-8", errors="replace")) if answer.status == 200 else None
+
+
+def parse_steps(page: str) -> dict[str, float] | None:
+    """The sums of a page in Prometheus's text format."""
+    found: dict[tuple[str, str], float] = {}
+    for name, labels, value in _LINE.findall(page):
+        try:
+            found[name, labels] = float(value)
+        except ValueError:
+            continue
+    sums = {key: found[name, ""] for key, name in _SUMS.items() if (name, "") in found}
+    if len(sums) < len(_SUMS):
+        return None
+    more = {"calibrated": _CALIBRATED, **{key: (name, "") for key, name in _ENERGY.items()}}
+    return sums | {key: found[line] for key, line in more.items() if line in found}
+
+
+def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float]:
+    """Of the steps between: errors are predicted / measured − 1 (of a calibration: of the last steps)."""
+    if before is None or after is None or after["steps"] <= before["steps"]:
+        return {}
+    steps, measured = after["steps"] - before["steps"], after["measured"] - before["measured"]
+    figures = {"steps": steps, "mean_step_ms": measured / steps * 1e3, "computed_tokens": after["tokens"] - before["tokens"]}
+    predicted = after["predicted"] - before["predicted"]
+    if predicted > 0 and measured > 0:
+        figures["step_prediction_error"] = predicted / measured - 1.0
+    if "calibrated" in after:
+        figures["step_calibration_error"] = after["calibrated"]
+    joules, seconds = (after.get(key, 0.0) - before.get(key, 0.0) for key in _ENERGY)
+    if "joules" in before and seconds > 0:
+        figures |= {"device_joules": joules, "mean_device_watts": joules / seconds}
+    return figures

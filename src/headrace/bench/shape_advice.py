@@ -17,6 +17,7 @@ from headrace.bench.kernels import cache_bytes, time_calls
 from headrace.cost.profile import Limits
 from headrace.cost.shapes import Heads, Product, Suspect, Target, suspects
 from headrace.kernels import Kernels
+from headrace.kernels.operations import OPERATIONS
 from headrace.spec import DecoderSpec
 
 BUDGET = 20.0  # s; what takes longer is measured on request alone
@@ -116,7 +117,7 @@ def _measured(bench: ShapeBench, suspect: Suspect) -> Iterator[Finding]:
 def _time(bench: ShapeBench, work: Product | Heads, tokens: int) -> float:
     """Of one call of the kernel that the engine would choose."""
     case = _case(bench, work, tokens)
-    kernel = Kernels(bench.device, cuda_prefill=True).choose(case.op, **case.facts)
+    kernel = Kernels(bench.device, cuda_prefill=True).choose(OPERATIONS[case.op], case.facts)
     return median(time_calls(case.calls(kernel), SECONDS_EACH[bench.device.type], bench.device))
 
 

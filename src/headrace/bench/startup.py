@@ -28,15 +28,15 @@ from statistics import median
 from typing import Any
 
 from headrace.bench.arguments import count, output
-from headrace.bench.http_client import BrokenAnswer, HttpClient
-from headrace.bench.load import BenchFailed, LoadGenerator
-from headrace.bench.report import machine_facts, print_facts, print_figures, write_json
+from headrace.bench.load import BenchFailed, BrokenAnswer, HttpClient, LoadGenerator
 from headrace.bench.serve import limits_of
-from headrace.bench.workload import Lengths, random_dialogues
 from headrace.cache_home import cache_home
+from headrace.observe.report import machine_facts, print_facts, print_figures, write_json
+from headrace.planner.workload.asked import Lengths
+from headrace.planner.workload.dialogues import random_dialogues
 
 READY_TIMEOUT = 600.0  # s
-_IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.meter", "triton")
+_IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.worker.worker", "headrace.worker.profile", "triton")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     facts = machine_facts(limits_of("localhost"), shape=f"{args.repeats} starts of each kind, median; page cache warm")
     if not _has_server():
-        facts["server"] = "not measured: uvicorn is not installed"
+        facts["server"] = "not measured: httptools is not installed"
     print_facts(facts)
     print()
     each = {"headrace --help": [help_seconds() for _ in range(max(5, args.repeats))], **_starts(args.flags, args.repeats)}
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _has_server() -> bool:
-    return importlib.util.find_spec("uvicorn") is not None
+    return importlib.util.find_spec("httptools") is not None
 
 
 def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:

@@ -1,6 +1,7 @@
 """The steps of a run beside their floor and prediction, sorted by kind.
 
-What lives here: summing up step records. What may not: recording them (metrics.py), printing of anything else.
+What lives here: summing up step records, the efficiency and the overhead that they show.
+What may not: recording them (observe/metrics.py), printing of anything else.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from headrace.bench.report import MOST_FRACTION, void_note
-from headrace.cost.calibration import Calibration, fit
-from headrace.metrics import StepRecord
+import numpy as np
+
+from headrace.observe.metrics import StepRecord
+from headrace.observe.report import MOST_FRACTION, void_note
 
 COLUMNS = ("steps", "count", "rows", "tokens", "floor ms", "overlapped ms", "predicted ms", "measured ms", "fraction", "host ms")
 
@@ -94,6 +96,34 @@ def _medians(name: str, records: Sequence[StepRecord]) -> dict[str, Any]:
         median(record.host_seconds for record in records) * 1e3,
     )
     return dict(zip(COLUMNS, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """measured ≈ floor / efficiency + overhead. ``error`` is the median of |predicted / measured - 1| with these two."""
+
+    efficiency: float
+    overhead: float  # s
+    error: float
+
+
+def fit(floors: Sequence[float], measured: Sequence[float]) -> Calibration | None:
+    """Least squares on relative errors over pairs in seconds; neither number may be negative.
+
+    None when the floors do not differ enough to tell an efficiency from an overhead (less than a factor of two).
+    """
+    if len(floors) < 2 or min(floors) <= 0 or min(measured) <= 0 or max(floors) < 2 * min(floors):
+        return None
+    x, y = np.asarray(floors, dtype=np.float64), np.asarray(measured, dtype=np.float64)
+    design = np.stack([x / y, 1.0 / y], axis=1)
+    (slope, overhead), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
+    if overhead < 0:  # then the best fit without any
+        share = x / y
+        slope, overhead = float(share.sum() / (share @ share)), 0.0
+    if slope <= 0:
+        return None
+    predicted = x * slope + overhead
+    return Calibration(1.0 / float(slope), float(overhead), float(np.median(np.abs(predicted / y - 1.0))))
 
 
 def calibrate(records: Iterable[StepRecord]) -> Calibration | None:

@@ -1,19 +1,23 @@
-"""``headrace bench kernels --tune``: which form computes each product of few rows best on this card, measured and kept.
+"""``headrace bench kernels --tune``: which form computes each matrix product best on this card, measured and kept.
 
-What lives here: candidates' times, compiling them side by side, the choice. What may not: forms (kernels/triton/flat_forms.py), kernels.
+What lives here: the kinds of products that have forms, timing them, the choice. What may not: forms and their tables (kernels/linear/).
 
-A form is timed in a graph, one launch behind the other with programmatic launch, as in a decode step, over weights that no cache holds;
-with what stands around it: a gate after a norm, or the product alone. Beside it the vendor's product, for a gate with its activation.
+Products of few rows are timed in CUDA graphs, one launch behind the other as in a decode step, over weights that no cache holds. A long step
+is bound by the card's power, so its forms are compared when the card has been at work for a while, each held for a tenth of a second, in turn,
+twice: what came before weighs on all of them alike. A form is kept where it is right and quicker than what serves without it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby, pairwise
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -22,140 +26,403 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.bench.report import table
 from headrace.errors import ConfigError
-from headrace.kernels.around import MOST_ROWS, Around
-from headrace.kernels.reference import gated_activation
-from headrace.kernels.triton.candidates import SMALL_WEIGHT
-from headrace.kernels.triton.flat_forms import Form, Forms, Shape, candidate_forms
+from headrace.kernels.candidate import CallSite, Declined, Shape, WeightFacts
+from headrace.kernels.linear import flat_forms, gated_tiles, ring_forms
+from headrace.kernels.linear import tuned as vendor
+from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.candidates import SMALL_WEIGHT
+from headrace.kernels.linear.cublaslt import Operands, Products
+from headrace.kernels.linear.gated_tiles import Tile
+from headrace.kernels.linear.measured import Measured
+from headrace.kernels.linear.tuned import create_linear
+from headrace.kernels.norm.reference import gated_activation
+from headrace.observe.report import table, write_json
+from headrace.sites import Role, head, matrices
 from headrace.spec import Activation, DecoderSpec
 from headrace.worker.card import cuda_time
+from headrace.worker.graphs import buckets_up_to
+from headrace.worker.profile import limits_now
 
-ROWS = (1, 16, 32, MOST_ROWS)  # the most rows of each class
-SECONDS = 0.02  # of timing one form
-COLUMNS = ("weight", "rows", "form", "µs", "GB/s", "of the read limit", "vendor's µs")
+FLAT_ROWS = (1, 16, 32, MOST_ROWS)  # the most rows of each class
+MOST_FEW = 512  # rows of a decode step, as far as each number of rows is looked at
+LONG = ((4096, 8192), (12288, 16384))  # cuBLASLt: from so many rows on; measured with so many
+WIDEST = 65536  # columns: a wider weight is a head, of which long steps compute few rows
+# Rows of prompts: each stands for those above the one before. Tiles in turns are counted in pairs of 128 rows: the fewer, the more it matters.
+PROMPTS = (640, 768, 896, 1024, 1152, 1280, 1536, 2048, 3072, 4096, 8192, 16384)
+LEAST_TALL = 1152  # rows: with fewer, tall tiles do not fill the device
+SECONDS, TURNS = 0.01, 2  # of timing a form once; the lower of so many
+HELD_SECONDS, WARM_SECONDS = 0.1, 0.3
+TOLERANCE = 0.02  # of the result's norm
+COLUMNS = ("product", "rows", "best form", "µs", "GB/s", "of the read limit", "TFLOP/s", "µs without")
+
+Calls = list[Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One product of ``rows`` rows, from ``least`` on. ``forms``: what makes the calls of each; None: of what serves without one. ``gain``: how
+    many times quicker a form must be. ``held``: the card is kept busy, as by a long step."""
+
+    shape: Shape
+    rows: int
+    forms: Mapping[Any, Callable[[], Calls]]
+    gain: float = 1.0
+    held: bool = False
+    least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best form of one shape and class of rows; None: the vendor's. Times in seconds."""
+    """A trial's best form (None: none is worth keeping), its seconds and those without it."""
 
     shape: Shape
     rows: int
-    form: Form | None
+    form: Any
     seconds: float
-    vendor: float
+    without: float
+    least: int = 0
+
+    def row(self, read_bandwidth: float) -> tuple[Any, ...]:
+        moved, flops = 2 * self.shape.outs * self.shape.ins * _halves(self.shape), 2 * self.rows * self.shape.outs * self.shape.ins
+        rate = moved / self.seconds
+        teraflops = flops * _halves(self.shape) / self.seconds / 1e12
+        return (self.shape.key, self.rows, _form(self.form), self.seconds * 1e6, rate / 1e9, rate / read_bandwidth, teraflops, self.without * 1e6)
+
+
+def fastest(trial: Trial) -> Tuned:
+    """Those that compute something else, or do not build here, are not timed."""
+    want = trial.forms[None]()[0]().float()
+    right = {form: make for form, make in trial.forms.items() if form is None or _right(make, want)}
+    seconds = _held(right) if trial.held else {form: _short(make) for form, make in right.items()}
+    best = min((form for form in seconds if form is not None), key=lambda form: seconds[form], default=None)
+    chosen = best if best is not None and seconds[best] * trial.gain < seconds[None] else None
+    return Tuned(trial.shape, trial.rows, chosen, seconds[chosen], seconds[None], trial.least)
+
+
+def _right(make: Callable[[], Calls], want: Tensor) -> bool:
+    try:
+        return bool((make()[0]().float() - want).norm() < TOLERANCE * want.norm())
+    except Exception as failure:
+        from headrace.kernels.build.toolchain import build_failure
+
+        if build_failure(failure) is None:
+            raise
+        return False
+
+
+def _short(make: Callable[[], Calls]) -> float:
+    calls = make()
+    return min(median(cuda_time(calls, SECONDS)) for _ in range(TURNS))
+
+
+def _held(forms: Mapping[Any, Callable[[], Calls]]) -> dict[Any, float]:
+    """Mean seconds a call of each, over turns, on a card that has been at work for a while."""
+    cuda_time(forms[None](), WARM_SECONDS, rounds=1)
+    turns = [{form: cuda_time(make(), HELD_SECONDS, rounds=1)[0] for form, make in forms.items()} for _ in range(TURNS)]
+    return {form: sum(each[form] for each in turns) / TURNS for form in forms}
+
+
+class Kind:
+    """Products that one kind of kernel computes. ``activation`` follows a gate."""
+
+    name = ""
+    measured: Measured[Any]
+
+    def __init__(self, activation: Activation) -> None:
+        self.activation = activation
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """Those of a model's products that it has forms for."""
+        return tuple(shapes)
+
+    def build(self, shapes: Sequence[Shape]) -> None:
+        """Compiles what is tried, side by side."""
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        """Over ``weights``, as many as no cache holds."""
+        raise NotImplementedError
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        """As it is kept."""
+        return {shape: tuple((each.rows, each.form) for each in tuned if each.shape == shape) for shape in _shapes(tuned)}
+
+
+class FlatProducts(Kind):
+    """Of up to 64 rows, by the forms of kernels/linear/triton_flat.py, beside the vendor's product."""
+
+    name, measured = "flat", flat_forms.MEASURED
+
+    def build(self, shapes: Sequence[Shape]) -> None:
+        """In as many processes as there are cores: what they leave in the compiler's cache is found at once here."""
+        forms = sorted({(shape.gated, form) for shape in shapes for rows in FLAT_ROWS for form in flat_forms.candidate_forms(shape, rows)}, key=str)
+        workers = max(1, min(len(forms), (os.cpu_count() or 2) - 1))
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            list(pool.map(partial(_build_flat, self.activation), [forms[index::workers] for index in range(workers)]))
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        for rows in FLAT_ROWS:
+            x = random_inputs(rows, shape.ins)
+            forms = {form: partial(_flat_calls, shape, form, x, weights, self.activation) for form in flat_forms.candidate_forms(shape, rows)}
+            vendor = partial(_over, weights, _vendor, x, self.activation if shape.gated else None)
+            yield Trial(shape, rows, {None: vendor, **forms}, gain=0.0 if shape.gated else 1.0)  # the vendor's takes no norm and no gate in
+
+
+class RingProducts(Kind):
+    """Of 2 to 64 rows, by the ring kernel, beside the flat forms."""
+
+    name, measured = "ring", ring_forms.MEASURED
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        """Those inside layers: the head's weight is large enough for any form."""
+        return tuple(
+            shape for shape in shapes if shape.outs < flat_forms.LARGE and shape.ins % 64 == 0 and (shape.outs % 8 == 0 or not shape.gated)
+        )
+
+    def build(self, shapes: Sequence[Shape]) -> None:
+        from headrace.kernels.linear.cuda_ring import machine_code
+
+        tried = ((shape, form) for shape in shapes for rows in ring_forms.ROWS for form in ring_forms.candidate_forms(shape, rows, _processors()))
+        needed = {(replace(form, late=False), self.activation if shape.gated else None) for shape, form in tried}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler lets threads work side by side
+            list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        for rows in ring_forms.ROWS:
+            x, around = random_inputs(rows, shape.ins), _around(shape, rows, self.activation)
+            tried = ring_forms.candidate_forms(shape, rows, _processors())
+            forms = {form: partial(_ring_calls, shape, form, x, around, weights) for form in tried}
+            yield Trial(shape, rows, {None: partial(_measured_flat_calls, shape, x, around, weights), **forms}, gain=1.02)
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        """One row is left to the others, which multiply it without matrix instructions."""
+        return {shape: ((1, None), *rows) for shape, rows in super().table(tuned).items()}
+
+
+class VendorProducts(Kind):
+    """Of 65 rows and more, the head's too, by cuBLASLt's algorithms, beside torch's own choice."""
+
+    name, measured = "cuBLASLt", vendor.MEASURED
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        return tuple(dict.fromkeys(Shape(shape.outs * _halves(shape), shape.ins) for shape in shapes))
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        """The numbers of rows that decode steps are padded to; beyond the last of them, where steps are not long yet, torch's choice."""
+        few = [(before + 1, rows, False) for before, rows in pairwise((MOST_ROWS, *_buckets()))]
+        long = [(*each, True) for each in LONG] if shape.outs < WIDEST else []
+        for least, rows, held in (*few, *long):
+            x, used = random_inputs(rows, shape.ins), weights[:2] if held else weights
+            yield Trial(shape, rows, _vendor_forms(shape, x, used), gain=1.01 if held else 1.03, held=held, least=least)
+            if (least, rows, held) == few[-1]:
+                yield Trial(shape, rows + 1, {None: partial(_over, weights, _vendor, random_inputs(rows + 1, shape.ins), None)}, least=rows + 1)
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for each in tuned:
+            before = found.get(each.shape, ())
+            if each.form or (before and before[-1].settings):  # neighbours that are all torch's are one row
+                choice = vendor.Choice(each.least, each.rows, each.form or ())
+                found[each.shape] = (*before, choice)
+        return found
+
+
+class GatedProducts(Kind):
+    """Gate and up of 65 rows and more with their activation, beside the vendor's product and an activation."""
+
+    name, measured = "gated", gated_tiles.MEASURED
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        return tuple(dict.fromkeys(shape for shape in shapes if shape.gated and shape.outs % 8 == 0))
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        """A prompt's product need not be quicker by much: it takes less memory."""
+        from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of
+
+        kernels = kernels_of(weights[0].device)
+        layers = [GatedLinear(each, kernels, (), {}) for each in weights]
+        for rows in (*_buckets(), *PROMPTS):
+            long = rows > MOST_FEW
+            tiles, used = (tiles_for(rows, shape.ins), layers[:2]) if long else (gated_tiles.TOGETHER, layers)
+            yield gate_trial(shape, random_inputs(rows, shape.ins), used, tiles, self.activation, gain=1.0 if long else 1.02, held=long)
+
+    def table(self, tuned: Sequence[Tuned]) -> dict[Any, Any]:
+        """Neighbours with one tile are one row, and what is best for the most rows is for more of them, too."""
+        found: dict[Any, Any] = {}
+        for shape in _shapes(tuned):
+            own = (each for each in tuned if each.shape == shape)
+            last = [(list(group)[-1].rows, tile) for tile, group in groupby(own, key=lambda each: each.form)]
+            found[Shape(shape.outs, shape.ins)] = tuple((gated_tiles.BEYOND if rows == PROMPTS[-1] else rows, tile) for rows, tile in last)
+        return found
+
+
+KINDS = (FlatProducts, RingProducts, VendorProducts, GatedProducts)
 
 
 def shapes_of(spec: DecoderSpec) -> tuple[Shape, ...]:
-    """The weights that a decoder of this shape multiplies few rows with, each once."""
-    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    dense = any(layer.moe is None for layer in spec.layers)
-    found = [Shape((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, hidden), Shape(hidden, heads), Shape(spec.vocab_size, hidden)]
-    if dense:
-        found += [Shape(inner, hidden, True) if spec.gated_mlp else Shape(inner, hidden), Shape(hidden, inner)]
-    return tuple(dict.fromkeys(shape for shape in found if shape.outs * shape.ins >= SMALL_WEIGHT and shape.ins % 64 == 0))
+    """The products of a decoder of this shape, each once."""
+    dense = [site for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER]
+    found = dict.fromkeys(Shape(site.parts[0] if site.gated else site.outs, site.ins, site.gated) for site in (*dense, head(spec)))
+    return tuple(shape for shape in found if shape.outs * shape.ins >= SMALL_WEIGHT and shape.ins % 64 == 0)
 
 
-def tune(shapes: Sequence[Shape], working_set: int, say: Callable[[str], None]) -> list[Tuned]:
-    """Times every candidate of every shape on the current card; weights are rotated through ``working_set`` bytes."""
+def tiles_for(rows: int, ins: int) -> tuple[Tile, ...]:
+    """That are worth trying for a prompt's rows."""
+    return (*gated_tiles.IN_TURNS, *(tile for tile in gated_tiles.TALL if rows >= LEAST_TALL and tile.takes(ins)))
+
+
+def tune(kind: Kind, shapes: Sequence[Shape], working_set: int) -> list[Tuned]:
+    """Every trial of a kind on the current card; weights are rotated through ``working_set`` bytes."""
+    wanted = kind.shapes(shapes)
+    kind.build(wanted)
+    return [fastest(trial) for shape in wanted for trial in kind.trials(shape, _weights(shape, working_set))]
+
+
+def run_tune(args: argparse.Namespace, spec: DecoderSpec) -> int:
+    """Raises ConfigError where there is no card that forms are made for."""
+    if args.device != "cuda":
+        raise ConfigError("--tune measures a GPU; add --device cuda.")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError("--tune needs a GPU of compute capability 9, for which the forms are made; run it there.")
-    everything = {(shape.gated, form) for shape in shapes for rows in ROWS for form in candidate_forms(shape, rows)}
-    _compile(sorted(everything, key=str), say)
-    tuned = []
-    for shape in shapes:
-        weights = _weights(shape, working_set)
-        tuned += [_best(shape, rows, weights) for rows in ROWS]
-        say(f"{shape.outs} x {shape.ins}{', gated' if shape.gated else ''}: {', '.join(_form_name(each.form) for each in tuned[-len(ROWS) :])}")
-    return tuned
+    begun, found, device, limit = time.monotonic(), dict[str, list[Tuned]](), torch.cuda.get_device_name(), limits_now("cuda").read_bandwidth
+    working_set = 4 * torch.cuda.get_device_properties("cuda").L2_cache_size
+    from headrace.bench.tune_coded import coded_kinds
+
+    for kind in (*(kind(spec.activation) for kind in KINDS), *coded_kinds(spec)):
+        tuned = found[kind.name] = tune(kind, shapes_of(spec), working_set)
+        print(f"{kind.name}:\n{table(COLUMNS, [each.row(limit) for each in tuned])}")
+        print(f"kept in {kind.measured.keep(device, kind.table(tuned))}\n", flush=True)
+    print(f"{time.monotonic() - begun:.0f} s in all; the next start uses what was kept")
+    if args.output_json:
+        write_json(args.output_json, {name: [asdict(each) for each in part] for name, part in found.items()})
+    return 0
 
 
-def forms_of(tuned: Sequence[Tuned]) -> dict[Shape, Forms]:
-    """As they are kept."""
-    return {shape: tuple((each.rows, each.form) for each in tuned if each.shape == shape) for shape in {each.shape for each in tuned}}
+def _form(form: Any) -> str:
+    if isinstance(form, tuple):  # cuBLASLt's settings
+        return " ".join(map(str, form))
+    if form is None or isinstance(form, Tile):
+        return "none" if form is None else str(form)
+    return ", ".join(f"{name} {value}" for name, value in asdict(form).items() if value is not None)
 
 
-def render(tuned: Sequence[Tuned], read_bandwidth: float) -> str:
-    return table(COLUMNS, [_cells(each, read_bandwidth) for each in tuned])
+def _halves(shape: Shape) -> int:
+    return 2 if shape.gated else 1
 
 
-def _cells(each: Tuned, read_bandwidth: float) -> tuple[Any, ...]:
-    shape = each.shape
-    rate = 2 * shape.outs * shape.ins * (2 if shape.gated else 1) / each.seconds
-    name = f"{shape.outs} x {shape.ins}{', gated' if shape.gated else ''}"
-    return (name, each.rows, _form_name(each.form), each.seconds * 1e6, rate / 1e9, rate / read_bandwidth, each.vendor * 1e6)
+def _shapes(tuned: Sequence[Tuned]) -> tuple[Shape, ...]:
+    return tuple(dict.fromkeys(each.shape for each in tuned))
 
 
-def _form_name(form: Form | None) -> str:
-    if form is None:
-        return "vendor's"
-    return f"{form.kind} {form.rows}x{form.columns}x{form.depth}, {form.ways} ways, {form.stages} stages{', late' if form.late else ''}"
+def _buckets() -> list[int]:
+    return [count for count in buckets_up_to(MOST_FEW) if count > MOST_ROWS]
+
+
+def _processors() -> int:
+    return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
+
+
+def random_inputs(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
 
 
 def _weights(shape: Shape, working_set: int) -> list[Tensor]:
-    rows = shape.outs * (2 if shape.gated else 1)
+    rows = shape.outs * _halves(shape)
     count = max(2, min(24, -(-working_set // (2 * rows * shape.ins))))
-    return [torch.randn(rows, shape.ins, device="cuda", dtype=torch.bfloat16).mul_(shape.ins**-0.5) for _ in range(count)]
+    return [random_inputs(rows, shape.ins).mul_(shape.ins**-0.5) for _ in range(count)]
 
 
-def _best(shape: Shape, rows: int, weights: Sequence[Tensor]) -> Tuned:
-    x = torch.randn(rows, shape.ins, device="cuda", dtype=torch.bfloat16)
-    vendor = median(cuda_time([partial(_vendor, x, weight, shape.gated) for weight in weights], SECONDS))
-    best = Tuned(shape, rows, None, vendor, vendor)
-    want = _vendor(x, weights[0], shape.gated).float()
-    for form in candidate_forms(shape, rows):
-        seconds = _timed(shape, form, x, weights, want)
-        if seconds is not None and (seconds < best.seconds or (shape.gated and best.form is None)):  # no vendor's product takes a gate in
-            best = Tuned(shape, rows, form, seconds, vendor)
-    return best
+def _around(shape: Shape, rows: int, activation: Activation) -> Around:
+    return Around(torch.full((1, rows), float(shape.ins), device="cuda"), 0.0, activation) if shape.gated else Around()
 
 
-def _vendor(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def _over(weights: Sequence[Any], product: Callable[..., Any], *arguments: Any) -> Calls:
+    return [partial(product, each, *arguments) for each in weights]
+
+
+def _first(compute: Callable[..., Any], *arguments: Any) -> Tensor:
+    y: Tensor = compute(*arguments)[0]
+    return y
+
+
+def _vendor(weight: Tensor, x: Tensor, activation: Activation | None) -> Tensor:
     y = F.linear(x, weight)
-    return gated_activation(y, Activation.SILU) if gated else y
+    return y if activation is None else gated_activation(y, activation)
 
 
-def _timed(shape: Shape, form: Form, x: Tensor, weights: Sequence[Tensor], want: Tensor) -> float | None:
-    """None where the form does not run here or is wrong."""
-    from headrace.kernels.triton.toolchain import build_failure
-
-    try:
-        calls = [_call(shape, form, x, weight) for weight in weights]
-        error = (calls[0]().float() - want).norm() / want.norm()
-        return median(cuda_time(calls, SECONDS)) if error < 0.02 else None
-    except Exception as failure:
-        if build_failure(failure) is None:
-            raise
-        return None
-
-
-def _call(shape: Shape, form: Form, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    from headrace.kernels.triton.flat_linear import Product, make_scratch
+def _flat_calls(shape: Shape, form: Any, x: Tensor, weights: Sequence[Tensor], activation: Activation) -> Calls:
+    from headrace.kernels.linear.flat_linear import Product, make_scratch
 
     forms = ((MOST_ROWS, form),)
-    product = Product(weight, None, shape, forms, make_scratch(shape, forms, x.device), True)
-    squares = torch.full((1, len(x)), float(shape.ins), device=x.device)
-    around = Around(squares, 0.0, Activation.SILU) if shape.gated else Around()
-    return lambda: product.launch(form, x, around)[0]
+    products = [Product(weight, None, shape, forms, make_scratch(shape, forms, x.device), True) for weight in weights]
+    return [partial(_first, product.launch, form, x, _around(shape, len(x), activation)) for product in products]
 
 
-def _compile(forms: Sequence[tuple[bool, Form]], say: Callable[[str], None]) -> None:
-    """In as many processes as there are cores: what they leave in the compiler's cache is found at once here."""
-    workers = max(1, min(len(forms), (os.cpu_count() or 2) - 1))
-    say(f"{len(forms)} forms are compiled by {workers} processes")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_build, [forms[index::workers] for index in range(workers)]))
-
-
-def _build(forms: Sequence[tuple[bool, Form]]) -> None:
+def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> None:
     for gated, form in forms:
-        shape = Shape(1024, 8192 if form.kind == "flat" else 2 * form.depth, gated)
+        shape = Shape(1024, 8192 if form.kind == flat_forms.FLAT else 2 * form.depth, gated)
+        weight = torch.zeros(shape.outs * _halves(shape), shape.ins, device="cuda", dtype=torch.bfloat16)
         with suppress(Exception):  # the one that times it says so
-            _call(shape, form, *_small(shape))()
+            _flat_calls(shape, form, weight[:1], [weight], activation)[0]()
 
 
-def _small(shape: Shape) -> tuple[Tensor, Tensor]:
-    weight = torch.zeros(shape.outs * (2 if shape.gated else 1), shape.ins, device="cuda", dtype=torch.bfloat16)
-    return weight[:1], weight
+def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
+    """As they serve without a ring."""
+    from headrace.kernels.linear.flat_linear import Product, make_scratch
 
+    measured = flat_forms.MEASURED.table(torch.cuda.get_device_name(x.device))
+    forms = flat_forms.without_vendor(flat_forms.forms_for(shape, _processors(), measured), shape, _processors())
+    scratch = make_scratch(shape, forms, x.device)
+    products = [Product(weight, None, shape, forms, scratch, True) for weight in weights]
+    form: Any = products[0].form(len(x))
+    return [partial(_first, product.launch, form, x, around) for product in products]
+
+
+def _ring_calls(shape: Shape, form: Any, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
+    from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
+
+    none: Any = None  # what no form serves is not asked for here
+    kernels = kernels_of(torch.cuda.current_device())
+    layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}) for weight in weights]
+    return [partial(_first, layer.compute, x, around, form) for layer in layers]
+
+
+def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[Any, Callable[[], Calls]]:
+    products = Products(shape.outs, shape.ins, torch.bfloat16, torch.cuda.current_device())
+    operands = Operands(len(x), shape.outs, shape.ins, torch.bfloat16)
+
+    def calls(algorithm: Any) -> Calls:
+        y = torch.full((len(x), shape.outs), float("nan"), device=x.device, dtype=x.dtype)
+        return [partial(_multiplied, products, algorithm, operands, x, each, y) for each in weights]
+
+    offered = {settings: partial(calls, each) for settings, each in products.offers(len(x)) if products.takes(each, operands)}
+    return {None: partial(_over, weights, _vendor, x, None), **offered}
+
+
+def _multiplied(products: Products, algorithm: Any, operands: Operands, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    products.multiply(algorithm, operands, x, weight, y, add=False)
+    return y
+
+
+def gate_trial(
+    shape: Shape, x: Tensor, layers: Sequence[Any], tiles: Sequence[Tile], activation: Activation, *, gain: float, held: bool = False
+) -> Trial:
+    def calls(tile: Tile) -> Calls:
+        return [partial(each.compute, x, activation, tile) for each in layers]
+
+    apart = partial(_over, [each.weight for each in layers], _apart, _tuned_product(layers[0].weight), x, activation)
+    return Trial(shape, len(x), {None: apart, **{tile: partial(calls, tile) for tile in tiles}}, gain, held)
+
+
+def _apart(weight: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, activation: Activation) -> Tensor:
+    from headrace.kernels.norm.triton_activation import gated_activation
+
+    return gated_activation(multiply(x, weight), activation)
+
+
+def _tuned_product(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The vendor's, as an engine would compute it now."""
+    make = create_linear(CallSite("linear", weight.device, WeightFacts(weight.dtype, weight.shape[1], weight.shape[0])))
+    if isinstance(make, Declined):
+        return F.linear
+    return lambda x, weight: make(weight, None)(x)

@@ -25,7 +25,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._named = [False] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._repeated = 0
+        self.num_repeated = 0  # references beyond the first of each block: reads that a kernel spares who looks at a shared block once
 
     @property
     def num_available(self) -> int:
@@ -39,11 +39,6 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
-
-    @property
-    def num_repeated(self) -> int:
-        """References beyond the first of each block: reads that a kernel spares who looks at a shared block once."""
-        return self._repeated
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -64,7 +59,7 @@ class BlockPool:
         if self._references[block] == 0:
             del self._cached[block]
         else:
-            self._repeated += 1
+            self.num_repeated += 1
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -73,7 +68,7 @@ class BlockPool:
         assert left >= 0, f"block {block} released more often than held"
         self._references[block] = left
         if left:
-            self._repeated -= 1
+            self.num_repeated -= 1
         else:
             if self._named[block]:
                 self._cached[block] = None

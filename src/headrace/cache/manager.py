@@ -83,7 +83,7 @@ class CacheManager:
     of padding look further back than the real ones).
     """
 
-    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes = b"") -> None:
+    def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes) -> None:
         self.specs: tuple[KVSpec, ...] = tuple(group.spec for group in groups)
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(group.num_blocks, self._evict_from(index)) for index, group in enumerate(groups)]
@@ -94,6 +94,7 @@ class CacheManager:
         self._distrusted: list[set[int]] = [set() for _ in groups]  # blocks of unusable rows that somebody may still hold: never named again
         self._leaving: list[tuple[int, int, int]] = []  # (last step that names it, group, block)
         self._slid: set[tuple[int, int, int]] = set()  # those of them that slid out of a window
+        self._copies: list[tuple[int, int, int, int]] = []  # (step in flight, group, source, copy)
         self._retired = -1  # the last step collected
         self._windows = tuple(spec.window if sliding else None for spec in self.specs)
         self._sliding = tuple(index for index, window in enumerate(self._windows) if window is not None)
@@ -176,18 +177,13 @@ class CacheManager:
         window = self._windows[group]
         return 0 if window is None else max(0, start - window + 1)
 
-    def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int, *, whole: bool = False) -> bool:
-        """Whether ``num_tokens`` in all fit beside what is used, with ``headroom`` blocks a group left. ``whole``: computed in one step, so that
-        no block slides out of a window before the last one is taken."""
-        fresh, idle = self.blocks_wanted(match, num_tokens, whole=whole), self.idle_blocks(match)
-        return all(new + old + headroom <= pool.num_available for new, old, pool in zip(fresh, idle, self.pools, strict=True))
-
-    def blocks_wanted(self, match: PrefixMatch, num_tokens: int, *, whole: bool = False) -> list[int]:
-        """New ones for ``num_tokens`` in all, by group."""
-        wanted = []
-        for spec, window in zip(self.specs, self._windows, strict=True):
+    def blocks_to_take(self, match: PrefixMatch, num_tokens: int, *, whole: bool = False) -> list[int]:
+        """Of those that nobody holds, for ``num_tokens`` in all, by group: new ones, and those of the match. ``whole``: computed in one step,
+        so that no block slides out of a window before the last one is taken."""
+        wanted = self.idle_blocks(match)
+        for group, (spec, window) in enumerate(zip(self.specs, self._windows, strict=True)):
             fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
-            wanted.append(fresh if window is None or whole else min(fresh, -(-window // spec.block_size) + 1))
+            wanted[group] += fresh if window is None or whole else min(fresh, -(-window // spec.block_size) + 1)
         return wanted
 
     def idle_blocks(self, match: PrefixMatch) -> list[int]:
@@ -293,10 +289,17 @@ class CacheManager:
         node.blocks[group] = None
 
     def forget_written_by(self, kv: SequenceKV) -> None:
-        """Un-names whatever this sequence itself wrote: its contents are not to be trusted, whoever else holds them."""
+        """Un-names whatever this sequence itself wrote: its contents are not to be trusted, whoever else holds them, or has copied them."""
         for group, spec in enumerate(self.specs):
             own = kv.num_matched_blocks * (self.block_tokens // spec.block_size)
-            self._distrust(group, kv.tables[group][own:])
+            self._distrust(group, self._with_copies(group, {block for block in kv.tables[group][own:] if block is not None}))
+
+    def _with_copies(self, group: int, blocks: set[int]) -> set[int]:
+        """And those that steps in flight copy from or to them; several may have copied one that was shared."""
+        for _, copied_in, *pair in 2 * self._copies:
+            if copied_in == group and not blocks.isdisjoint(pair):
+                blocks.update(pair)
+        return blocks
 
     def forget_written_since(self, kv: SequenceKV, step_id: int) -> None:
         """The same for what ``step_id`` and later ones write for it, whether it still holds that or not."""
@@ -305,12 +308,11 @@ class CacheManager:
                 for group, held in enumerate(tuple(node.blocks)):
                     self._distrust(group, held or ())
 
-    def _distrust(self, group: int, blocks: Iterable[int | None]) -> None:
+    def _distrust(self, group: int, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if block is not None:
-                self._distrusted[group].add(block)
-                if (node := self._node_of[group].get(block)) is not None:
-                    self.forget(node)
+            self._distrusted[group].add(block)
+            if (node := self._node_of[group].get(block)) is not None:
+                self.forget(node)
 
     def forget_all(self, sequences: Iterable[SequenceKV]) -> None:
         """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with
@@ -370,6 +372,7 @@ class CacheManager:
         own = self.pools[group].allocate()
         self._distrusted[group].discard(own)
         edits.copy(group, block, own)
+        self._copies.append((step_id, group, block, own))
         edits.set(row, group, index, own)
         kv.tables[group][index] = own
         self._leave(step_id, group, block)  # this very step still reads it, to copy it
@@ -417,6 +420,15 @@ class CacheManager:
                 if last_step > self._retired:
                     self._slid.add((last_step, group, block))
 
+    def give_back(self, kv: SequenceKV, num_tokens: int, last_step: int) -> None:
+        """Whole blocks beyond so many tokens, which were taken for tokens that did not come."""
+        for group, (spec, table) in enumerate(zip(self.specs, kv.tables, strict=True)):
+            while len(table) > -(-num_tokens // spec.block_size):
+                block = table.pop()
+                if block is not None:
+                    self._leave(last_step, group, block)
+        kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
+
     def free(self, kv: SequenceKV, last_step: int) -> None:
         """Gives all blocks back, deepest first, at once or when ``last_step`` has been collected."""
         for group, table in enumerate(kv.tables):
@@ -439,6 +451,8 @@ class CacheManager:
         """A step was collected: what it wrote is there, and blocks that waited for it return."""
         self._retired = step_id
         self._written.pop(step_id, None)
+        if self._copies:
+            self._copies = [copy for copy in self._copies if copy[0] > step_id]
         if self._leaving:
             entries, self._leaving = self._leaving, []
             for last_step, group, block in entries:

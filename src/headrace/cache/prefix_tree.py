@@ -50,7 +50,7 @@ class PrefixTree:
     ``namespace`` names the model and the KV format, so that hashes of different engines differ where their blocks do.
     """
 
-    def __init__(self, num_groups: int, namespace: bytes = b"") -> None:
+    def __init__(self, num_groups: int, namespace: bytes) -> None:
         self.num_groups = num_groups
         self._namespace = namespace
         self._roots: dict[tuple[str, str | None], PrefixNode] = {}
@@ -118,10 +118,6 @@ class PrefixTree:
         """Every node below the roots (tests and pictures)."""
         for top in self.tops():
             yield from subtree(top)
-
-    @property
-    def num_roots(self) -> int:
-        return len(self._roots)
 
 
 def subtree(node: PrefixNode) -> Iterator[PrefixNode]:

@@ -1,46 +1,26 @@
 """``headrace completion``: scripts for bash, zsh and fish, written from the parsers themselves.
 
-What lives here: asking all parsers, and the scripts' text. What may not: lists of commands or flags of its own.
+What lives here: asking all parsers. What may not: lists of commands or flags of its own, the scripts' frame
+(data/completion.*).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from headrace.flags import CommandParser
 
-_BASH = """\
-_headrace() {{
-  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} path= words= word
-  [[ $cur == "=" ]] && cur=
-  [[ $prev == "=" ]] && prev=${{COMP_WORDS[COMP_CWORD-2]}}
-  local shared="{shared}"
-  case $prev in
-{values}
-    *)
-      for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-        case "$path $word" in {paths}) path="$path $word" ;; esac
-      done
-      case "$path" in
-{commands}
-      esac ;;
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$cur"))
-}}
-complete -o default -F _headrace headrace
-"""
-_FISH = """\
-function __headrace_at
-  set -l path (commandline -opc | string match -rv '^-')[2..]
-  contains -- "$path[1..$argv[1]]" $argv[2..]
-end
-"""
+_DATA = Path(__file__).parent.parent / "data"
 _ZSH = "#compdef headrace\nautoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help_text = 'in the shell\'s start file: eval "$(headrace completion bash)", or for fish: headrace completion fish | source'
+    help_text = (
+        'in the shell\'s start file: eval "$(headrace completion bash)", or for fish: headrace completion fish | source'
+    )
     parser.add_argument("dialect", metavar="{bash,zsh,fish}", choices=("bash", "zsh", "fish"), help=help_text)
 
 
@@ -48,11 +28,15 @@ def run(args: argparse.Namespace) -> int:
     from headrace.cli import COMMANDS, command_parser
 
     parsers = dict(_tree({name: command_parser(name) for name in COMMANDS}))
-    print(_fish(parsers) if args.dialect == "fish" else (_ZSH if args.dialect == "zsh" else "") + _bash(parsers), end="")
+    print(
+        _fish(parsers) if args.dialect == "fish" else (_ZSH if args.dialect == "zsh" else "") + _bash(parsers), end=""
+    )
     return 0
 
 
-def _tree(parsers: Mapping[str, CommandParser], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
+def _tree(
+    parsers: Mapping[str, CommandParser], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
     """Every command with the words before it."""
     for name, parser in parsers.items():
         parser.declare()
@@ -66,7 +50,12 @@ def _flags(parser: CommandParser) -> list[str]:
 
 def _words(parser: CommandParser) -> list[str]:
     """What may stand where no flag is: sub-commands, and choices of what has no flag."""
-    chosen = [str(each) for action in parser._actions if not action.option_strings and action.choices for each in action.choices]
+    chosen = [
+        str(each)
+        for action in parser._actions
+        if not action.option_strings and action.choices
+        for each in action.choices
+    ]
     return list(dict.fromkeys([*parser.subcommands(), *chosen]))
 
 
@@ -93,14 +82,20 @@ def _bash(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
         words = " ".join([*_words(parser), *own, *(["$shared"] if shared <= set(flags) else [])])
         commands.append(f'        " {" ".join(path)}") words="{words}" ;;')
     paths = " | ".join(f'" {" ".join(path)}"' for path in parsers)
-    return _BASH.format(shared=" ".join(sorted(shared)), values=values, paths=paths, commands="\n".join(commands))
+    script = (_DATA / "completion.bash").read_text(encoding="utf-8")
+    parts = {"shared": " ".join(sorted(shared)), "values": values, "paths": paths, "commands": "\n".join(commands)}
+    return re.sub("@([a-z]+)@", lambda found: parts[found[1]], script)
 
 
 def _fish(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
     """One line a flag, for all commands that have it."""
     top = {path[0]: parser.description or "" for path, parser in parsers.items() if len(path) == 1}
-    lines = [f"complete -c headrace -n __fish_use_subcommand -xa {name} -d {_quoted(text)}" for name, text in top.items()]
-    lines += [_at([path], f"-xa {_quoted(' '.join(words))}") for path, parser in parsers.items() if (words := _words(parser))]
+    lines = [
+        f"complete -c headrace -n __fish_use_subcommand -xa {name} -d {_quoted(text)}" for name, text in top.items()
+    ]
+    lines += [
+        _at([path], f"-xa {_quoted(' '.join(words))}") for path, parser in parsers.items() if (words := _words(parser))
+    ]
     choices, where = _choices(parsers), dict[tuple[int, str], list[tuple[str, ...]]]()
     for path, parser in parsers.items():
         for flag in _flags(parser):
@@ -109,7 +104,7 @@ def _fish(parsers: Mapping[tuple[str, ...], CommandParser]) -> str:
         action = parsers[paths[0]].options()[flag]
         values = f"-xa {_quoted(choices[flag])}" if flag in choices else "" if action.nargs == 0 else "-r"
         lines.append(_at(paths, f"-l {flag[2:]} {values} -d {_quoted((action.help or '')[:80])}"))
-    return _FISH + "\n".join(lines) + "\n"
+    return (_DATA / "completion.fish").read_text(encoding="utf-8") + "\n".join(lines) + "\n"
 
 
 def _at(paths: Sequence[tuple[str, ...]], rest: str) -> str:

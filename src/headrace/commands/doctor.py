@@ -13,19 +13,30 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench.report import machine_facts, table
+from headrace.commands.simulate_reports import CONTEXT, of_prices, sentences
 from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, find_profile, profile_folder, said_bandwidth, said_rate, save_profile
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config
+from headrace.models import families
+from headrace.observe.report import machine_facts, table
+from headrace.planner.advice import advise
+from headrace.planner.devices import device_of, with_calibrations
+from headrace.planner.pricing import priced
 from headrace.portability import missing, process_status
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
-    from headrace.engine.executor import Executor
-    from headrace.metrics import StepRecorder
-    from headrace.worker.eligibility import GPU
+    from headrace.engine.executor import Executor, ExecutorInfo
+    from headrace.observe.metrics import StepRecorder
     from headrace.worker.residency import Ledger
+    from headrace.worker.settings import GPU
+
+UNMEASURED = (
+    "Batches are not judged: this device was never measured. headrace doctor --profile does it in under a minute; "
+    "headrace simulate --advise judges devices that are not here."
+)
+NO_MODEL = "Batches are not judged: this executor computes no model. Leave --executor out."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +68,10 @@ def found(threads: int | None, device: str) -> dict[str, Any]:
     """Machine and software, and the limits of ``device``. Sets torch's threads as an engine would."""
     import torch
 
+    from headrace.kernels.build.c_compiler import find_compiler
     from headrace.kernels.candidate import Declined
-    from headrace.kernels.cpu.compiler import find_compiler
-    from headrace.worker.eligibility import find_gpu
     from headrace.worker.host import available_memory, physical_cores
-    from headrace.worker.settings import resolve_threads
+    from headrace.worker.settings import find_gpu, resolve_threads
 
     count, decision = resolve_threads(threads)
     torch.set_num_threads(count)
@@ -154,7 +164,6 @@ def _in_a_graph(profile: DeviceProfile) -> str:
 
 def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[str, Any]:
     """Starts the engine as every command does, takes its largest step, and closes it."""
-    from headrace.commands.doctor_batch import examine_batch
     from headrace.engine.assembly import create_engine
     from headrace.worker.residency import resident_memory
 
@@ -183,6 +192,27 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
         engine.close()
 
 
+def examine_batch(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile | None) -> dict[str, Any]:
+    """``config`` as it was asked for, ``model``: its config.json, ``info``: of the engine that was made of both. Why nothing can be said is a
+    sentence, too."""
+    if config.device.executor != "model":
+        return {"said": [NO_MODEL]}
+    if profile is None:
+        return {"said": [UNMEASURED]}
+    try:
+        return _advice(config, model, info, profile)
+    except ConfigError as error:
+        return {"said": [f"Batches are not judged: {error.message}"]}
+
+
+def _advice(config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile) -> dict[str, Any]:
+    device = with_calibrations(device_of(profile, sum(info.memory.values()), 0))
+    found, context = priced(families.spec_from_config(model), config, device), min(CONTEXT, info.max_model_len)
+    advice = advise(found, context, info)
+    said = [f"Steps that only decode, {context:,} tokens a sequence:", *sentences(advice), *of_prices(found, context)]
+    return {"said": said, **asdict(advice), **found.pricing.facts(context)}
+
+
 def examine_dialect(config: EngineConfig) -> list[dict[str, Any]]:
     """How the model writes tool calls and reasoning, as a server would find out."""
     from headrace.engine.resolve import find_source
@@ -204,7 +234,6 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
 
     from headrace.bench.shape_advice import ShapeBench, advise
     from headrace.engine.resolve import find_source, resolve_config
-    from headrace.models import families
     from headrace.worker.profile import limits_now
     from headrace.worker.settings import resolve_dtype
 
@@ -220,35 +249,36 @@ def examine_shape(config: EngineConfig, device: str, *, thorough: bool) -> dict[
 
 def _account(engine: Engine, bookkeeping: int) -> dict[str, Any]:
     """Every resident byte by purpose, after the largest step; ``bookkeeping``: bytes the scheduler and its pools took."""
-    from headrace.worker.residency import PeakMemory, create_ledger, resident_memory, touched_memory
+    from headrace.worker.residency import create_ledger, peak_memory, resident_memory, touched_memory
 
     info = engine.info
     touched, before = sum(touched_memory(info.memory).values()), resident_memory()[0]
-    with PeakMemory() as peak:
+    with peak_memory() as peak:
         step = _take_largest_step(engine)
     grown = resident_memory()[0] - before - (sum(touched_memory(info.memory).values()) - touched)
     measured = {"scheduler, block pool and prefix tree": bookkeeping, f"kept by kernels and allocator after {step}": grown}
-    return _memory_facts(create_ledger(info.memory, measured), step, peak.bytes)
+    return _memory_facts(create_ledger(info.memory, measured), step, peak.held)
 
 
 def _account_gpu(engine: Engine) -> dict[str, Any]:
     """Every byte in use on the card by purpose, after the largest step."""
     import torch
 
-    from headrace.worker.device_memory import device_use, measured_growth
+    from headrace.worker.device_memory import device_use, measured_peak
     from headrace.worker.residency import Ledger
 
     device = torch.device("cuda")
-    with measured_growth(device) as grown:
+    with measured_peak(device, emptied=False) as grown:
         step = _take_largest_step(engine)
     pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown[0]) | {"pinned host memory": pinned}
+    return _memory_facts(Ledger(device_use(device).used, engine.info.memory), step, grown.live) | {"pinned host memory": pinned}
 
 
 def _take_largest_step(engine: Engine) -> str:
     """Says which it was."""
     from headrace.bench.driver import drive
-    from headrace.bench.workload import Lengths, random_dialogues
+    from headrace.planner.workload.asked import Lengths
+    from headrace.planner.workload.dialogues import random_dialogues
 
     length = min(engine.core.scheduler.limits.max_num_batched_tokens, engine.info.max_sequence_tokens - 1)
     drive(engine.core, random_dialogues(1, Lengths(length, 2), vocab_size=engine.info.vocab_size))

@@ -25,7 +25,7 @@ from headrace.commands.sampling_flags import PARAM_NAMES, add_sampling_flags, ov
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError, InvalidRequest
 from headrace.flags import add_config_flags, add_model_argument, engine_config
-from headrace.progress import ProgressLine
+from headrace.observe.progress import ProgressLine
 from headrace.request import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from headrace.bench.report import table
 from headrace.errors import ConfigError, ModelError
 from headrace.flags import near_match
 from headrace.models.hub import HubId, download_model
 from headrace.models.hub_cache import cached_models, hub_cache, remove_cached
-from headrace.progress import said_bytes
+from headrace.observe.progress import said_bytes
+from headrace.observe.report import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

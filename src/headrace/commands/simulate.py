@@ -1,6 +1,7 @@
 """``headrace simulate``: the engine's figures on a device that is not there, on virtual time.
 
-What lives here: flags to a device, and printing. What may not: the load (simulate_load.py), curves (simulate_curve.py), modelling (planner/).
+What lives here: flags to a device, which of them go together, and printing. What may not: the load (simulate_load.py), curves
+(simulate_curve.py), modelling (planner/).
 """
 
 from __future__ import annotations
@@ -10,26 +11,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_modes, simulate_reports
+from headrace.bench.arguments import output, percentile, picture
+from headrace.bench.serve import plot_distributions
+from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
+from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, parse_size, server_config
-
-if TYPE_CHECKING:
-    from headrace.models.source import ModelSource
-    from headrace.planner.against import Compared
-    from headrace.planner.curve import Trial
-    from headrace.planner.devices import Device
-    from headrace.planner.simulator import Load, Report
-    from headrace.spec import DecoderSpec
+from headrace.models import families
+from headrace.models.source import ModelSource, find_model
+from headrace.observe.report import load_pyplot, machine_facts, print_facts, print_figures, table, write_json
+from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
+from headrace.planner.curve import Trial, check_rates
+from headrace.planner.devices import Device, find_device
+from headrace.planner.simulator import Load, Report, simulate
+from headrace.planner.workload.statistics import failure_reasons
+from headrace.spec import DecoderSpec
+from headrace.worker.host import available_memory, physical_cores
 
 DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this one, measured) or a profile's file (*.json)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from headrace.bench.arguments import output, picture
-
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig, ServerConfig)
     parser.conflict_handler = "resolve"  # --device and --trace mean a simulation's here
@@ -40,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
     shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
-    shown.add_argument("--metric-percentiles", type=float, nargs="+", default=[99.0], metavar="P", help="default: 99")
+    shown.add_argument("--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument(
         "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: each figure's error; of several, a verdict"
     )
@@ -52,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
-    from headrace.bench.report import load_pyplot
-    from headrace.models import families
-    from headrace.planner.against import check_unseen, compare, status_of
-    from headrace.planner.simulator import simulate
-
-    simulate_modes.check_modes(args)
+    check_modes(args)
     simulate_load.check_numbers(args)
     if args.sweep_rate or args.compare:
         return simulate_curve.run_curve(args, _trials)
@@ -83,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _trials(name: str, args: argparse.Namespace) -> list[Trial]:
     """One configuration at each rate."""
-    from headrace.models import families
-    from headrace.planner.curve import Trial, check_rates
-
     check_rates(args.sweep_rate or [])
     config, server = engine_config(args), server_config(args)
     spec, device = families.spec_from_config(_source(config).config), _device(args, config)
@@ -99,10 +95,6 @@ def _load(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, 
 
 
 def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
-    from headrace.bench.report import print_facts, print_figures, table
-    from headrace.bench.statistics import failure_reasons
-    from headrace.planner.against import COLUMNS
-
     print_facts(facts)
     print()
     print_figures(report.figures)
@@ -115,24 +107,17 @@ def _print(facts: Mapping[str, Any], report: Report, compared: Sequence[Compared
 
 
 def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, compared: Sequence[Compared]) -> None:
-    from headrace.bench.report import write_json
-
     if args.output_json:
         errors = {f"error_of_{each.figure}": each.error for each in compared}
         requests = [asdict(sample) for sample in report.samples]
         write_json(args.output_json, {"facts": facts, "prices": report.facts, **report.figures, **errors, "requests": requests})
     if args.plot:
-        from headrace.bench.saved import read_samples
-        from headrace.bench.serve import plot_distributions
-
         measured = {f"measured ({path.stem})": read_samples(path) for path in args.against or ()}
         plot_distributions(args.plot, facts, {"simulated": report.samples, **measured})
 
 
 def _source(config: EngineConfig) -> ModelSource:
     """The model's description; its weights are not looked for. A config.json may be named itself."""
-    from headrace.models.source import find_model
-
     model = config.model.model
     if model is not None and Path(model).name == "config.json":
         model = str(Path(model).parent)
@@ -140,17 +125,12 @@ def _source(config: EngineConfig) -> ModelSource:
 
 
 def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
-    from headrace.planner.devices import find_device
-    from headrace.worker.host import available_memory, physical_cores
-
     threads = config.device.threads or physical_cores()[0]
     found = find_device(args.simulated, threads=threads, memory=args.device_memory, free_memory=available_memory())
     return simulate_calibrate.with_prices(args, found)
 
 
 def _facts(args: argparse.Namespace, source: ModelSource, device: Device, report: Report, seconds: float) -> dict[str, Any]:
-    from headrace.bench.report import machine_facts
-
     blocks = " + ".join(f"{group.num_blocks} blocks of {group.spec.block_size}" for group in report.info.kv_groups)
     chosen = ", ".join(f"{each.name} {each.value}" for each in report.decisions)
     return machine_facts(
@@ -167,3 +147,44 @@ def _prices(report: Report) -> str:
     facts = report.facts
     fitted = f" ({facts['fitted_parameters']} fitted parameters)" if facts["fitted_parameters"] else ""
     return f"{facts['prices']}{fitted}{'; EXTRAPOLATED, see below' if facts['extrapolated'] else ''}"
+
+
+ONE_OF = ("calibrate", "advise", "four_costs", "sweep_rate", "compare")  # none of them: one run
+TOGETHER = ({"advise", "four_costs"}, {"sweep_rate", "compare"})
+NEEDS = {  # flag: what it is of
+    "front_of": ("calibrate",),
+    "output_calibration": ("calibrate",),
+    "columns": ("sweep_rate", "compare"),
+    "host_link": ("four_costs",),
+}
+AGAINST = {  # flag: what it says nothing to
+    "against": ("calibrate", "advise", "four_costs"),
+    "plot": ("calibrate", "advise", "four_costs"),
+    "output_json": ("calibrate",),
+    "calibration": ("calibrate", "assumed_prices"),
+    "assumed_prices": ("calibrate",),
+    "request_rate": ("sweep_rate",),
+}
+
+
+def check_modes(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that would be ignored."""
+    modes = [name for name in ONE_OF if _given(args, name)]
+    if len(modes) > 1 and set(modes) not in TOGETHER:
+        raise ConfigError(f"{_flag(modes[0])} and {_flag(modes[1])} ask for different things; give one of them.")
+    for name, wanted in NEEDS.items():
+        if _given(args, name) and not any(_given(args, each) for each in wanted):
+            raise ConfigError(f"{_flag(name)} belongs to {' or '.join(map(_flag, wanted))}; give that too, or leave it out.")
+    for name, others in AGAINST.items():
+        for other in others:
+            if _given(args, name) and _given(args, other):
+                raise ConfigError(f"{_flag(name)} changes nothing with {_flag(other)}; give one of them.")
+
+
+def _given(args: argparse.Namespace, name: str) -> bool:
+    value = getattr(args, name)
+    return value is not None and value is not False and (value != [] or name == "four_costs")  # which may stand without contexts
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,27 +1,29 @@
 """``headrace simulate --calibrate``: prices fitted to measured steps, printed and kept; and which prices a simulation takes.
 
-What lives here: those flags, and the way from runs to a file. What may not: fitting (planner/calibrate.py), simulating.
+What lives here: those flags, the way from runs to a file, and what is said of it: every fitted parameter with its confidence, what was
+kept and why, how far it reaches. What may not: fitting (planner/calibrate.py), simulating.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headrace.bench.arguments import output
 from headrace.config import EngineConfig
+from headrace.cost.calibrated import CalibratedSteps, Parameter, calibrated_path, save_calibrated
+from headrace.cost.popularity import read_popularity, zipf
+from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.cost.cost_model import CostModel
-    from headrace.planner.devices import Device
-    from headrace.spec import DecoderSpec
+from headrace.observe.report import table
+from headrace.planner.devices import Device, with_calibration
+from headrace.planner.pricing import cost_model_of
+from headrace.spec import DecoderSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from headrace.bench.arguments import output
-
     prices = parser.add_argument_group("prices of steps")
     prices.add_argument(
         "--calibrate", type=Path, nargs="+", metavar="RUN", help="fit to the steps of a run (--trace FILE of any command), keep that, and end"
@@ -38,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def popularity(args: argparse.Namespace, spec: DecoderSpec) -> tuple[float, ...]:
     """Raises ConfigError."""
-    from headrace.cost.popularity import read_popularity, zipf
-
     if args.expert_skew is None:
         return ()
     moe = next((layer.moe for layer in spec.layers if layer.moe), None)
@@ -54,24 +54,23 @@ def popularity(args: argparse.Namespace, spec: DecoderSpec) -> tuple[float, ...]
 
 def with_prices(args: argparse.Namespace, device: Device) -> Device:
     """The device with the calibration that was asked for."""
-    from headrace.planner.devices import with_calibration
-
     if args.assumed_prices:
         return replace(device, calibrated=())
     return device if args.calibration is None else with_calibration(device, args.calibration)
 
 
 def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
-    from headrace.bench.calibration_report import report
-    from headrace.cost.calibrated import calibrated_path, save_calibrated
-    from headrace.planner.calibrate import calibrate
-    from headrace.planner.calibrate_front import fit_front
+    from headrace.planner.calibrate import (
+        calibrate,  # msgspec
+        fit_front,
+    )
     from headrace.planner.runs import read_run
 
     if len(set(args.calibrate)) < len(args.calibrate):
         raise ConfigError("--calibrate names a run twice; name each once.")
     runs = [read_run(path) for path in args.calibrate]
-    found = calibrate(runs, device, _cost_model(args, config, device, spec, runs[0].facts.dtype))
+    cost_model, _ = cost_model_of(spec, resolve_config(config, device.kind)[0], device, runs[0].facts.dtype, popularity(args, spec))
+    found = calibrate(runs, device, cost_model)
     if args.front_of is not None:
         found = fit_front([args.front_of], found, runs[0])
     print("\n".join(report(found)))
@@ -81,14 +80,39 @@ def run_calibration(args: argparse.Namespace, config: EngineConfig, device: Devi
     return 0
 
 
-def _cost_model(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec, dtype: str) -> CostModel:
-    from headrace.cost.cost_model import CostModel
-    from headrace.engine.resolve import resolve_config
-    from headrace.planner.placement import ELEMENT_BYTES
-    from headrace.spec import kv_groups
+COLUMNS = ("parameter", "fitted", "±", "of the limit", "steps")
 
-    config, _ = resolve_config(config, device.kind)
-    assert config.cache.block_size is not None, "resolved"
-    size = ELEMENT_BYTES[dtype]
-    groups = kv_groups(spec, config.cache.block_size, size)
-    return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity(args, spec))
+
+def report(found: CalibratedSteps) -> Iterator[str]:
+    """Lines."""
+    fitted = found.fitted
+    yield f"{found}, engine {found.version}"
+    yield f"runs: {', '.join(f'{run.name} ({run.steps} steps, sha256 {run.sha256[:12]}…)' for run in found.runs)}"
+    yield f"switches: {', '.join(f'{name}={value}' for name, value in found.switches.items()) or 'as an engine has them'}"
+    yield f"units: {found.bandwidth / 1e12:.4g} TB/s, {found.rate / 1e12:.4g} TFLOP/s {found.dtype}; a slowness is measured over ideal seconds"
+    yield ""
+    yield f"{len(fitted)} parameters were fitted:"
+    yield table(COLUMNS, [_row(each) for each in fitted])
+    yield ""
+    kept: dict[str, list[str]] = {}
+    for each in found.parameters:
+        if each.note:
+            kept.setdefault(each.note, []).append(each.name)
+    yield f"{len(found.parameters) - len(fitted)} were not:"
+    for note, names in kept.items():
+        yield f"  {note}: {'; '.join(names)}"
+    yield ""
+    reach = found.covered
+    yield f"it covers steps of up to {reach.tokens:,} tokens and {reach.sequences:,} sequences, and sequences of up to {reach.context:,} tokens"
+    yield f"half of the fitted steps lie within {found.median_error:.1%} of their price, nine of ten within {found.p90_error:.1%}"
+    if found.steadiness is not None:
+        yield f"they took {found.steadiness}; a simulation draws from that"
+    if found.front is not None:
+        yield f"a front end: {found.front.request * 1e3:.2f} ms a request and {found.front.token * 1e6:.2f} µs a prompt token (2 fitted parameters)"
+
+
+def _row(each: Parameter) -> list[str | float]:
+    seconds = each.name.endswith("seconds")
+    value, error = (f"{number * 1e6:.4g} µs" if seconds else f"{number:.4g}" for number in (each.value, each.error))
+    share = f"{1.0 / each.value:.0%}" if each.value and not seconds else ""
+    return [each.name.removesuffix(", seconds"), value, error if each.error else "at its least", share, each.steps]

@@ -12,16 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.bench.arguments import count
 from headrace.bench.sweep import Sweep
 from headrace.commands.simulate_load import what_is_asked
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
 from headrace.flags import WORDS, CommandParser, add_config_flags, technique_values
-
-if TYPE_CHECKING:
-    from headrace.planner.curve import Point, Trial
+from headrace.observe.report import load_pyplot, machine_facts, plot_curves, print_facts, table, write_json
+from headrace.planner.curve import Point, Trial, curve_columns, run_trials
+from headrace.worker.host import physical_cores
 
 AS_GIVEN = "as given"
 SHORT = {"request_throughput": "requests/s", "output_throughput": "tokens/s", "request_goodput": "good/s", "preemptions": "preempted"}
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run with each value of a flag, a technique or device; repeated: with every combination (scheduling_policy=fcfs,priority)",
     )  # fmt: skip
     curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="more figures of the runs to show, by their names in the JSON")
-    curve.add_argument("--processes", type=int, metavar="N", help="run so many points side by side (default: a process a core)")
+    curve.add_argument("--processes", type=count, metavar="N", help="run so many points side by side (default: a process a core)")
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
@@ -92,9 +93,6 @@ def _word(flag: str, value: str, action: argparse.Action) -> str:
 
 def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespace], Sequence[Trial]]) -> int:
     """``trials``: of one configuration, at each rate. Exit status 1 when no request of any point was answered."""
-    from headrace.bench.report import load_pyplot, machine_facts, print_facts, write_json
-    from headrace.worker.host import physical_cores
-
     if args.plot and not args.sweep_rate:
         raise ConfigError("A picture of a comparison is one over rates; give --sweep-rate, or leave --plot out.")
     if args.against:
@@ -126,8 +124,6 @@ def _shape(args: argparse.Namespace, trials: Sequence[Trial]) -> str:
 
 def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, sweep: Sweep) -> tuple[list[Point], list[str]]:
     """All points, and the columns to show. A column that there is not is told with the first point."""
-    from headrace.planner.curve import curve_columns, run_trials
-
     columns: list[str] = []
 
     def run() -> Iterator[Point]:
@@ -139,15 +135,13 @@ def _run(trials: Sequence[Trial], processes: int, args: argparse.Namespace, swee
 
 
 def _print(points: Sequence[Point], columns: Sequence[str]) -> None:
-    from headrace.bench.report import table
-
     swept = any(point.rate is not None for point in points)
     rows = [[*([point.rate] if swept else []), point.name, *(point.figures.get(column) for column in columns)] for point in points]
     print(f"\n{table((*(['offered'] if swept else []), 'configuration', *map(_short, columns)), rows)}\n")
     for prices in dict.fromkeys(str(point.prices["prices"]) for point in points):
         print(f"prices: {prices}")
-    for beyond, count in Counter(each for point in points for each in point.prices["extrapolated"]).items():
-        print(f"extrapolated: {beyond} ({count} of {len(points)} points)")
+    for beyond, times in Counter(each for point in points for each in point.prices["extrapolated"]).items():
+        print(f"extrapolated: {beyond} ({times} of {len(points)} points)")
 
 
 def _short(column: str) -> str:
@@ -156,8 +150,6 @@ def _short(column: str) -> str:
 
 def _plot(path: Path, facts: dict[str, Any], points: Sequence[Point], columns: Sequence[str]) -> None:
     """A panel for what is served, one for each tail, one for every column asked for."""
-    from headrace.bench.report import plot_curves
-
     served = "request_goodput" if "request_goodput" in columns else "request_throughput"
     tails = [column for column in columns if column.startswith("p") and column.endswith(("ttft_ms", "tpot_ms", "itl_ms"))]
     usual = columns.index("failed")

@@ -1,20 +1,26 @@
 """The load of ``headrace simulate``: flags, and what they mean.
 
-What lives here: flags to requests and the limits they are held against. What may not: drawing or reading them (planner/workload.py).
+What lives here: flags to requests and the limits they are held against. What may not: drawing or reading them (planner/workload/).
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
 
+from headrace.bench.load_flags import (
+    add_arrival_flags,
+    add_workload_flags,
+    arrivals_in_words,
+    asked_of,
+    check_load_flags,
+    lengths_in_words,
+)
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.planner.simulator import Load
-    from headrace.planner.workload import Asked
+from headrace.planner.simulator import Load
+from headrace.planner.tenants import among, with_priorities
+from headrace.planner.workload.statistics import parse_goodput
 
 CLOSED_LOOP = 8  # clients, as bench serve has them
 MOST_TENANTS = 64
@@ -23,8 +29,6 @@ _PRIORITY = re.compile(r"(-?\d{1,10}):(\d{1,10}(?:\.\d{1,10})?|\.\d{1,10})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from headrace.bench.load_flags import add_arrival_flags, add_workload_flags
-
     add_workload_flags(parser, trace="trace_file", max_input=None, max_output=None)
     add_arrival_flags(parser, clients=CLOSED_LOOP)
     who = parser.add_argument_group("tenants and priorities")
@@ -34,18 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--priorities", nargs="+", default=[], metavar="PRIORITY:SHARE",
         help="of the requests, for --scheduling-policy priority: 0:0.1 1:0.9 makes every tenth urgent (default: all are 0)",
     )  # fmt: skip
-    how = parser.add_argument_group("simulation")
-    how.add_argument("--stepwise", action="store_true", help="never take steps that are alike many at once: the same figures, slower")
 
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
-    from headrace.bench.load_flags import check_load_flags
-
-    for name in ("device_memory", "processes"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give at least 1.")
+    if args.device_memory == 0:
+        raise ConfigError("--device-memory is 0; give at least 1 byte.")
     check_load_flags(args, args.trace_file)
     _check_tenants(args)
     priorities_of(args)
@@ -80,52 +78,18 @@ def _check_tenants(args: argparse.Namespace) -> None:
 
 def load_of(args: argparse.Namespace, config: EngineConfig, server: ServerConfig, rate: float | None) -> Load:
     """``rate`` stands for --request-rate. Raises ConfigError."""
-    from headrace.bench.statistics import parse_goodput
-    from headrace.planner.simulator import Load
-    from headrace.planner.tenants import among, with_priorities
-
     open_loop = rate is not None or args.workload == "trace"
     room = args.max_concurrency or (None if open_loop else CLOSED_LOOP)
-    asked = _trace(args, rate) if args.workload == "trace" else _made(args, config.model.seed, rate)
+    asked = asked_of(args, trace=args.trace_file, rate=rate, seed=config.model.seed)
     if args.tenants is not None:
         asked = among(asked, args.tenants, args.hog, config.model.seed)
     if shares := priorities_of(args):
         asked = with_priorities(asked, shares, config.model.seed)
-    return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles, args.stepwise)
-
-
-def _trace(args: argparse.Namespace, rate: float | None) -> list[Asked]:
-    from headrace.planner.workload import traced
-
-    cut = {"max_prompt": args.max_input_len, "max_output": args.max_output_len}
-    return traced(args.trace_file, count=args.num_prompts, speed=args.trace_speed, rate=rate, **cut)
-
-
-def _made(args: argparse.Namespace, seed: int, rate: float | None) -> list[Asked]:
-    from headrace.bench.load_flags import swing_of
-    from headrace.planner.workload import arriving
-
-    asked = _drawn(args, seed)
-    if rate is None:
-        return asked
-    return arriving(asked, rate, burstiness=args.burstiness, gaps=args.gaps, swing=swing_of(args), seed=seed)
-
-
-def _drawn(args: argparse.Namespace, seed: int) -> list[Asked]:
-    from headrace.bench.load_flags import REQUESTS, lengths_of
-    from headrace.planner.workload import conversing, drawn
-
-    lengths, count = lengths_of(args), args.num_prompts or REQUESTS
-    if args.workload == "conversation":
-        return conversing(count, args.turns, lengths, system=args.prefix_len, think=args.think_time, seed=seed)
-    prefix = args.prefix_len if args.workload == "shared-prefix" else 0
-    return drawn(count, lengths, prefix=prefix, num_prefixes=args.num_prefixes, seed=seed)
+    return Load(asked, config.model.seed, room, server.max_queue, parse_goodput(args.goodput), args.metric_percentiles)
 
 
 def what_is_asked(args: argparse.Namespace, count: int) -> str:
     """The requests in words, without when they come."""
-    from headrace.bench.load_flags import lengths_in_words
-
     what = f"trace {args.trace_file.name}" if args.workload == "trace" else f"{args.workload}, {lengths_in_words(args)}"
     return f"{what}, {count} requests{_of_tenants(args)}"
 
@@ -138,6 +102,4 @@ def _of_tenants(args: argparse.Namespace) -> str:
 
 def shape(args: argparse.Namespace, count: int) -> str:
     """The load in words."""
-    from headrace.bench.load_flags import arrivals_in_words
-
     return f"{what_is_asked(args, count)}; {arrivals_in_words(args, args.max_concurrency or CLOSED_LOOP)}"

@@ -8,23 +8,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.flags import parse_size
+from headrace.observe.report import machine_facts, print_facts, table, write_json
+from headrace.planner.advice import Advice, advise
+from headrace.planner.devices import GIB, Device
+from headrace.planner.four_costs import CONTEXTS, Costs, Row, four_costs
+from headrace.planner.pricing import Priced, priced
+from headrace.planner.simulator import Load, simulate
+from headrace.planner.workload.asked import Asked
+from headrace.spec import DecoderSpec
 
-if TYPE_CHECKING:
-    from headrace.planner.advice import Advice
-    from headrace.planner.devices import Device
-    from headrace.planner.four_costs import Costs, Row
-    from headrace.planner.priced import Priced
-    from headrace.spec import DecoderSpec
-
-GIB = 2**30
 SWEPT_TOKENS = 1_000_000  # of keys, at most, in one point of the sweep: it computes their prompts, too
 CONTEXT = 2048
-ALL = (-1,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +44,6 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, spec: DecoderSpec) -> int:
-    from headrace.bench.report import machine_facts, print_facts, write_json
-    from headrace.planner.priced import priced
-
     if args.host_link is not None and args.host_link < 1:
         raise ConfigError(f"--host-link is {args.host_link}; give bytes a second, at least 1.")
     found = priced(spec, config, device)
@@ -68,9 +64,6 @@ def run_reports(args: argparse.Namespace, config: EngineConfig, device: Device, 
 
 
 def _show_costs(found: Priced, contexts: list[int], host_link: float | None) -> list[dict[str, Any]]:
-    from headrace.bench.report import table
-    from headrace.planner.four_costs import CONTEXTS, four_costs
-
     rows, notes = four_costs(found, contexts or CONTEXTS, host_link=host_link)
     columns = ("context", "KV GiB", "prompt s", "users", "token ms", "token ms, all", "switch s")
     for title, which in (("at the peak, all memory but the weights for keys and values", "peak"), ("by this engine", "engine")):
@@ -92,9 +85,6 @@ def _cells(row: Row, costs: Costs | None) -> list[Any]:
 
 
 def _show_advice(found: Priced, context: int) -> dict[str, Any]:
-    from headrace.bench.report import table
-    from headrace.planner.advice import advise
-
     advice = advise(found, context)
     batches = sorted({1, max(1, advice.knee // 4), max(1, advice.knee // 2), advice.knee, min(2 * advice.knee, advice.most), advice.most})
     points = [_point(found, batch, context) for batch in batches]
@@ -153,9 +143,6 @@ def _point(found: Priced, batch: int, context: int) -> dict[str, Any]:
 def _simulated(found: Priced, batch: int, context: int) -> tuple[float | None, int]:
     """The time between tokens while all of them write, through the engine's own scheduler, and how many were preempted meanwhile; None where
     the context is too short to tell, or where preemptions made it another load."""
-    from headrace.planner.simulator import Load, simulate
-    from headrace.planner.workload import Asked
-
     most = found.config.scheduler.max_num_batched_tokens or 1
     steps = -(-batch * context // max(1, most - batch)) + 2  # until the last prompt is computed
     prompt = context - steps // 2 - 8

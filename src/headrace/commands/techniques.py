@@ -1,6 +1,6 @@
 """``headrace techniques``: the register, for people and for programs.
 
-What lives here: printing. What may not: the register itself (techniques.py).
+What lives here: printing. What may not: the register itself (techniques/).
 """
 
 from __future__ import annotations

@@ -1,31 +1,80 @@
-"""Prices of steps that were fitted to a run, as a file: of which device, model and switches, from which runs, and how far they reach.
+"""Prices of steps that were fitted to a run, as a file: of which device, model and switches, from which runs, and how
+far they reach.
 
-What lives here: CalibratedSteps, its file, finding the one that fits best. What may not: fitting (step_fit.py), reading runs and simulating
-(planner/).
+What lives here: CalibratedSteps, its file, finding the one that fits best. What may not: fitting, reading runs and
+simulating (planner/).
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from headrace.cost.cost_model import CostModel, StepLoad
-from headrace.cost.prices import FrontPrices, StepPrices, prices_from
+from headrace.cost.prices import FrontPrices, StepPrices
 from headrace.cost.profile import DeviceIdentity, profile_folder
 from headrace.cost.run_facts import ModelShape, shape_of
-from headrace.cost.steadiness import SHARES, Steadiness
-from headrace.cost.step_fit import Parameter
+from headrace.cost.stored import load, save
 from headrace.errors import ConfigError
+from headrace.sites import is_plain
 from headrace.spec import DecoderSpec
 
 VERSION = 2  # since graphs of steps with prompts have prices of their own
 SUFFIX = ".calibrated.json"
 SHIPPED = Path(__file__).parent / "shipped"  # fitted to our own runs
+SHARES = (0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995, 0.999)  # of the steps, below each ratio
+LONG = 2.0  # times its price: a step that something came between
+_SCORES = tuple(NormalDist().inv_cdf(share) for share in SHARES)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """``error``: one standard error; ``steps`` decided it. ``note`` empty: fitted; else why it was not, and what it is
+    instead."""
+
+    name: str
+    value: float
+    error: float
+    steps: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Steadiness:
+    """``alone`` and ``prompts``: measured over price, at SHARES, of steps of single tokens alone and of others.
+    ``lasting``: of a disturbance, the share that lasts, for about ``seconds``. ``long_share``: of the fitted steps,
+    those that took more than LONG times their price."""
+
+    alone: tuple[float, ...]
+    prompts: tuple[float, ...]
+    lasting: float
+    seconds: float
+    long_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for ratios in (self.alone, self.prompts):
+            if len(ratios) != len(SHARES) or min(ratios) <= 0.0 or self.seconds <= 0.0 or self.lasting > 1.0:
+                raise ValueError(f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {self.lasting:g}")
+
+    def ratio(self, score: float, *, alone: bool) -> float:
+        """At a score of a standard normal; beyond the outermost, those."""
+        ratios, place = self.alone if alone else self.prompts, bisect_right(_SCORES, score)
+        if place == 0 or place == len(_SCORES):
+            return ratios[place - (place > 0)]
+        low, high = _SCORES[place - 1], _SCORES[place]
+        share = (score - low) / (high - low)
+        return float(ratios[place - 1] ** (1.0 - share) * ratios[place] ** share)
+
+    def __str__(self) -> str:
+        decode, prompts = (f"{ratios[SHARES.index(0.05)]:.2f} to {ratios[SHARES.index(0.95)]:.2f}" for ratios in (self.alone, self.prompts))
+        lasting = f"{self.lasting:.0%} of it lasts about {self.seconds:g} s" if self.lasting else "each for itself"
+        return f"{decode} times their price (with prompts {prompts}), {lasting}; {self.long_share:.1%} took over {LONG:g} times"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +97,8 @@ class FittedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedSteps:
-    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, bytes/s and FLOP/s. ``switches``: how the engine stood.
-    ``steadiness``: how far steps were from their price; None: as if none ever was."""
+    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, bytes/s and FLOP/s. ``switches``: how
+    the engine stood. ``steadiness``: how far steps were from their price; None: as if none ever was."""
 
     device: DeviceIdentity
     model: str
@@ -82,22 +131,12 @@ def calibrated_path(found: CalibratedSteps, folder: Path | None = None) -> Path:
     """Next to the device's profile, one a model and switches."""
     off = "-".join(sorted(f"{name}-{value}" for name, value in found.switches.items() if value not in (None, [], ())))
     name = f"{found.device.slug[:100]}--{found.shape.slug}-{found.dtype}"
-    return (folder or profile_folder()) / f"{name}{'--' + _hash(off) if off else ''}{SUFFIX}"
-
-
-def _hash(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return (folder or profile_folder()) / f"{name}{'--' + hashlib.sha256(off.encode()).hexdigest()[:8] if off else ''}{SUFFIX}"
 
 
 def save_calibrated(found: CalibratedSteps, path: Path) -> None:
-    """Whole or not at all."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(json.dumps({"version_of_file": VERSION, **asdict(found)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        save(found, path, version_of_file=VERSION)
     except OSError as error:
         raise ConfigError(f"The calibration cannot be written to {path} ({error.strerror}); give another file with --output-calibration.") from error
 
@@ -105,55 +144,7 @@ def save_calibrated(found: CalibratedSteps, path: Path) -> None:
 def load_calibrated(path: Path) -> CalibratedSteps:
     """Raises ConfigError when the file is no calibration of this version, or holds what no calibration holds."""
     remedy = "delete it and calibrate again with headrace simulate --calibrate RUN"
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        version = stored.pop("version_of_file")
-        if version != VERSION:
-            raise ConfigError(f"The calibration {path} has version {version!r}, this program reads {VERSION}; {remedy}.")
-        found = _calibrated(stored)
-        _check_numbers(path, asdict(found))
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"The calibration {path} cannot be read ({type(error).__name__}: {error}); {remedy}.") from error
-    return found
-
-
-def _calibrated(stored: dict[str, Any]) -> CalibratedSteps:
-    device = stored.pop("device")
-    front, steadiness = stored.pop("front"), stored.pop("steadiness", None)
-    return CalibratedSteps(
-        device=DeviceIdentity(**{**device, "features": tuple(device["features"])}),
-        shape=ModelShape(**stored.pop("shape")),
-        prices=prices_from(stored.pop("prices")),
-        front=FrontPrices(**front) if front is not None else None,
-        parameters=tuple(Parameter(**each) for each in stored.pop("parameters")),
-        covered=Covered(**stored.pop("covered")),
-        runs=tuple(FittedRun(**each) for each in stored.pop("runs")),
-        steadiness=None if steadiness is None else _steadiness(steadiness),
-        **stored,
-    )
-
-
-def _steadiness(stored: Mapping[str, Any]) -> Steadiness:
-    found = Steadiness(**{**stored, "alone": tuple(stored["alone"]), "prompts": tuple(stored["prompts"])})
-    for ratios in (found.alone, found.prompts):
-        if len(ratios) != len(SHARES) or min(ratios) <= 0.0 or found.seconds <= 0.0 or found.lasting > 1.0:
-            raise ValueError(f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {found.lasting:g}")
-    return found
-
-
-def _check_numbers(path: Path, stored: Any, name: str = "") -> None:
-    """Nothing in such a file is negative, infinite or no number where one is due."""
-    parts: Iterator[tuple[str, Any]] = iter(())
-    if isinstance(stored, Mapping):
-        parts = ((f"{name}.{key}".strip("."), value) for key, value in stored.items())
-    elif isinstance(stored, (list, tuple)):
-        parts = ((f"{name}[{index}]", value) for index, value in enumerate(stored))
-    elif isinstance(stored, (int, float)) and (not math.isfinite(stored) or stored < 0):
-        raise ConfigError(f"The calibration {path} has {name} = {stored}, which is no number of at least 0; calibrate again.")
-    for key, value in parts:
-        _check_numbers(path, value, key)
+    return load(CalibratedSteps, path, "The calibration", remedy, version_of_file=VERSION)
 
 
 # --- finding
@@ -178,7 +169,8 @@ def find_calibrated(device: DeviceIdentity, folders: Sequence[Path]) -> list[Cal
 
 
 def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoad, bool], float]:
-    """Seconds of a load on that device, and of launching it where the host does that kernel by kernel (the flag: single tokens alone)."""
+    """Seconds of a load on that device, and of launching it where the host does that kernel by kernel (the flag: single
+    tokens alone)."""
     prices, bandwidth, rate = found.prices, found.bandwidth, found.rate
 
     def price(load: StepLoad, alone: bool) -> float:
@@ -192,8 +184,8 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
 def best_calibrated(
     found: Sequence[CalibratedSteps], spec: DecoderSpec, dtype: str, switches: Mapping[str, Any]
 ) -> tuple[CalibratedSteps | None, tuple[str, ...]]:
-    """The one of this model, else of the most similar; and in what it is another's. None where no run had these switches, or none of a model
-    like this had: dense ones say nothing of experts."""
+    """The one of this model, else of the most similar; and in what it is another's. None where no run had these
+    switches, or none of a model like this had: dense ones say nothing of experts."""
     shape = shape_of(spec)
     fit = [each for each in found if dict(each.switches) == dict(switches) and bool(each.shape.experts) == bool(shape.experts)]
     if not fit:
@@ -204,6 +196,8 @@ def best_calibrated(
         other.append(f"another model ({best.model}: {best.shape})")
     if best.dtype != dtype:
         other.append(f"another precision ({best.dtype})")
+    if not is_plain(spec):  # products over packed weights take another time than their bytes would say
+        other.append("weights that are not quantised")
     return best, tuple(other)
 
 

@@ -3,8 +3,7 @@
 Every operator of a step has bytes it must move and FLOPs it must do. Its floor is max(bytes / bandwidth, FLOPs / rate).
 The step's floor is the sum over its operators; the overlapped floor, max(Σ bytes / bandwidth, Σ FLOPs / rate), is what
 perfect overlap between operators of different kinds could reach. Weights are read once a step, each sequence's keys and
-values once. Activations between operators are no part of the floor (fusing can keep them on the chip); ``operators()``
-lists them apart.
+values once. Activations between operators are no part of the floor (fusing can keep them on the chip).
 
 What lives here: arithmetic. What may not: torch, clocks, measuring, decisions.
 """
@@ -13,16 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.cost.popularity import touched_experts
 from headrace.cost.profile import DeviceProfile
 from headrace.request import StepPlan
-from headrace.spec import DecoderSpec, KVSpec, MoESpec, NormKind
-
-Amount = float | np.ndarray  # of one step, or one entry a step
+from headrace.sites import Role, Split, Weight, head, matrices, weights
+from headrace.spec import DecoderSpec, KVSpec, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +35,11 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCost:
-    """One kind of operator over all its layers. ``in_floor`` is False for traffic that fusing could avoid."""
-
-    name: str
-    bytes: float
-    flops: float
-    seconds: float
-    in_floor: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class StepLoad:
     """What a step computes, without saying for whom: enough for its cost.
 
-    ``lone``, ``saved`` and ``filled`` tell apart what kernels do at different speeds; empty where nobody looked. They are no part of the floor.
+    ``lone``, ``saved`` and ``filled`` tell apart what kernels do at different speeds; empty where nobody looked. They
+    are no part of the floor.
     """
 
     tokens: int
@@ -69,25 +57,17 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step's (bytes, FLOPs) by what does them. ``decode``: attention of single tokens, without what sharing saves; ``prompts``: of all other
-    tokens. The rest is bytes alone: ``others`` (norms, embedding, new keys), ``activations`` (what fusing could avoid)."""
+    """A step's (bytes, FLOPs) by what does them. ``decode``: attention of single tokens, without what sharing saves;
+    ``prompts``: of all other tokens. The rest is bytes alone: ``others`` (norms, embedding, new keys), ``activations``
+    (what fusing could avoid)."""
 
     products: tuple[float, float]
     head: tuple[float, float]
     experts: tuple[float, float]
-    decode: tuple[Amount, Amount]
-    prompts: tuple[Amount, Amount]
+    decode: tuple[float, float]
+    prompts: tuple[float, float]
     others: float
     activations: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Dense:
-    """A matrix product over all layers: ``fixed`` bytes whatever the batch, FLOPs by the token (or by the sampled row)."""
-
-    name: str
-    weight_bytes: float
-    flops_per_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +80,16 @@ class _Experts:
     flops_per_token: float  # of all its layers
 
 
-def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
+def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, ...] = ()) -> StepLoad:
     """Sums a plan up, per attention window, in a few vector operations (closed forms; no loop over rows).
 
-    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys: as many, where each is one token.
+    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys: as many, where
+    each is one token.
     """
     rows = len(plan.counts)
     if plan.counts.count(1) == rows:
         seen = tuple(_keys_of_tokens(plan.starts, window) for window in windows)
-        return StepLoad(rows, len(plan.sample_work), seen, seen, seen)
+        return StepLoad(rows, len(plan.sample_work), seen, seen, seen, saved)
     count = np.array(plan.counts, dtype=np.float64)
     end = np.array(plan.starts, dtype=np.float64) + count
     single = end[count == 1.0]
@@ -121,7 +102,7 @@ def load_of(plan: StepPlan, windows: Sequence[int | None]) -> StepLoad:
         else:
             pairs.append(float((_triangle(end, window) - _triangle(end - count, window)).sum()))
             keys.append(float(np.minimum(end, count + (window - 1)).sum()))
-    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone))
+    return StepLoad(int(count.sum()), len(plan.sample_work), tuple(pairs), tuple(keys), tuple(lone), saved)
 
 
 def _keys_of_tokens(starts: array[int], window: int | None) -> float:
@@ -141,9 +122,9 @@ def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
 class CostModel:
     """Prices steps of one model on one device.
 
-    ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is bytes a weight element (2 for bf16; below 1 for
-    4-bit formats); ``dtype`` names the GEMM rate. ``popularity``: how often tokens pick each expert (popularity.py); empty: evenly.
-    ``estimate`` is on the step's path: a few microseconds at any batch.
+    ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is bytes an element of a plain weight (2 for
+    bf16; a format says its own); ``dtype`` names the GEMM rate. ``popularity``: how often tokens pick each expert
+    (popularity.py); empty: evenly. ``estimate`` is on the step's path: a few microseconds at any batch.
     """
 
     def __init__(
@@ -163,12 +144,13 @@ class CostModel:
         self._bandwidth = profile.read_bandwidth
         self._rate = profile.gemm_rate(dtype)
         self.windows = tuple(group.window for group in groups)
-        self._kv_token_bytes = tuple(float(2 * g.num_kv_heads * g.head_dim * g.dtype_bytes * len(g.layers)) for g in groups)
+        self._kv_token_bytes = tuple(float(g.token_bytes) for g in groups)
         self._pair_flops = tuple(4.0 * spec.num_heads * spec.head_dim * len(g.layers) for g in groups)
         self._dense = _dense_operators(spec, weight_bytes)
-        self._dense_bytes, self._dense_flops = sum(op.weight_bytes for op in self._dense), sum(op.flops_per_token for op in self._dense)
+        self._dense_bytes, self._dense_flops = sum(held for _, held, _ in self._dense), sum(flops for _, _, flops in self._dense)
         self._experts = _expert_operators(spec, weight_bytes)
-        self._head = _Dense("lm_head", spec.vocab_size * spec.hidden_size * weight_bytes, 2.0 * spec.vocab_size * spec.hidden_size)
+        site = head(spec)
+        self._head = site.label, site.num_bytes(weight_bytes), _flops([site])
         self._norm_bytes = _norm_elements(spec) * weight_bytes
         self._token_bytes = spec.hidden_size * weight_bytes * (1 if spec.rope else 2)  # embedding row, learned position row
         self._activation_bytes = _activation_elements(spec) * 2.0 if dtype != "float32" else _activation_elements(spec) * 4.0
@@ -192,51 +174,47 @@ class CostModel:
         return self.estimate_load(StepLoad(tokens, sampled, tuple(pairs), tuple(keys))).floor_seconds
 
     def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """As a policy asks it: a step of ``rows`` sequences that computes ``tokens``, which see ``attended`` keys in all."""
+        """As a policy asks it: a step of ``rows`` sequences that computes ``tokens``, which see ``attended`` keys in
+        all."""
         seen = (float(attended),) * len(self.windows)
         return self.estimate_load(StepLoad(tokens, rows, seen, seen)).seconds
 
-    def operators(self, load: StepLoad) -> tuple[OperatorCost, ...]:
-        """The same sums, operator by operator, and the activations that are no part of the floor."""
-        bandwidth, rate = self._bandwidth, self._rate
-        counted = [OperatorCost(name, moved, flops, max(moved / bandwidth, flops / rate)) for name, moved, flops in self.costs(load)]
-        traffic = load.tokens * self._activation_bytes
-        return (*counted, OperatorCost("activations", traffic, 0.0, traffic / bandwidth, in_floor=False))
-
     def load_of(self, plan: StepPlan, saved: tuple[float, ...] = ()) -> StepLoad:
         """``saved``: see StepLoad."""
-        load = load_of(plan, self.windows)
-        return replace(load, saved=saved) if saved else load
+        return load_of(plan, self.windows, saved)
 
     def work(self, load: StepLoad) -> Work:
-        """The same bytes and FLOPs by what does them; ``pairs``, ``keys``, ``lone`` and ``saved`` of the load may be arrays, one entry a step."""
+        """The same bytes and FLOPs by what does them."""
         tokens = load.filled or load.tokens
         dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
-        head = (self._head.weight_bytes, self._head.flops_per_token * load.sampled) if load.sampled else (0.0, 0.0)
+        head = (self._head[1], self._head[2] * load.sampled) if load.sampled else (0.0, 0.0)
         decode, prompts = self._attention(load)
         others = tokens * (sum(self._kv_token_bytes) + self._token_bytes) + self._norm_bytes
         experts = sum(moved for moved, _ in sparse), sum(flops for _, flops in sparse)
         return Work(dense, head, experts, decode, prompts, others, tokens * self._activation_bytes)
 
-    def _attention(self, load: StepLoad) -> tuple[tuple[Amount, Amount], tuple[Amount, Amount]]:
-        """Of single tokens and of the others; a load that does not tell them apart counts as that of whole prompts, or of single tokens."""
+    def _attention(self, load: StepLoad) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Of single tokens and of the others; a load that does not tell them apart counts as that of whole prompts, or
+        of single tokens."""
         lone = load.lone or (load.keys if load.pairs == load.keys else (0.0,) * len(load.keys))
         saved = load.saved or (0.0,) * len(lone)
-        groups = list(zip(self._kv_token_bytes, self._pair_flops, load.keys, load.pairs, lone, saved, strict=True))
-        decode = sum((own - shared) * each for each, _, _, _, own, shared in groups), sum(own * each for _, each, _, _, own, _ in groups)
-        prompts = sum((keys - own) * each for each, _, keys, _, own, _ in groups), sum((pairs - own) * each for _, each, _, pairs, own, _ in groups)
-        return decode, prompts
+        decode, decode_flops, prompts, prompt_flops = 0.0, 0.0, 0.0, 0.0
+        groups = zip(self._kv_token_bytes, self._pair_flops, load.keys, load.pairs, lone, saved, strict=True)
+        for size, flops, keys, pairs, own, shared in groups:
+            decode, decode_flops = decode + (own - shared) * size, decode_flops + own * flops
+            prompts, prompt_flops = prompts + (keys - own) * size, prompt_flops + (pairs - own) * flops
+        return (decode, decode_flops), (prompts, prompt_flops)
 
     def _expert_bytes(self, op: _Experts, tokens: int) -> float:
         return op.num_layers * op.expert_bytes * touched_experts(op.spec.num_experts, op.spec.top_k, tokens, self._popularity)
 
     def costs(self, load: StepLoad) -> list[tuple[str, float, float]]:
-        """(name, bytes, FLOPs) of every operator in the floor. Keys and pairs that are columns of numbers give columns."""
+        """(name, bytes, FLOPs) of every operator in the floor."""
         tokens = load.tokens
         if not tokens:
             return []
-        costs = [(op.name, op.weight_bytes, op.flops_per_token * tokens) for op in self._dense]
+        costs = [(name, held, flops * tokens) for name, held, flops in self._dense]
         for op in self._experts:
             costs.append(("experts", self._expert_bytes(op, tokens), op.flops_per_token * tokens))
         for index, per_token in enumerate(self._kv_token_bytes):
@@ -245,55 +223,43 @@ class CostModel:
         costs.append(("embedding", tokens * self._token_bytes, 0.0))
         costs.append(("norms", self._norm_bytes, 0.0))
         if load.sampled:
-            costs.append((self._head.name, self._head.weight_bytes, self._head.flops_per_token * load.sampled))
+            name, held, flops = self._head
+            costs.append((name, held, flops * load.sampled))
         return costs
 
 
-def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Dense, ...]:
-    """The products every token goes through, each summed over the layers that have it."""
-    hidden, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    dense = sum(layer.moe is None for layer in spec.layers)
-    wide = (2 if spec.gated_mlp else 1) * spec.intermediate_size
-    routers = sum(layer.moe.num_experts for layer in spec.layers if layer.moe)
-    shapes = (
-        ("qkv", spec.num_layers, hidden, heads + 2 * kv, spec.qkv_bias),
-        ("o", spec.num_layers, heads, hidden, spec.output_bias),
-        ("gate_up" if spec.gated_mlp else "up", dense, hidden, wide, spec.mlp_bias),
-        ("down", dense, spec.intermediate_size, hidden, spec.mlp_bias),
-        ("router", 1, hidden, routers, False),
-    )
-    return tuple(
-        _Dense(name, layers * (rows + bias) * columns * weight_bytes, 2.0 * layers * rows * columns)
-        for name, layers, rows, columns, bias in shapes
-        if layers * columns
-    )
+def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> list[tuple[str, float, float]]:
+    """(name, bytes, FLOPs a token) of the products every token goes through, each summed over the layers that have
+    it."""
+    found: dict[str, list[Weight]] = {}
+    for site in matrices(spec):
+        if site.moe is None:
+            found.setdefault(site.label, []).append(site)
+    return [(name, sum(site.num_bytes(weight_bytes) for site in sites), _flops(sites)) for name, sites in found.items()]
 
 
 def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts, ...]:
     """Sparse layers, grouped by shape."""
-    counts: dict[MoESpec, int] = {}
-    for layer in spec.layers:
-        if layer.moe:
-            counts[layer.moe] = counts.get(layer.moe, 0) + 1
-    operators = []
-    for moe, layers in counts.items():
-        elements = 3 * spec.hidden_size * moe.intermediate_size
-        operators.append(_Experts(moe, layers, elements * weight_bytes, 2.0 * layers * moe.top_k * elements))
-    return tuple(operators)
+    found: dict[MoESpec, list[Weight]] = {}
+    for site in matrices(spec):
+        if site.moe is not None:
+            found.setdefault(site.moe, []).append(site)
+    return tuple(
+        _Experts(moe, len(sites) // 2, sum(site.num_bytes(weight_bytes) for site in sites) / len(sites) * 2 / moe.num_experts, _flops(sites))
+        for moe, sites in found.items()
+    )
+
+
+def _flops(sites: Sequence[Weight]) -> float:
+    """Of a token."""
+    return 2.0 * sum(site.multiplications for site in sites)
 
 
 def _norm_elements(spec: DecoderSpec) -> int:
-    per_norm = spec.hidden_size * (2 if spec.norm is NormKind.LAYER else 1)
-    norms = spec.num_layers * (4 if spec.sandwich_norm else 2) + 1
-    return norms * per_norm + (spec.num_layers * 2 * spec.head_dim if spec.qk_norm else 0)
+    return sum(site.num_elements for site in weights(spec) if site.role is Role.NORM)
 
 
 def _activation_elements(spec: DecoderSpec) -> int:
     """Elements a token carries between unfused operators, written once and read once, over all layers."""
-    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widths = 6 * spec.hidden_size + 2 * (heads + 2 * kv) + 2 * heads  # two residual norms, qkv to attention, attention to o
-    total = 0
-    for layer in spec.layers:
-        inner = layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size
-        total += widths + 2 * (3 if spec.gated_mlp else 2) * inner + 2 * spec.hidden_size
-    return total
+    between = sum(site.used * site.inner for site in matrices(spec) if site.split is not Split.NONE)
+    return 2 * between + 8 * spec.num_layers * spec.hidden_size  # and two norms with their residual sums

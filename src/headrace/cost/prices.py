@@ -1,27 +1,26 @@
-"""How long work takes on a device: of each kind of work, how many times its ideal seconds, and what a step costs beside.
+"""How long work takes on a device: of each kind of work, how many times its ideal seconds, and what a step costs
+beside.
 
     ideal seconds      = bytes / bandwidth, or FLOPs / rate, at the device's limits
     seconds of a kind  = max(slowness · ideal seconds of its bytes, slowness · ideal seconds of its FLOPs)
     seconds of a step  = Σ kinds + others + activations + fixed + sampled rows · a row's
 
-Products of few rows are other kernels than those of many, attention of few sequences does not fill a device, and a step that a graph replays is
-another thing than one that is launched kernel by kernel: some slownesses are by the class of the step (its tokens, whether it computes parts of
-prompts, and whether a graph computes those). The head is a product of the rows that sample, in the class of as many tokens.
+Products of few rows are other kernels than those of many, attention of few sequences does not fill a device, and a step
+that a graph replays is another thing than one that is launched kernel by kernel: some slownesses are by the class of
+the step (its tokens, whether it computes parts of prompts, and whether a graph computes those). The head is a product
+of the rows that sample, in the class of as many tokens.
 
-What lives here: the numbers and that sum. What may not: counting bytes (cost_model.py), fitting (step_fit.py), files (calibrated.py).
+What lives here: the numbers and that sum. What may not: counting bytes (cost_model.py), fitting (planner/step_fit.py),
+files (calibrated.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
-
-from headrace.cost.cost_model import Amount, StepLoad, Work
+from headrace.cost.cost_model import StepLoad, Work
 
 RESTED = 0.03  # s without work: a client's next request comes sooner than that, somebody else's hardly
 SETTLING = 0.1  # s
@@ -34,20 +33,20 @@ class Slowness:
     bytes: float
     flops: float
 
-    def seconds(self, moved: Amount, worked: Amount) -> Any:
+    def seconds(self, moved: float, worked: float) -> float:
         """Both in ideal seconds."""
         by_bytes, by_flops = self.bytes * moved, self.flops * worked
-        if isinstance(by_bytes, np.ndarray) or isinstance(by_flops, np.ndarray):
-            return np.maximum(by_bytes, by_flops)
         return by_bytes if by_bytes > by_flops else by_flops
 
 
 @dataclass(frozen=True, slots=True)
 class HostPrices:
-    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of that.
+    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of
+    that.
 
-    ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it already; such a step ends
-    no sooner. ``record``: of making a graph of one, behind it. ``graphed``: of handing over one that a graph computes, more than of a decode step.
+    ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it
+    already; such a step ends no sooner. ``record``: of making a graph of one, behind it. ``graphed``: of handing over
+    one that a graph computes, more than of a decode step.
     """
 
     step: float = 0.0
@@ -65,7 +64,8 @@ class HostPrices:
 
 @dataclass(frozen=True, slots=True)
 class FrontPrices:
-    """Seconds that a request spends outside the engine until its first token is with the client: each request, each prompt token."""
+    """Seconds that a request spends outside the engine until its first token is with the client: each request, each
+    prompt token."""
 
     request: float = 0.0
     token: float = 0.0
@@ -76,8 +76,9 @@ class FrontPrices:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts are two classes of their own,
-    the last, those that graphs compute and those that are launched, and the bounds are of steps of single tokens alone."""
+    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts
+    are two classes of their own, the last, those that graphs compute and those that are launched, and the bounds are of
+    steps of single tokens alone."""
 
     bounds: tuple[int, ...] = ()
     apart: bool = False
@@ -98,10 +99,11 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in seconds a row that samples;
-    ``woken``: seconds that a step takes longer when there was no work before it (threads slept); ``rested``: that and more, where there was none
-    for RESTED (caches have gone cold); ``settling``: steps that follow such a one within SETTLING (not all is as it was yet).
-    ``shared``: seconds more of a step whose sequences share keys, for finding and merging them."""
+    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in
+    seconds a row that samples; ``woken``: seconds that a step takes longer when there was no work before it (threads
+    slept); ``rested``: that and more, where there was none for RESTED (caches have gone cold); ``settling``: steps that
+    follow such a one within SETTLING (not all is as it was yet). ``shared``: seconds more of a step whose sequences
+    share keys, for finding and merging them."""
 
     products: tuple[Slowness, ...]
     experts: Slowness
@@ -119,13 +121,14 @@ class StepPrices:
     host: HostPrices = field(default_factory=HostPrices)
 
     def after(self, pause: float, since: float) -> float:
-        """Seconds more, ``pause`` seconds after the last work (0: there was work all the time), ``since`` seconds after a rest ended."""
+        """Seconds more, ``pause`` seconds after the last work (0: there was work all the time), ``since`` seconds after
+        a rest ended."""
         if pause > 0.0:
             return self.rested if pause > RESTED else self.woken
         return self.settling if since <= SETTLING else 0.0
 
-    def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, alone: bool) -> Any:
-        """Of a step, whose ``load`` comes to that work; an array where ``work`` has arrays."""
+    def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, alone: bool) -> float:
+        """Of a step, whose ``load`` comes to that work."""
         tokens, sampled = load.tokens, load.sampled
         place = self.classes.place(tokens, alone=alone, graphed=load.filled > 0)
         if not tokens:
@@ -137,26 +140,8 @@ class StepPrices:
             (self.decode[place], work.decode),
             (self.prompts, work.prompts),
         )
-        total: Any = sum(each.seconds(moved / bandwidth, flops / rate) for each, (moved, flops) in parts)
+        total = 0.0
+        for each, (moved, flops) in parts:
+            total += each.seconds(moved / bandwidth, flops / rate)
         rest = (self.others * work.others + self.activations * work.activations) / bandwidth
         return total + rest + self.fixed[place] + self.sampled * sampled + (self.shared if load.shares else 0.0)
-
-
-def prices_from(stored: Mapping[str, Any]) -> StepPrices:
-    """What ``dataclasses.asdict`` made of it. Raises KeyError or TypeError."""
-    return StepPrices(
-        products=tuple(Slowness(**each) for each in stored["products"]),
-        experts=Slowness(**stored["experts"]),
-        decode=tuple(Slowness(**each) for each in stored["decode"]),
-        prompts=Slowness(**stored["prompts"]),
-        others=stored["others"],
-        activations=stored["activations"],
-        classes=Classes(tuple(stored["classes"]["bounds"]), stored["classes"]["apart"]),
-        fixed=tuple(stored["fixed"]),
-        sampled=stored["sampled"],
-        woken=stored["woken"],
-        rested=stored.get("rested", stored["woken"]),
-        settling=stored.get("settling", 0.0),
-        shared=stored["shared"],
-        host=HostPrices(**stored["host"]),
-    )

@@ -6,17 +6,15 @@ What lives here: DeviceProfile, its file, the identity of a device. What may not
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headrace.cache_home import cache_home
+from headrace.cost.stored import load, save
 from headrace.errors import ConfigError
 
 PROFILE_VERSION = 1
@@ -47,7 +45,8 @@ def said_rate(flops_per_second: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """What makes two devices the same one for a profile: kind, name, CPU threads used (0 on a card) and what their cores can do."""
+    """What makes two devices the same one for a profile: kind, name, CPU threads used (0 on a card) and what their
+    cores can do."""
 
     kind: str  # "cpu" or "cuda"
     name: str
@@ -62,7 +61,8 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """The limits of one device. ``source`` is "measured" (in full, kept), "estimated" (a glance at start) or "stated" (typed in).
+    """The limits of one device. ``source`` is "measured" (in full, kept), "estimated" (a glance at start) or "stated"
+    (typed in).
 
     ``efficiency`` and the overheads are 1 and 0 until somebody fits them to step records:
     predicted seconds = floor / efficiency + step_overhead.
@@ -94,17 +94,19 @@ class DeviceProfile:
             _positive(f"gemm_rates[{dtype}]", rate)
 
     def gemm_rate(self, dtype: str) -> float:
-        """FLOP/s for ``dtype``; a dtype that was not measured gets the slowest measured rate (never an optimistic one)."""
+        """FLOP/s for ``dtype``; a dtype that was not measured gets the slowest measured rate (never an optimistic
+        one)."""
         return self.gemm_rates.get(dtype) or min(self.gemm_rates.values())
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+def _positive(name: str, value: float) -> None:
+    if not math.isfinite(value) or value <= 0:
         raise ConfigError(f"The device profile has {name} = {value!r}, not a number above 0; measure it again with: headrace doctor --profile")
 
 
 def check_quiet(sustained: float, plain: float) -> None:
-    """Refuses a profile whose sustained bandwidth is below 0.9 of the best plain read of the same run (both bytes/s)."""
+    """Refuses a profile whose sustained bandwidth is below 0.9 of the best plain read of the same run (both
+    bytes/s)."""
     if sustained < ACCEPTED_SHARE * plain:
         raise ConfigError(
             f"The profile is refused: {sustained / 1e9:.1f} GB/s sustained is {sustained / plain:.2f} of the {plain / 1e9:.1f} GB/s "
@@ -155,36 +157,15 @@ def profile_folder() -> Path:
 
 def save_profile(profile: DeviceProfile, folder: Path | None = None) -> Path:
     """Writes the profile whole or not at all; returns its path."""
-    folder = folder or profile_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{profile.identity.slug}.json"
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps({"version": PROFILE_VERSION, **asdict(profile)}, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    path = (folder or profile_folder()) / f"{profile.identity.slug}.json"
+    save(profile, path, version=PROFILE_VERSION)
     return path
 
 
 def load_profile(path: Path) -> DeviceProfile:
     """Raises ConfigError when the file is not a profile of this version."""
-    remedy = "give one that headrace doctor --profile wrote, or delete it and measure again."
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        version = stored.pop("version")
-        if version != PROFILE_VERSION:
-            raise ConfigError(f"The device profile {path} has version {version!r}, this program writes {PROFILE_VERSION}; {remedy}")
-        described = stored.pop("identity")
-        identity = DeviceIdentity(**{**described, "features": tuple(described["features"])})
-        return DeviceProfile(identity=identity, **stored)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"The device profile {path} cannot be read ({_why(error)}); {remedy}") from error
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    remedy = "give one that headrace doctor --profile wrote, or delete it and measure again"
+    return load(DeviceProfile, path, "The device profile", remedy, version=PROFILE_VERSION)
 
 
 def find_profile(identity: DeviceIdentity, folder: Path | None = None) -> DeviceProfile | None:

@@ -1,9 +1,11 @@
-"""Which steps with prompts one CUDA graph computes, filled up to which shape, and which are recorded: a rule on numbers alone.
+"""Which steps with prompts one CUDA graph computes, filled up to which shape, and which are recorded: a rule on numbers
+alone.
 
-A graph fixes sizes, so it is recorded for a shape: so many tokens, so many sequences, both rounded up. Shapes are many, and a graph costs some
-milliseconds and a megabyte. Captured at a start are the largest, and for prompts by themselves one of every doubling, which serves what is up to
-half as long. Any other shape is recorded where it comes again; an idle engine records ahead those of prompts by themselves, then a ladder of
-those beside decoding rows. Shapes that the device bounds are padded by a hair at most: the host has time there.
+A graph fixes sizes, so it is recorded for a shape: so many tokens, so many sequences, both rounded up. Shapes are many,
+and a graph costs some milliseconds and a megabyte. Captured at a start are the largest, and for prompts by themselves
+one of every doubling, which serves what is up to half as long. Any other shape is recorded where it comes again; an
+idle engine records ahead those of prompts by themselves, then a ladder of those beside decoding rows. Shapes that the
+device bounds are padded by a hair at most: the host has time there.
 
 The worker follows it on a device (worker/prompt_graphs.py), a simulation on virtual time (planner/step_time.py).
 
@@ -26,8 +28,8 @@ _BESIDE = 64  # sequences: of more, few shapes come again
 _SEQUENCES = (1, 4, 16, 64, 256)
 AGAIN = 2  # how often a shape comes until it is recorded, and where a larger graph serves it meanwhile
 AGAIN_SERVED = 16
-# Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with fewer the host is what
-# a step waits for, and padding costs nothing. With more it may be so much of a step at most.
+# Multiplications by a layer's weights that an H200 does while the host launches a layer (0.4 ms, at 700 TFLOP/s): with
+# fewer the host is what a step waits for, and padding costs nothing. With more it may be so much of a step at most.
 _HOST_BOUND = 1.4e11
 _HAIR = 1 / 32
 
@@ -60,7 +62,8 @@ class ShapeBounds:
 
 
 class PromptShapes:
-    """``captured``: the shapes that have a graph. Steps are told in turn: ``shape_of``, and once its graph was recorded, ``add``."""
+    """``captured``: the shapes that have a graph. Steps are told in turn: ``shape_of``, and once its graph was
+    recorded, ``add``."""
 
     def __init__(self, bounds: ShapeBounds) -> None:
         self.captured: set[Shape] = set()
@@ -68,7 +71,8 @@ class PromptShapes:
         self._tokens, self._sequences = bounds.tokens, bounds.sequences
         self._lone = tuple(Shape(tokens, self._sequences[0]) for tokens in self._tokens if self._is_host_bound(tokens))
         beside = [sequences for sequences in self._sequences[1:] if sequences <= _BESIDE]
-        self._ahead = (*self._lone, *(Shape(size, each) for each in beside for size in _LADDER if size > each and self._is_host_bound(size)))
+        ladder = [size for size in _LADDER if size in self._tokens and self._is_host_bound(size)]
+        self._ahead = (*self._lone, *(Shape(size, each) for each in beside for size in ladder if size > each))
         self._seen: Counter[Shape] = Counter()  # how often, without a graph
         self._refused: set[Shape] = set()
 
@@ -95,29 +99,27 @@ class PromptShapes:
         return (*self.samples[:2], *(shape for shape in self._lone[::-1] if shape.tokens in _DOUBLINGS))
 
     def shape_of(self, tokens: int, sequences: int) -> Shape | None:
-        """Which graph computes such a step, or (one that is not captured) is recorded behind it; None: it is computed as it is."""
-        if not self.captured or tokens > self._tokens[-1]:
-            return None
-        shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
-        if not self._is_worth(tokens, shape):
-            return None
-        if shape in self.captured:
+        """Which graph computes such a step, or (one that is not captured) is recorded behind it; None: it is computed
+        as it is."""
+        shape = self.rounded(tokens, sequences) if self.captured else None
+        if shape is None or shape in self.captured:
             return shape
         larger = self._larger(shape)
         self._seen[shape] += 1
         due = self._seen[shape] >= (AGAIN if larger is None else AGAIN_SERVED)
         return shape if due and shape not in self._refused and len(self.captured) < self.most else larger
 
-    def rounded(self, tokens: int, sequences: int) -> int:
-        """Tokens that such a step is filled up to once its shape has been recorded; 0: it never is."""
+    def rounded(self, tokens: int, sequences: int) -> Shape | None:
+        """The shape of such a step; None: it is too large, or would be padded too much, and never has one."""
         if tokens > self._tokens[-1]:
-            return 0
+            return None
         shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
-        return shape.tokens if self._is_worth(tokens, shape) else 0
+        padding = shape.tokens - tokens
+        return shape if self._is_host_bound(shape.tokens) or padding <= _HAIR * tokens else None
 
     def next_ahead(self) -> Shape | None:
         """A shape that may come to be needed, for an idle engine to record."""
-        coming = (shape for shape in self._ahead if shape.tokens <= self._tokens[-1] and shape not in self.captured and shape not in self._refused)
+        coming = (shape for shape in self._ahead if shape not in self.captured and shape not in self._refused)
         return next(coming, None) if 0 < len(self.captured) < self.most else None
 
     def add(self, shapes: Iterable[Shape]) -> None:
@@ -132,9 +134,6 @@ class PromptShapes:
         sizes = range(shape.tokens, 2 * shape.tokens + 1)
         serving = (each for each in self.captured if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
         return min(serving, default=None)
-
-    def _is_worth(self, tokens: int, shape: Shape) -> bool:
-        return self._is_host_bound(shape.tokens) or shape.tokens - tokens <= _HAIR * tokens
 
     def _is_host_bound(self, tokens: int) -> bool:
         return tokens * self._bounds.products <= _HOST_BOUND

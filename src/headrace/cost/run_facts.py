@@ -1,6 +1,7 @@
-"""What a run says of itself, so that its steps can be used by whoever reads them later: which model, device, precision and switches.
+"""What a run says of itself, so that its steps can be used by whoever reads them later: which model, device, precision
+and switches.
 
-A trace carries it (trace.py), and the load of each step: what ``headrace simulate --calibrate`` fits prices to.
+A trace carries it (observe/trace.py), and the load of each step: what ``headrace simulate --calibrate`` fits prices to.
 
 What lives here: those facts, written and read. What may not: steps, fitting, files.
 """
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import DeviceConfig
 from headrace.cost.profile import DeviceIdentity
+from headrace.cost.stored import made_of
 from headrace.spec import DecoderSpec
+from headrace.techniques import TECHNIQUES
 
 if TYPE_CHECKING:  # a trace need not load numpy
     from headrace.cost.cost_model import CostModel
@@ -22,12 +25,11 @@ if TYPE_CHECKING:  # a trace need not load numpy
 VERSION = 1
 EVENT = "headrace_run"  # the trace's event
 
-# Switches of how steps are computed: only a run with the same ones says what steps take. (What cascade_attention saves is counted.)
-MEASURED_SWITCHES = (
-    "enforce_eager", "batch_invariant", "token_concatenation", "last_layer_pruning", "compressed_weights", "flat_gemm", "tuned_products",
-    "gated_products", "cuda_prefill", "deep_fusion", "early_weights", "persistent_decode", "fused_rope_attention", "unified_maximum",
-    "programmatic_launch", "prompt_graphs", "activation_arena", "disabled_kernels",
-)  # fmt: skip
+# Switches of how steps are computed: only a run with the same ones says what steps take. Not among them: what
+# cascade_attention saves is counted, and overlap changes when a step begins, not what it takes.
+_NOT_MEASURED = ("device.cascade_attention", "device.overlap")
+_MEASURED = (each.switch for each in TECHNIQUES if each.switch.startswith("device.") and each.switch not in _NOT_MEASURED)
+MEASURED_SWITCHES = (*(path.removeprefix("device.") for path in _MEASURED), "disabled_kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,15 @@ def switches_of(config: DeviceConfig) -> dict[str, Any]:
 
 
 def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
-    """Whether blocks that decoding sequences share are read once (kernels/triton/candidates.py takes such a site)."""
+    """Whether blocks that decoding sequences share are read once (kernels/attention/candidates.py takes such a
+    site)."""
     return kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that submits them.
-    ``read_bandwidth`` and ``gemm_rate``: the limits that the engine knew, bytes/s and FLOP/s."""
+    """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that
+    submits them. ``read_bandwidth`` and ``gemm_rate``: the limits that the engine knew, bytes/s and FLOP/s."""
 
     model: str
     shape: ModelShape
@@ -108,9 +111,6 @@ def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine:
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:
     """What ``as_dict`` made. Raises KeyError, TypeError or ValueError."""
-    plain = dict(stored)
-    if plain.pop("version") != VERSION:
+    if stored["version"] != VERSION:
         raise ValueError(f"version {stored['version']!r}, this program reads {VERSION}")
-    device = plain.pop("device")
-    identity = DeviceIdentity(**{**device, "features": tuple(device["features"])})
-    return RunFacts(shape=ModelShape(**plain.pop("shape")), device=identity, **plain)
+    return made_of(RunFacts, {name: value for name, value in stored.items() if name != "version"})

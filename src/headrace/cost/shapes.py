@@ -1,19 +1,22 @@
 """Which dimensions of a model a device computes badly, and what to measure to know how badly.
 
-After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is no multiple of what memory
-and matrix instructions move at once leaves part of them idle, and so does a product whose tiles do not fill the last wave of processors.
+After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is no multiple
+of what memory and matrix instructions move at once leaves part of them idle, and so does a product whose tiles do not
+fill the last wave of processors.
 
-What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring (bench/shape_advice.py), printing.
+What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring
+(bench/shape_advice.py), printing.
 
     wave quantisation: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import fmean
 
+from headrace.sites import Role, head, matrices
 from headrace.spec import DecoderSpec
 
 ALIGNED = 64  # elements: 128 bytes of bfloat16 on a GPU, one block of a packed product on a CPU
@@ -41,7 +44,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention of ``heads`` query heads over ``kv_heads``, each of ``dim`` elements, in ``layers`` places of a step."""
+    """Attention of ``heads`` query heads over ``kv_heads``, each of ``dim`` elements, in ``layers`` places of a
+    step."""
 
     heads: int
     kv_heads: int
@@ -55,9 +59,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A dimension, the work it shapes, the same work in a better shape, and how much more of it (``ratio``) the better shape does.
+    """A dimension, the work it shapes, the same work in a better shape, and how much more of it (``ratio``) the better
+    shape does.
 
-    ``tokens``: of a step, at which it is to be measured. ``better`` None: nothing can be measured on one device; ``remedy`` says all.
+    ``tokens``: of a step, at which it is to be measured. ``better`` None: nothing can be measured on one device;
+    ``remedy`` says all.
     """
 
     dimension: str
@@ -81,29 +87,18 @@ class Target:
 
 def products(spec: DecoderSpec) -> tuple[Product, ...]:
     """The dense products of a step; sparse layers have none of their own shape."""
-    dense = sum(layer.moe is None for layer in spec.layers)
-    gates = 2 if spec.gated_mlp else 1
-    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    found = (
-        Product("qkv", spec.hidden_size, width, spec.num_layers),
-        Product("output", spec.num_heads * spec.head_dim, spec.hidden_size, spec.num_layers),
-        Product("gate and up" if spec.gated_mlp else "up", spec.hidden_size, gates * spec.intermediate_size, dense),
-        Product("down", spec.intermediate_size, spec.hidden_size, dense),
-    )
-    return tuple(each for each in found if each.layers)
+    found = Counter((site.label, site.ins, site.outs) for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER)
+    return tuple(Product(*each, layers) for each, layers in found.items())
 
 
 def multiplications(spec: DecoderSpec) -> float:
     """Multiplications by weights for each token, in the mean layer."""
-    hidden, size = spec.hidden_size, spec.head_dim
-    attention = hidden * size * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    matrices = 3 if spec.gated_mlp else 2
-    width = (layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size for layer in spec.layers)
-    return attention + fmean(matrices * hidden * each for each in width)
+    return sum(site.multiplications for site in matrices(spec) if site.role is not Role.ROUTER) / spec.num_layers
 
 
 def head_product(spec: DecoderSpec) -> Product:
-    return Product("LM head", spec.hidden_size, spec.vocab_size, 1)
+    site = head(spec)
+    return Product(site.label, site.ins, site.outs, 1)
 
 
 def suspects(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:

@@ -1,10 +1,12 @@
-"""Which keys decoding sequences share and a step reads once: what cascade attention does on a GPU, seen from plans alone.
+"""Which keys decoding sequences share and a step reads once: what cascade attention does on a GPU, seen from plans
+alone.
 
-Block tables are followed through the plans' edits. A block that two sequences have at the same place of their tables holds the same keys, and
-so does all before it. Each sequence chooses the depth at which most reading is saved, depth × (sequences that share it − 1); those that chose the
-same block are a group, cut into chunks that read it together.
+Block tables are followed through the plans' edits. A block that two sequences have at the same place of their tables
+holds the same keys, and so does all before it. Each sequence chooses the depth at which most reading is saved, depth ×
+(sequences that share it − 1); those that chose the same block are a group, cut into chunks that read it together.
 
-What lives here: that count. What may not: attention itself (kernels/triton/sharing.py finds the same on the device, by the same rules).
+What lives here: that count. What may not: attention itself (kernels/attention/triton_sharing.py finds the same on the
+device, by the same rules).
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ class SharedBlocks:
         self._shared = [0] * len(groups)  # places that several rows have
         self._known: dict[bytes, tuple[float, ...]] = {}  # since the tables last changed in what is shared
         self._none = (0.0,) * len(groups)
-        self.latest = self._none
 
     @property
     def followed(self) -> int:
@@ -44,16 +45,15 @@ class SharedBlocks:
         return len(self._tables)
 
     def observe(self, plan: StepPlan) -> tuple[float, ...]:
-        """By KV group: keys of single tokens that this step need not read, because another sequence's reading serves."""
+        """By KV group: keys of single tokens that this step need not read, because another sequence's reading
+        serves."""
         for row in plan.rows_dropped:
             self._drop(row)
         for new in plan.rows_added:
-            self._drop(new.row)
-            self._tables[new.row] = {}
+            self._tables.setdefault(new.row, {})
         for row, group, index, block in zip(plan.table_row, plan.table_group, plan.table_index, plan.table_block, strict=True):
             self._set(row, group, index, block)
-        self.latest = self._none if not any(self._shared) else self._look(plan)
-        return self.latest
+        return self._none if not any(self._shared) else self._look(plan)
 
     def _drop(self, row: int) -> None:
         for (group, index), block in self._tables.pop(row, {}).items():

@@ -1,11 +1,16 @@
-"""How fast steps have been going on this device, as plain numbers: what the scheduler is told beside the time.
+"""How fast steps have been going on this device, learned from the steps before, and what the scheduler is told of it
+beside the time.
 
     predicted seconds = floor · slope + overhead, by kind of step
 
-The scheduler reads no clock and learns nothing by itself, so that a journal of its inputs replays exactly; this is one of those inputs.
+The scheduler reads no clock and learns nothing by itself, so that a journal of its inputs replays exactly; StepSpeed is
+one of those inputs. The fit is least squares on relative errors, so that a step that was disturbed (and took long)
+weighs little; the five sums fade by ``KEEP`` a step. How wrong predictions are is a metric of the running engine:
+predicted / measured − 1, fading, of the fit and, where somebody calibrated this device and model, of the calibration,
+which is what ``headrace simulate`` would say.
 
-What lives here: the numbers, and the watch over how far steps exceed their prediction. What may not: floors (cost_model.py), fitting
-(online_fit.py), numpy: both are on every step's path.
+What lives here: the numbers, the fit, the watch over how far steps exceed their prediction. What may not: floors
+(cost_model.py), records (observe/metrics.py), numpy: all of it is on every step's path.
 """
 
 from __future__ import annotations
@@ -18,6 +23,11 @@ MOST = 2.0  # half of the time at least is planned, however noisy the machine
 SHARE_DOWN, SHARE_UP, SHARE_LEAST = 0.9, 1.003, 0.02
 BROKEN, MOSTLY, MISJUDGED = 0.02, 0.4, 1.25  # so many steps may break their promises, and take so many times their prediction
 WATCHED = 0.02  # by which one step moves what is known of either
+KEEP = 0.98  # of what was known: some fifty steps count
+STEPS_BEFORE_USE = 8
+_SPREAD = 1e-3  # how different floors must be, relatively, to tell a slope from an overhead
+ERROR_PACE = 0.02  # of one step in the mean: some fifty steps count
+CALIBRATED_EVERY = 8  # steps: pricing one by a calibration takes some ten microseconds
 FEW = 16  # tokens of prompts: a step with no more is as quick as one without
 
 
@@ -38,9 +48,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at most so many times
-    their prediction. ``gap``: seconds between two steps while there is work (scheduling, where nothing hides it).
-    ``share``: of what seems to fit, what is to be taken: less where promises break although the price says that they hold (wrong limits)."""
+    """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at
+    most so many times their prediction. ``gap``: seconds between two steps while there is work (scheduling, where
+    nothing hides it). ``share``: of what seems to fit, what is to be taken: less where promises break although the
+    price says that they hold (wrong limits)."""
 
     decode: Line = Line()
     mixed: Line = Line()
@@ -50,14 +61,16 @@ class StepSpeed:
     share: float = 1.0
 
     def promised(self, seconds: float) -> float:
-        """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the times."""
+        """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the
+        times."""
         return self.mixed.floor((seconds - self.gap) / self.tail)
 
 
 class Steering:
-    """``share`` of what seems to fit: it comes down while steps with prompts break their promises and most of them are misjudged, for then the
-    price is wrong. What breaks promises of steps that are judged right in the middle, a smaller chunk cannot help: other programs on the machine,
-    answers that are too many by themselves. Prompts would only crawl."""
+    """``share`` of what seems to fit: it comes down while steps with prompts break their promises and most of them are
+    misjudged, for then the price is wrong. What breaks promises of steps that are judged right in the middle, a smaller
+    chunk cannot help: other programs on the machine, answers that are too many by themselves. Prompts would only
+    crawl."""
 
     __slots__ = ("_broken", "_misjudged", "share")
 
@@ -66,7 +79,8 @@ class Steering:
         self._broken = self._misjudged = 0.0
 
     def observe(self, tokens: int, *, kept: bool, misjudged: bool) -> None:
-        """One more promise, of a step with so many tokens of prompts. ``misjudged``: it took over MISJUDGED times its prediction."""
+        """One more promise, of a step with so many tokens of prompts. ``misjudged``: it took over MISJUDGED times its
+        prediction."""
         if tokens > FEW:
             self._broken += WATCHED * ((not kept) - self._broken)
             self._misjudged += WATCHED * (misjudged - self._misjudged)
@@ -77,7 +91,8 @@ class Steering:
 
 
 class Tail:
-    """The ratio measured / predicted that all but a share of them stay below: each that exceeds it raises it, each other lowers it a little."""
+    """The ratio measured / predicted that all but a share of them stay below: each that exceeds it raises it, each
+    other lowers it a little."""
 
     __slots__ = ("_exceed", "_most", "ratio")
 
@@ -88,3 +103,73 @@ class Tail:
     def observe(self, ratio: float) -> None:
         moved = self.ratio * (1.0 + PACE * ((ratio > self.ratio) - self._exceed))
         self.ratio = min(max(moved, 1.0), self._most)
+
+
+class OnlineFit:
+    """One kind of step on one device. Seconds in, seconds out."""
+
+    __slots__ = ("_count", "_overhead", "_slope", "_x", "_xx", "_xy", "_y", "_yy")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._xx = self._xy = self._yy = self._x = self._y = 0.0
+        self._slope, self._overhead = 1.0, 0.0
+
+    @property
+    def ready(self) -> bool:
+        return self._count >= STEPS_BEFORE_USE
+
+    @property
+    def line(self) -> Line:
+        return Line(self._slope, self._overhead)
+
+    def predict(self, floor: float) -> float:
+        return floor * self._slope + self._overhead
+
+    def observe(self, floor: float, measured: float) -> None:
+        """One step. Steps without a floor or a time teach nothing."""
+        if floor <= 0.0 or measured <= 0.0:
+            return
+        share, inverse = floor / measured, 1.0 / measured
+        self._xx = KEEP * self._xx + share * share
+        self._xy = KEEP * self._xy + share * inverse
+        self._yy = KEEP * self._yy + inverse * inverse
+        self._x = KEEP * self._x + share
+        self._y = KEEP * self._y + inverse
+        self._count += 1
+        self._solve()
+
+    def _solve(self) -> None:
+        """slope and overhead that bring Σ (slope · share + overhead · inverse − 1)² to its least; neither is
+        negative."""
+        determinant = self._xx * self._yy - self._xy * self._xy
+        if determinant > _SPREAD * self._xx * self._yy:
+            slope = (self._x * self._yy - self._y * self._xy) / determinant
+            overhead = (self._y * self._xx - self._x * self._xy) / determinant
+            if slope > 0.0 and overhead >= 0.0:
+                self._slope, self._overhead = slope, overhead
+                return
+        self._slope, self._overhead = self._x / self._xx, 0.0
+
+
+class FadingError:
+    """Of the steps so far, the last ones weighing most. ``signed``: above 0, steps are quicker than predicted."""
+
+    __slots__ = ("absolute", "count", "signed")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.signed = self.absolute = 0.0
+
+    def observe(self, predicted: float, measured: float) -> None:
+        """Steps without a prediction or a time say nothing."""
+        if predicted <= 0.0 or measured <= 0.0:
+            return
+        error = predicted / measured - 1.0
+        self.count += 1
+        pace = max(ERROR_PACE, 1.0 / self.count)  # a plain mean at first
+        self.signed += pace * (error - self.signed)
+        self.absolute += pace * (abs(error) - self.absolute)
+
+    def as_dict(self) -> dict[str, float]:
+        return {"count": self.count, "signed": self.signed, "absolute": self.absolute}

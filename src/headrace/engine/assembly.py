@@ -5,17 +5,18 @@ What lives here: ``create_engine`` and what it makes. What may not: asking it (l
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
-from headrace.builders import mark_of
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import cascades, facts_of, switches_of
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import Executor
+from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.engine.grammar import Vocabulary, vocabulary_of
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
@@ -23,13 +24,17 @@ from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
-from headrace.garbage import no_collections
-from headrace.head_start import HeadStart, begin_head_start
-from headrace.metrics import StepRecorder
-from headrace.models.source import ModelSource
+from headrace.lora.peft import read_adapter
+from headrace.lora.registry import AdapterDesk
+from headrace.models.families import spec_from_config
+from headrace.models.source import ModelSource, WeightFormat
+from headrace.observe.metrics import StepRecorder
+from headrace.observe.trace import StepTrace, TraceFile
+from headrace.processes.builders import mark_of
+from headrace.processes.garbage import no_collections
 from headrace.sampling_params import SamplingParams
 from headrace.torch_environment import prepare_for_torch
-from headrace.trace import StepTrace, TraceFile
+from headrace.worker.head_start import HeadStart, Stages, begin_head_start
 
 KERNEL_PATIENCE = 120.0  # seconds
 
@@ -94,15 +99,18 @@ def create_engine(
     config, executor, decisions, recorder = _create_executor(config, source, watched)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
     masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
+    executor = executor if wrap is None else wrap(executor, recorder)
     core = EngineCore(
-        executor if wrap is None else wrap(executor, recorder),
+        executor,
         scheduler=config.scheduler,
         cache=config.cache,
         eos_token_ids=frozenset(eos),
         clock=RealClock(),
+        namespace=prefix_namespace(config, source, executor.info, decisions),
         depth=config.device.overlap or 0,
         observer=recorder,
         masks=masks,
+        adapters=_create_desk(config, source, executor),
         forecast=recorder.floors,
         speed=recorder.speed,
     )
@@ -111,6 +119,20 @@ def create_engine(
     if trace is not None:
         core.observe(trace)
     return Engine(core, source, tokenizer, info, defaults, recorder, masks, trace)
+
+
+def _create_desk(config: EngineConfig, source: ModelSource, executor: Executor) -> AdapterDesk | None:
+    """Raises ModelError for a folder of ``lora_modules`` that is no adapter of this model."""
+    adapters = config.adapters
+    if not executor.info.adapter_slots:
+        return None
+    spec = spec_from_config(source.config)
+    desk = AdapterDesk(
+        lambda folder: read_adapter(Path(folder), spec, adapters.max_lora_rank), executor.control, adapters.most_held, adapters.lora_dir
+    )
+    for name, folder in adapters.modules.items():
+        desk.register(name, folder)
+    return desk
 
 
 def _create_trace(
@@ -134,6 +156,15 @@ def trace_into(path: str, engine: Engine, config: DeviceConfig) -> StepTrace:
     return _create_trace(TraceFile(path), config, engine.source, engine.core, engine.recorder, engine.info)
 
 
+def prefix_namespace(config: EngineConfig, source: ModelSource, info: ExecutorInfo, decisions: Sequence[Decision]) -> bytes:
+    """Equal only where the same prefix has the same keys and values in the same layout: model, revision, precision, KV groups."""
+    dtype = next((str(each.value) for each in decisions if each.name == "dtype"), config.model.dtype)
+    groups = [group.spec for group in info.kv_groups]
+    weights = f"random, seed {config.model.seed}" if source.weights is WeightFormat.DUMMY else source.revision
+    facts = (source.config, weights, dtype, config.cache.kv_cache_dtype, groups)
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
 def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None, width: int, eos: Sequence[int]) -> Vocabulary:
     """An engine that leaves texts to its front ends loads a tokenizer when the first grammar comes."""
     if tokenizer is None:
@@ -154,20 +185,18 @@ def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -
 def _load(
     config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None
 ) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
-    from headrace.worker.stages import Stages
-
     stages = Stages(RealClock())
     with no_collections():  # torch makes 170,000 objects that stay
-        from headrace.worker.meter import DeviceLimits, create_recorder
+        from headrace.worker.profile import create_recorder, resolve_profile
         from headrace.worker.settings import resolve_device, takes_long_steps
         from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device, long_steps=not watched and takes_long_steps(device, source.config))
-    limits = DeviceLimits(device)
-    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=lambda: limits.found)
+    limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
+    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
-    recorder, profile = create_recorder(source.config, executor.info, limits, dtype=dtype, promise=promise, switches=switches)
+    recorder, profile = create_recorder(source.config, executor.info, limits(), device=device, dtype=dtype, promise=promise, switches=switches)
     return config, executor, (*(() if found is None else (found,)), *decisions, *loaded, profile), recorder

@@ -14,24 +14,26 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any, Unpack
 
 from headrace.config import EngineConfig
-from headrace.engine import process as frames
+from headrace.engine import frames
 from headrace.engine.connection import EngineConnection, EngineSocket, JoinedEngine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, default_params, parse_prompt
+from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, RequestOptions, default_params, parse_prompt
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.resolve import find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import ConfigError, EngineDead, HeadraceError, StepFailed, Unavailable
+from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
+from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
+from headrace.processes.messages import pack
 from headrace.request import Request, RequestOutput
-from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams
+from headrace.sampling_params import SamplingParams
 
 MAX_PENDING = 256  # deltas
 MAX_PENDING_COST = 1 << 20
@@ -167,12 +169,14 @@ class AsyncLLM:
         self.default_params = defaults
         self.loop = asyncio.get_running_loop()
         self.info: EngineInfo = connection.info
-        self.inputs = InputProcessor(connection.info, tokenizer, None, create_grammar_check(tokenizer))
+        self.inputs = InputProcessor(
+            connection.info, tokenizer, config.model.seed, create_grammar_check(tokenizer), ids=itertools.count(serial << frames.SERIAL_SHIFT)
+        )
         self._connection = connection
         self._outputs = OutputProcessor(tokenizer, self._finish)
         self._streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()  # dropped streams abort themselves
-        self._ids = itertools.count(serial << frames.SERIAL_SHIFT)
         self._closing = False
+        self._adapters = frozenset(config.adapters.modules)
         connection.listen(self._on_step, self._on_death)
 
     @classmethod
@@ -214,61 +218,35 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
-        explain: bool = False,
-        tenant: str = "",
-        expects: Expectations = NO_EXPECTATIONS,
-        whole: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
-        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``.
-        ``explain``: the steps that compute it are counted; its last deltas say how many. ``tenant`` (who asks) and ``expects`` are for
-        scheduling policies that heed them. ``whole``: its reader adds all of it up, and is never too slow.
-        """
+        """Checks and submits at once: InvalidRequest is raised here, not at the first delta. ``request_id`` is only for ``abort``."""
         self._check_ready()
-        request = self.inputs.request(
-            next(self._ids),
-            prompt if isinstance(prompt, ParsedPrompt) else parse_prompt(prompt, param),
-            self.default_params if params is None else params,
-            arrival_time=time.perf_counter(),
-            priority=priority,
-            cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            param=param,
-            clamp=params is None,
-        )
-        request = replace(request, explain=explain, tenant=tenant, expects=expects)
-        stream = Stream(self, request, request_id, whole)
+        parsed = prompt if isinstance(prompt, ParsedPrompt) else parse_prompt(prompt, param)
+        chosen = self.default_params if params is None else params
+        return self.submit(self.inputs.request(parsed, chosen, param=param, clamp=params is None, **options), request_id)
+
+    def submit(self, request: Request, name: str | None = None, *, whole: bool = False) -> Stream:
+        """A request that ``inputs`` has made. ``whole``: its reader adds all of it up, and is never too slow."""
+        self._check_ready()
+        stream = Stream(self, request, name, whole)
         self._outputs.add(request)
         self._streams[request.request_id] = stream
-        self._connection.send(frames.pack_request(request))
+        self._connection.send(pack(request))
         return stream
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        truncate_prompt_tokens: int | None = None,
-        tenant: str = "",
-        expects: Expectations = NO_EXPECTATIONS,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[RequestOutput]:
         """The answer so far, again and again, until it is finished. Leaving the iterator aborts the request.
 
         Raises InvalidRequest, Overloaded (turned away), StepFailed (this request's step), EngineDead. After ``abort(request_id)`` the last output is
         finished with finish_reason "abort".
         """
-        parsed = await self.tokenized(parse_prompt(prompt), truncate_prompt_tokens)
+        parsed = await self.tokenized(parse_prompt(prompt), options.get("truncate_prompt_tokens"))
         await self.inputs.check_grammar_soon(self.default_params if params is None else params)
-        stream = self.stream(
-            parsed, params, request_id=request_id, priority=priority, cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens, tenant=tenant, expects=expects,
-        )  # fmt: skip
+        stream = self.stream(parsed, params, request_id=request_id, **options)
         collector = OutputCollector(request_id or str(stream.request.request_id), parsed.text, stream.request, self.tokenizer)
         try:
             async for deltas in stream:
@@ -339,6 +317,37 @@ class AsyncLLM:
         """Requests that begin from now on reuse nothing computed before; those that run go on. Returns when it is so."""
         await self._connection.ask(frames.ForgetPrefixes)
 
+    # --- adapters
+
+    def has_adapter(self, name: str) -> bool:
+        """As far as is known here: others may have loaded or unloaded some."""
+        folder = self.config.adapters.lora_dir
+        return name in self._adapters or (folder is not None and adapter_folder(Path(folder), name) is not None)
+
+    async def adapters(self) -> list[str]:
+        """All names that a request may give now."""
+        if not self.config.adapters.slots:
+            return []
+        self._adapters = frozenset((await self._connection.ask(frames.AskAdapters))["names"])
+        folder = self.config.adapters.lora_dir
+        found = [] if folder is None else await asyncio.to_thread(adapter_names, Path(folder))
+        return sorted(self._adapters.union(found))
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name that is taken."""
+        await self._tell(lambda number: frames.LoadAdapter(number, name, folder))
+
+    async def unload_adapter(self, name: str) -> None:
+        """New requests are refused, those that have it go on. Raises InvalidRequest for an unknown name."""
+        await self._tell(lambda number: frames.UnloadAdapter(number, name))
+
+    async def _tell(self, question: Callable[[int], frames.LoadAdapter | frames.UnloadAdapter]) -> None:
+        if not self.config.adapters.slots:
+            raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
+        if (error := (await self._connection.ask(question)).get("error")) is not None:
+            raise InvalidRequest(error, param="lora_name")
+        await self.adapters()
+
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
         """New requests are refused, running ones get ``timeout`` seconds, then the process ends. May be called again.
 
@@ -359,7 +368,7 @@ class AsyncLLM:
         """Nothing more is wanted of a request."""
         self._streams.pop(request_id, None)
         self._outputs.drop(request_id)
-        self._connection.send(frames.pack(frames.Abort(request_id)))
+        self._connection.send(pack(frames.Abort(request_id)))
 
     def end_answer(self, request_id: int, index: int) -> None:
         self._outputs.end_answer(request_id, index)
@@ -370,12 +379,12 @@ class AsyncLLM:
             self.loop.call_soon_threadsafe(self.forget, request_id)
 
     def _finish(self, request_id: int, index: int, num_tokens: int) -> None:
-        self._connection.send(frames.pack(frames.Finish(request_id, index, num_tokens)))
+        self._connection.send(pack(frames.Finish(request_id, index, num_tokens)))
 
     def _on_step(self, frame: frames.Step) -> None:
         feed, streams = self._outputs.feed, self._streams
         for out in frames.unpack_step(frame):
-            delta = feed(*out)
+            delta = feed(out)
             stream = streams.get(out.request_id) if delta is not None else None
             if delta is not None and stream is not None:
                 stream.put(delta)

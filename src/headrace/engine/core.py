@@ -12,10 +12,11 @@ What lives here: the loop and its bookkeeping. What may not: torch, policy, text
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
@@ -23,17 +24,21 @@ from headrace.config import CacheConfig, SchedulerConfig
 from headrace.cost.speed import StepSpeed
 from headrace.engine.accounts import StepAccounts
 from headrace.engine.executor import Executor, Ticket
-from headrace.engine.journal import Journal
-from headrace.engine.masks import GrammarStats, Masks
 from headrace.errors import InvalidRequest, StepFailed
-from headrace.metrics import StepRecord, StepTimes
+from headrace.observe.metrics import StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
-from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes
+from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.explain import RequestState, Standing
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.planner import NO_MASKS
 from headrace.scheduler.policies import Forecast
 from headrace.scheduler.scheduler import Scheduler
+from headrace.speculative.length import DraftCounts, Speculation
+from headrace.speculative.settings import read_settings
+
+if TYPE_CHECKING:
+    from headrace.engine.grammar_masks import GrammarMasks, GrammarStats
+    from headrace.lora.registry import AdapterDesk
 
 DEFAULT_TOKEN_BUDGET = 2048
 _COMPILE_WAIT = 0.005  # seconds that an idle turn waits for a grammar; commands wait as long
@@ -58,6 +63,22 @@ class EngineStats:
     num_prefilling: int = 0  # of those running: their prompt is not computed yet
     num_preempted: int = 0  # of those waiting: pushed out, to be computed again
     grammars: GrammarStats | None = None
+    drafts: DraftCounts | None = None  # where some are made
+    adapters: AdapterStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Counts of adapters; of sequences by adapter, those that run and those that wait."""
+
+    slots: int
+    registered: int
+    held: int  # in host memory
+    resident: int  # on the device
+    loads: int  # from files so far
+    brought: int  # into slots so far
+    running: dict[str, int]
+    waiting: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -83,23 +104,26 @@ class EngineCore:
         cache: CacheConfig,
         eos_token_ids: frozenset[int],
         clock: Clock,
+        namespace: bytes,
         depth: int = 0,
         observer: StepObserver | None = None,
-        namespace: bytes = b"",
-        journal: Journal | None = None,
-        masks: Masks | None = None,
+        masks: GrammarMasks | None = None,
+        adapters: AdapterDesk | None = None,
         forecast: Forecast | None = None,
         speed: Callable[[], StepSpeed] | None = None,
     ) -> None:
-        """``speed``: how fast steps have been going, asked before each step where the scheduler heeds it."""
+        """``namespace`` names the model, its revision and the KV format: cached prefixes of another are others.
+        ``adapters``: those it knows; None: a request's adapter is a part of its prefixes' name, and nothing else.
+        ``speed``: how fast steps have been going, asked before each step where the scheduler heeds it."""
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.scheduler = create_scheduler(executor, scheduler, cache, eos_token_ids, namespace, forecast)
         self._speed = speed if self.scheduler.wants_speed else None
         self._observer = observer
-        self._journal = journal
         self._masks = masks
+        self.adapters = adapters
+        self._fast_forward = scheduler.fast_forward and not executor.info.padded  # a chunk would cost every row of its step as much
         self._events: list[Event] = []
         self.accounts = StepAccounts()
         self._failed = False
@@ -110,12 +134,18 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._events or self._fifo) or self.scheduler.has_work or (self._masks is not None and self._masks.compiling)
+        return bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether something comes that requests wait for before they are entered."""
+        return bool(self._masks and self._masks.compiling) or bool(self.adapters and self.adapters.busy)
 
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that have not ended, but those whose grammars are being compiled."""
-        return [*(event.request.request_id for event in self._events if isinstance(event, AddRequest)), *self.scheduler.requests]
+        entered = (event.request for event in self._events if isinstance(event, AddRequest))
+        return [*(each.request_id for each in chain(self._unread, entered)), *self.scheduler.requests]
 
     @property
     def begins_in_order(self) -> bool:
@@ -136,19 +166,33 @@ class EngineCore:
         self._observer = observer
 
     def add(self, request: Request) -> None:
-        """Takes effect at the next step, like every event; with a grammar, once that is compiled. Raises InvalidRequest where none can be."""
+        """Takes effect at the next step, like every event; with a grammar, once that is compiled; with an adapter, once that is read. Raises
+        InvalidRequest where none can be."""
         if request.params.structured_outputs is None:
-            self._events.append(AddRequest(request))
+            self._enter(request)
         elif self._masks is None:
             raise InvalidRequest("this engine follows no grammars: it has no tokenizer.", param="structured_outputs")
         else:
             self._masks.begin(request)
+
+    def _enter(self, request: Request) -> None:
+        if request.adapter is None or self.adapters is None:
+            self._events.append(AddRequest(request))
+        else:
+            self.adapters.begin(request)
+
+    @property
+    def _unread(self) -> tuple[Request, ...]:
+        """Whose adapters are still to come."""
+        return () if self.adapters is None else self.adapters.waiting
 
     def abort(self, request_id: int) -> None:
         """Ends a request without telling anybody; unknown ids are no error (it may just have ended)."""
         self._events.append(AbortRequest(request_id))
         if self._masks is not None:
             self._masks.drop(request_id)
+        if self.adapters is not None:
+            self.adapters.drop(request_id)
 
     def finish(self, request_id: int, index: int, num_tokens: int) -> None:
         """A stop string ends this answer after ``num_tokens`` output tokens; what is computed beyond is dropped."""
@@ -168,6 +212,8 @@ class EngineCore:
         self._standing = None
         if self._masks is not None:
             self._take_compiled(self._masks)
+        if self.adapters is not None and self.adapters.busy:
+            self._take_adapted(self.adapters)
         open_step = bool(self._fifo) and self._fifo[-1].waits
         submitted = self._submit_next() if len(self._fifo) <= self.depth and not self._failed and not open_step else False
         self._complete_oldest()
@@ -177,11 +223,31 @@ class EngineCore:
             return outputs
         return self.scheduler.take_rejected()
 
-    def _take_compiled(self, masks: Masks) -> None:
+    def _take_compiled(self, masks: GrammarMasks) -> None:
         """Requests whose grammars are ready begin; only where there is nothing else to do that is waited for, a little."""
         if masks.compiling:
-            idle = not (self._events or self._fifo or self.scheduler.has_work)
-            self._events += masks.take_compiled(_COMPILE_WAIT if idle else 0.0)
+            for event in masks.take_compiled(_COMPILE_WAIT if self._idle else 0.0):
+                if isinstance(event, AddRequest):
+                    self._enter_late(event.request)
+                else:
+                    self._events.append(event)
+
+    def _enter_late(self, request: Request) -> None:
+        try:
+            self._enter(request)
+        except InvalidRequest as error:
+            self._events.append(RefuseRequest(request, error.message, error.param))
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._events or self._fifo or self.scheduler.has_work)
+
+    def _take_adapted(self, desk: AdapterDesk) -> None:
+        """Requests whose adapters have come begin; likewise."""
+        entered = (event.request for event in self._events if isinstance(event, AddRequest))
+        live = (siblings[0].request for siblings in self.scheduler.requests.values())
+        in_use = {each.adapter for each in chain(entered, live) if each.adapter is not None}
+        self._events += desk.take_ready(self.executor.outcomes(_COMPILE_WAIT if self._idle else 0.0), in_use)
 
     def _complete_oldest(self) -> None:
         """Gives the oldest step its masks, if it waits for them: every token before it is known."""
@@ -192,6 +258,8 @@ class EngineCore:
         wanted = [] if self._failed else [(j, sampled[j]) for j in step.plan.masked if sampled[j].status is not SequenceStatus.FINISHED]
         self.executor.sample(step.ticket, self._masks.masks(wanted) if wanted else TokenMasks())
         step.waits = False
+        if self._fast_forward and (runs := self._masks.forced(wanted)):
+            self.scheduler.foretell(runs)
 
     def _submit_next(self) -> bool:
         begin = self.clock.now()
@@ -200,10 +268,8 @@ class EngineCore:
         events, self._events = self._events, []
         speed = self._speed() if self._speed is not None else None
         mask_seconds = NO_MASKS if self._masks is None else self._masks.seconds
-        if self._journal is not None:
-            self._journal.scheduled(begin, events, speed, mask_seconds)
         plan = self.scheduler.schedule(begin, events, speed, mask_seconds)
-        if self._masks is not None:
+        if self._masks is not None and self._masks.seconds:
             self._masks.keep(self.scheduler.requests)
         if plan is None:
             return False
@@ -225,14 +291,12 @@ class EngineCore:
         step = self._fifo.popleft()
         result, error = self._result_of(step)
         collected = self.clock.now()
-        if self._journal is not None:
-            self._journal.collected(collected, result, error)
         work = self.scheduler.in_flight[0].work if self.accounts else []
         outputs = self.scheduler.fail(error, collected) if result is None else self.scheduler.update(result, collected)
         if result is not None and result.errors and self._masks is not None:
             outputs = [_at_dead_end(output, self._masks) for output in outputs]
         self._settle(result is None)
-        if self._masks is not None and not self._events:  # else some that have been taken are not in the roster yet
+        if self._masks is not None and self._masks.seconds and not self._events:  # else some that have been taken are not in the roster yet
             self._masks.keep(self.scheduler.requests)
         self._host_mark += result.lent_seconds if result is not None else 0.0
         self._had_work = self.has_work
@@ -257,32 +321,17 @@ class EngineCore:
             self.executor.recover()
             self._failed = False
 
-    # --- many turns at once, where results are known beforehand (planner/leap.py)
-
-    def turns_alike(self) -> int:
-        """How many turns from now on would be alike, as far as can be said without knowing their tokens, and nobody listens to each."""
-        listened = self._observer is not None or self._journal is not None or self._masks is not None or bool(self.accounts)
-        if self._events or self._failed or listened or len(self._fifo) != self.depth:
-            return 0
-        return self.scheduler.turns_alike()
-
-    def leap(self, columns: Iterable[list[int]], in_flight: Callable[[int], Sequence[Ticket]]) -> int:
-        """So many of the ``turns_alike``, with a column of tokens for each; returns how many. ``in_flight`` tells what is, after so many."""
-        self._standing = None
-        turns = self.scheduler.leap(columns)
-        for submitted, step, ticket in zip(self._fifo, self.scheduler.in_flight, in_flight(turns), strict=True):
-            submitted.plan, submitted.ticket = step.plan, ticket
-        return turns
-
     def explain(self, request_id: int) -> RequestState | None:
         """Where a request stands and what it waits for; None when it is not here (any more)."""
         return self.standing().explain(request_id)
 
     def standing(self) -> Standing:
         """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask about a long queue."""
-        if self._standing is None or self._standing[0] != len(self._events):
+        unread = self._unread
+        coming = len(self._events) + len(unread)
+        if self._standing is None or self._standing[0] != coming:
             arriving = [event.request for event in self._events if isinstance(event, AddRequest)]
-            self._standing = len(self._events), Standing(self.scheduler, arriving)
+            self._standing = coming, Standing(self.scheduler, [*arriving, *unread], {each.request_id for each in unread})
         return self._standing[1]
 
     def stats(self) -> EngineStats:
@@ -295,12 +344,24 @@ class EngineCore:
             num_cached_blocks=sum(pool.num_cached for pool in cache.pools),
             counters=self.scheduler.counters,
             grammars=None if self._masks is None else self._masks.stats,
+            drafts=self.scheduler.speculation.counts if self.scheduler.speculation is not None else None,
             num_prefilling=sum(1 for sequence in roster.running if sequence.num_computed_tokens < sequence.num_prompt_tokens),
             num_preempted=sum(1 for sequence in roster.waiting if sequence.num_preemptions),
+            adapters=None if self.adapters is None else self._adapter_stats(self.adapters),
+        )
+
+    def _adapter_stats(self, desk: AdapterDesk) -> AdapterStats:
+        residency, roster = self.scheduler.residency, self.scheduler.roster
+        running = Counter(each.request.adapter for each in roster.running if each.request.adapter is not None)
+        waits = chain((each.request for each in roster.waiting), desk.waiting)
+        waiting = Counter(each.adapter for each in waits if each.adapter is not None)
+        resident, brought = (0, 0) if residency is None else (sum(each is not None for each in residency.slots), residency.num_brought)
+        return AdapterStats(
+            self.scheduler.limits.adapter_slots, len(desk.names), desk.num_held, resident, desk.num_loads, brought, dict(running), dict(waiting)
         )
 
 
-def _at_dead_end(output: SequenceOutput, masks: Masks) -> SequenceOutput:
+def _at_dead_end(output: SequenceOutput, masks: GrammarMasks) -> SequenceOutput:
     """An answer that ended because its grammar allows nothing further says so: what was asked for is to blame, no step."""
     if output.finished is None or output.finished.reason is not FinishReason.ERROR:
         return output
@@ -313,7 +374,7 @@ def create_scheduler(
     config: SchedulerConfig,
     cache: CacheConfig,
     eos_token_ids: frozenset[int],
-    namespace: bytes = b"",
+    namespace: bytes,
     forecast: Forecast | None = None,
 ) -> Scheduler:
     """The control plane that fits an executor: its rows, its blocks, its context length."""
@@ -333,5 +394,10 @@ def create_scheduler(
         kv_caching=cache.kv_caching,
         padded=info.padded,
         max_step_seconds=config.max_step_seconds,
+        adapter_slots=info.adapter_slots,
     )
-    return Scheduler(config, limits, manager, eos_token_ids, forecast)
+    settings = read_settings(config.speculative_config) if info.max_drafts else None
+    speculation = None
+    if settings is not None:
+        speculation = Speculation(info.max_drafts, settings.num_speculative_tokens, settings.disable_by_batch_size, forecast)
+    return Scheduler(config, limits, manager, eos_token_ids, forecast, speculation)

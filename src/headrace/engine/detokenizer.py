@@ -1,18 +1,24 @@
-"""Token ids to text, a few at a time: text that was given out never changes, and no character is ever split.
+"""Token ids to text, a few at a time: text that was given out never changes, and no character is ever split; and stop strings in it.
 
-What lives here: the bytes or piece behind each id, and one incremental decoder a kind of tokenizer. Their concatenated
-output is the definition of ``decode``. What may not: stop strings (output.py), encoding, chat templates.
+What lives here: the bytes or piece behind each id, one incremental decoder a kind of tokenizer, whose concatenated output is the
+definition of ``decode``, and the matcher of stop strings. What may not: requests, encoding, chat templates.
 
 Three kinds, by the decoder in tokenizer.json:
   bytes    ids are byte strings (GPT-2's byte-level BPE and its descendants): a table and UTF-8's own incremental decoder.
   pieces   ids are texts with a mark for the space, or single bytes <0xNN> (SentencePiece): runs of bytes wait for their end.
   window   anything else: decode a short window twice and give out the difference.
+
+The stop string that is *complete first* wins (of those that complete at the same character the longest), so the answer
+does not depend on how the text was cut into pieces. Text is held back only while it is the beginning of a stop string:
+the held length is always the longest suffix that is a prefix of one, kept by a Knuth-Morris-Pratt state per string
+(Knuth, Morris, Pratt 1977), so the cost a character does not depend on how long the strings are.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -235,3 +241,67 @@ def is_byte_level(decoder: dict[str, Any] | None) -> bool:
 def piece_of_token(token: str, rules: PieceRules) -> str | int:
     match = _BYTE_TOKEN.fullmatch(token) if rules.byte_fallback else None
     return int(match[1], 16) if match else token
+
+
+# --- stop strings
+
+
+def _failure_links(word: str) -> array[int]:
+    """links[i] = length of the longest proper prefix of ``word`` that ends at word[i]."""
+    links = array("i", bytes(4 * len(word)))
+    matched = 0
+    for i in range(1, len(word)):
+        while matched and word[i] != word[matched]:
+            matched = links[matched - 1]
+        matched += word[i] == word[matched]
+        links[i] = matched
+    return links
+
+
+class StopMatcher:
+    """Feeds on text, gives back what may be shown, and says when a stop string is complete."""
+
+    __slots__ = ("_firsts", "_held", "_include", "_links", "_matched", "_words")
+
+    def __init__(self, words: tuple[str, ...], include: bool) -> None:
+        self._words = words
+        self._include = include
+        self._links: list[array[int]] | None = None  # made when a first character turns up
+        self._firsts = frozenset(word[0] for word in words)
+        self._matched = [0] * len(words)
+        self._held = ""
+
+    def push(self, text: str, armed: bool) -> tuple[str, str | None]:
+        """``(text to show, the stop string that is complete or None)``. Not ``armed``: matches that end in ``text`` do not count."""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None  # nothing has begun, and nothing begins here
+        pending = self._held + text
+        shown = len(self._held) if self._include else 0  # with the stop string included, nothing is ever held back
+        for position, char in enumerate(text, len(self._held) + 1):
+            word = self._advance(char)
+            if word is not None and armed:
+                return pending[shown : position if self._include else position - len(word)], word
+        keep = len(pending) - max(self._matched)
+        self._held = pending[keep:]
+        return pending[shown : None if self._include else keep], None
+
+    def flush(self) -> str:
+        """The text ended without a stop string: what was held back is text after all."""
+        return "" if self._include else self._held
+
+    def _advance(self, char: str) -> str | None:
+        """One character further in every string; the longest one that is complete now."""
+        if self._links is None:
+            self._links = [_failure_links(word) for word in self._words]
+        complete: str | None = None
+        for i, word in enumerate(self._words):
+            matched, links = self._matched[i], self._links[i]
+            while matched and word[matched] != char:
+                matched = links[matched - 1]
+            matched += word[matched] == char
+            if matched == len(word):
+                matched = links[matched - 1]
+                if complete is None or len(word) > len(complete):
+                    complete = word
+            self._matched[i] = matched
+        return complete

@@ -12,14 +12,14 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import dataclass, fields
 from functools import partial
 
 from headrace.engine.lanes import Lane
-from headrace.engine.sandbox import MAX_PROCESSES, Reply, SandboxPool
-from headrace.engine.template_frames import encode_frame
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, InvalidRequest
+from headrace.processes.frames import encode_frame
+from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool
 from headrace.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
@@ -42,24 +42,35 @@ def _check_started(reply: Reply | None) -> None:
         raise HeadraceError("the process that tries grammars out cannot start; see whether `python -c 'import llguidance'` works.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """``reason``: why not; empty: it is fine, and takes about so many seconds of CPU time to compile."""
+
+    reason: str
+    seconds: float = 0.0
+
+
 class GrammarCheck:
     """Verdicts on constraints. Thread-safe; ``special`` are the names of the model's special tokens, which grammars may use."""
 
     def __init__(self, special: Iterable[str], *, seconds: float = COMPILE_SECONDS) -> None:
         self._seconds = seconds
-        self._pool = SandboxPool("headrace.engine.grammar_worker", {"special": sorted(special)}, _check_started)
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest → why not; empty: it is fine
+        opening = {"special": sorted(special)}
+        # Long trials have a process of their own: a short one never has to start another.
+        self._pool, self._long_pool = (SandboxPool("headrace.engine.grammar_worker", opening, _check_started) for _ in range(2))
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by digest
         self._lock = threading.Lock()
         self._quick = Lane(MAX_PROCESSES - 1, "headrace-grammar", most=_MOST_WAITING)
         self._slow = Lane(1, "headrace-long-grammar", most=_MOST_WAITING)
 
-    def require(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidRequest when ``wanted`` cannot be followed. The first time this may take seconds: not for an event loop."""
-        reason = self._verdict(wanted)
-        if reason is None:
-            reason = self._try_out(wanted, self._seconds)
-        if reason:
-            raise InvalidRequest(f"the {_name(wanted)} cannot be followed: {reason}. Change or simplify it.", param=_PARAM)
+    def require(self, wanted: StructuredOutputs) -> float:
+        """Seconds that compiling takes. Raises InvalidRequest when ``wanted`` cannot be followed. Not for an event loop
+        the first time: it may take seconds."""
+        verdict = self._verdict(wanted) or self._try_out(wanted, self._seconds)
+        assert verdict is not None
+        if verdict.reason:
+            raise InvalidRequest(f"the {_name(wanted)} cannot be followed: {verdict.reason}. Change or simplify it.", param=_PARAM)
+        return verdict.seconds
 
     async def require_soon(self, wanted: StructuredOutputs, tenant: str = "") -> None:
         """``require`` beside the event loop; afterwards it answers at once. Raises Overloaded, too."""
@@ -73,33 +84,35 @@ class GrammarCheck:
         self._quick.close()
         self._slow.close()
         self._pool.close()
+        self._long_pool.close()
 
-    def _verdict(self, wanted: StructuredOutputs) -> str | None:
-        """Why not; empty: it is fine; None: it is not known."""
+    def _verdict(self, wanted: StructuredOutputs) -> _Verdict | None:
         with self._lock:
             return self._verdicts.get(_digest(wanted))
 
-    def _try_out(self, wanted: StructuredOutputs, seconds: float) -> str | None:
+    def _try_out(self, wanted: StructuredOutputs, seconds: float) -> _Verdict | None:
         """The verdict, which is remembered; None where it would have taken longer than ``seconds``, but perhaps not than it may."""
-        reason = self._verdict(wanted)  # of the same one, which was tried out meanwhile
-        if reason is None:
-            reason = self._ask(encode_frame({"wanted": asdict(wanted), "seconds": seconds}), seconds)
-            if reason is not None:
-                self._remember(wanted, reason)
-        return reason
+        verdict = self._verdict(wanted)  # of the same one, which was tried out meanwhile
+        if verdict is None:
+            given = {each.name: getattr(wanted, each.name) for each in fields(wanted)}
+            verdict = self._ask(encode_frame({"wanted": given, "seconds": seconds}), seconds)
+            if verdict is not None:
+                self._remember(wanted, verdict)
+        return verdict
 
-    def _ask(self, frame: bytes, seconds: float) -> str | None:
-        with self._pool.borrowed() as sandbox:
+    def _ask(self, frame: bytes, seconds: float) -> _Verdict | None:
+        may_go_on = seconds < self._seconds
+        with (self._pool if may_go_on else self._long_pool).borrowed() as sandbox:
             reply = sandbox.request(frame)
             if reply is not None:
-                return str(reply.get("error", ""))
+                return _Verdict(str(reply.get("error", "")), float(reply.get("seconds", 0.0)))
             ended_by = sandbox.ended_by()
             sandbox.close()
-            return None if ended_by == signal.SIGPROF and seconds < self._seconds else self._cause(ended_by)
+            return None if ended_by == signal.SIGPROF and may_go_on else _Verdict(self._cause(ended_by))
 
-    def _remember(self, wanted: StructuredOutputs, reason: str) -> None:
+    def _remember(self, wanted: StructuredOutputs, verdict: _Verdict) -> None:
         with self._lock:
-            self._verdicts[_digest(wanted)] = reason
+            self._verdicts[_digest(wanted)] = verdict
             if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
 

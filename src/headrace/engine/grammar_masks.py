@@ -1,7 +1,12 @@
-"""Grammars followed token by token: compiled in a thread beside the engine's loop, kept by size, asked for masks between two steps.
+"""Grammars followed token by token: compiled in threads beside the engine's loop, kept by size, asked for masks between two steps.
 
 A matcher is a cache of (grammar, tokens of one answer): it catches up with what is known when its mask is wanted, so preemption, failed
 steps and steps in flight are nothing to it. What a grammar may cost was tried out elsewhere (grammar_check.py).
+
+Where a grammar leaves exactly one token at several places in a row (the keys of a JSON schema, the markup of a tool call), all of them are
+known before the first is sampled. Such a run is found when its first token gets its mask: the step that samples it is under way, it can
+sample nothing else, and no other is in flight (core.py). From then on the scheduler plans with the whole run (``Scheduler.foretell``), and one
+step computes it as a chunk, like a prompt's; what is told, where the answer ends and what is sampled next are what they are one token at a time.
 
 What lives here: compiled grammars, matchers of live answers, masks. What may not: what a grammar is (grammar.py), scheduling, torch.
 """
@@ -10,11 +15,13 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -29,9 +36,10 @@ from headrace.engine.grammar import (
     create_matcher,
     create_spaced_matcher,
     create_tokenizer,
+    forced_run,
     why_stuck,
 )
-from headrace.engine.masks import GrammarStats
+from headrace.engine.lanes import CompileQueue
 from headrace.portability import open_cpus
 from headrace.request import Request, TokenMasks
 from headrace.sampling_params import StructuredOutputs
@@ -55,6 +63,20 @@ _FADING = 0.25  # of what a mask took less than expected
 # begun cannot be refused.
 _PROBED = 12
 _CLOSING = (b'"', b",", b"]", b"}", b")")
+
+
+@dataclass(slots=True)
+class GrammarStats:
+    """Counters since the start (seconds are wall time: of compiling, beside the steps; of masks, in the loop), and the cache."""
+
+    compiled: int = 0
+    compile_seconds: float = 0.0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    cached: int = 0
+    cached_bytes: int = 0
+    compiling: int = 0  # requests whose grammar is under way
+    forced: int = 0  # tokens that no step sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +112,8 @@ class _Compiled:
     mask: bytes
     seconds: float = 0.0  # 0: it was there already
     mask_seconds: float = 0.0  # the longest of the first
+    size: int = 0  # bytes, about
+    forced: tuple[int, ...] = ()  # what every answer begins with
 
 
 @dataclass(slots=True)
@@ -101,31 +125,32 @@ class _Live:
 
 
 class GrammarMasks:
-    """See the module and ``masks.Masks``. ``vocabulary`` is asked once, in the thread, when the first grammar comes."""
+    """``begin`` a request, take it once compiled, ask for masks of its sequences, ``drop`` or stop to ``keep`` it.
+
+    ``vocabulary`` is asked once, in a thread, when the first grammar comes. ``compiling``: requests that have begun and are not taken yet;
+    ``seconds``: what one mask is likely to take, for each request that has been taken.
+    """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
         self._bridge: _Bridge | None = None
         self._executor: LLExecutor | None = None
         self._threads = max(1, min(_MAX_THREADS, len(open_cpus()) - 1))
-        self._thread = ThreadPoolExecutor(1, "headrace-grammar")
+        self._queue = CompileQueue[_Compiled]()
+        self._loading = threading.Lock()  # of the bridge
         self._cache: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._cache_bytes = cache_bytes
-        self._compiling: dict[int, tuple[Request, Future[_Compiled]]] = {}
+        self.compiling: dict[int, tuple[Request, Future[_Compiled]]] = {}
         self._live: dict[int, _Live] = {}
-        self._seconds: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}
         self._stats = GrammarStats()
 
     @property
-    def compiling(self) -> bool:
-        return bool(self._compiling)
-
-    @property
     def stats(self) -> GrammarStats:
-        return replace(self._stats, cached=len(self._cache), compiling=len(self._compiling))
+        return replace(self._stats, cached=len(self._cache), compiling=len(self.compiling))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
 
     # --- requests
 
@@ -138,25 +163,29 @@ class GrammarMasks:
             future: Future[_Compiled] = Future()
             future.set_result(replace(known, seconds=0.0))
         else:
-            future = self._thread.submit(self._compile, wanted)
-        self._compiling[request.request_id] = request, future
+            future = self._queue.submit(partial(self._compile, wanted), request.grammar_seconds, request.tenant)
+        self.compiling[request.request_id] = request, future
 
     def take_compiled(self, wait_seconds: float) -> list[AddRequest | RefuseRequest]:
+        """Requests that can run, or why not; waits up to so many seconds for the first."""
         if wait_seconds:
-            wait([future for _, future in self._compiling.values()], wait_seconds, FIRST_COMPLETED)
-        ready = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
-        return [self._take(*self._compiling.pop(request_id)) for request_id in ready]
+            wait([future for _, future in self.compiling.values()], wait_seconds, FIRST_COMPLETED)
+        ready = [request_id for request_id, (_, future) in self.compiling.items() if future.done()]
+        return [self._take(*self.compiling.pop(request_id)) for request_id in ready]
 
     def drop(self, request_id: int) -> None:
-        dropped = self._compiling.pop(request_id, None)
+        """A request that has begun is not wanted any more."""
+        dropped = self.compiling.pop(request_id, None)
         if dropped is not None:
             dropped[1].cancel()
 
     def keep(self, request_ids: Container[int]) -> None:
+        """Forgets the requests that have been taken and are none of these."""
         for request_id in [each for each in self._live if each not in request_ids]:
-            del self._live[request_id], self._seconds[request_id]
+            del self._live[request_id], self.seconds[request_id]
 
     def dead_end(self, request_id: int, index: int) -> str | None:
+        """Why nothing at all may follow in this answer of a request that is kept; None: something may."""
         live = self._live.get(request_id)
         follower = live.followers.get(index) if live is not None else None
         reason = why_stuck(follower.matcher) if follower is not None else None
@@ -174,31 +203,32 @@ class GrammarMasks:
         assert request.params.structured_outputs is not None
         self._remember(request.params.structured_outputs, compiled)
         self._live[request.request_id] = _Live(compiled)
-        self._seconds[request.request_id] = compiled.mask_seconds
+        self.seconds[request.request_id] = compiled.mask_seconds
         return AddRequest(request)
 
     def _remember(self, wanted: StructuredOutputs, compiled: _Compiled) -> None:
         """The least recently used give way; one that is larger than the whole cache is not kept."""
         stats = self._stats
-        held = stats.cached_bytes
         if wanted not in self._cache:
             self._cache[wanted] = compiled
-            held += _size(wanted)
+            stats.cached_bytes += compiled.size
         self._cache.move_to_end(wanted)
-        while held > self._cache_bytes:
-            held -= _size(self._cache.popitem(last=False)[0])
-        total, seconds = stats.compiled + (compiled.seconds > 0.0), stats.compile_seconds + compiled.seconds
-        self._stats = replace(stats, compiled=total, compile_seconds=seconds, cached_bytes=held)
+        while stats.cached_bytes > self._cache_bytes:
+            stats.cached_bytes -= self._cache.popitem(last=False)[1].size
+        stats.compiled += compiled.seconds > 0.0
+        stats.compile_seconds += compiled.seconds
 
-    # --- in the thread
+    # --- in a thread
 
     def _compile(self, wanted: StructuredOutputs) -> _Compiled:
         """Raises GrammarError."""
-        bridge = self._bridge = self._bridge or self._load_bridge()
+        with self._loading:
+            bridge = self._bridge = self._bridge or self._load_bridge()
         begin = time.perf_counter()
         matcher = bridge.create_matcher(wanted)
         mask_seconds = _probe(bridge, matcher.deep_copy())
-        return _Compiled(matcher, check_start(matcher), time.perf_counter() - begin, mask_seconds)
+        mask, seconds = check_start(matcher), time.perf_counter() - begin
+        return _Compiled(matcher, mask, seconds, mask_seconds, _size(wanted), forced_run(matcher))
 
     def _load_bridge(self) -> _Bridge:
         vocabulary = self._vocabulary()
@@ -212,11 +242,8 @@ class GrammarMasks:
 
     # --- masks
 
-    @property
-    def seconds(self) -> Mapping[int, float]:
-        return self._seconds
-
     def masks(self, wanted: Sequence[tuple[int, LiveSequence]]) -> TokenMasks:
+        """What each sample may be, after all that is known of its sequence."""
         assert self._bridge is not None
         begin = time.perf_counter()
         bridge = self._bridge
@@ -235,9 +262,21 @@ class GrammarMasks:
         for row, (_, sequence) in enumerate(wanted):
             self._hold_open(words[row], sequence, bridge.eos)
             self._note_seconds(sequence.request_id, spent[row])
-        stats = self._stats
-        self._stats = replace(stats, masks=stats.masks + len(wanted), mask_seconds=stats.mask_seconds + time.perf_counter() - begin)
+        self._stats.masks += len(wanted)
+        self._stats.mask_seconds += time.perf_counter() - begin
         return TokenMasks(tuple(j for j, _ in wanted), bridge.words, words.tobytes())
+
+    def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
+        """Of samples that were just given their masks: those that can be but one token, with the tokens that must follow it. Logprobs want
+        every token's distribution."""
+        runs = {j: self._forced_of(sequence) for j, sequence in wanted if sequence.request.params.logprobs is None}
+        runs = {j: run for j, run in runs.items() if run}
+        self._stats.forced += sum(map(len, runs.values())) - len(runs)
+        return runs
+
+    def _forced_of(self, sequence: LiveSequence) -> tuple[int, ...]:
+        live, follower = self._caught_up(sequence)
+        return forced_run(follower.matcher) if follower.seen else live.start.forced
 
     def _caught_up(self, sequence: LiveSequence) -> tuple[_Live, _Follower]:
         live = self._live[sequence.request_id]
@@ -252,8 +291,8 @@ class GrammarMasks:
 
     def _note_seconds(self, request_id: int, seconds: float) -> None:
         """What takes long may do so again: the figure rises at once and falls slowly."""
-        known = self._seconds[request_id]
-        self._seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
+        known = self.seconds[request_id]
+        self.seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
 
     def _fill(self, words: NDArray[np.uint32], jobs: list[tuple[LLMatcher, int]]) -> list[float]:
         """Returns seconds of each. A matcher that finds no way on would have the answer end where it may not: its row is left empty instead."""

@@ -1,7 +1,7 @@
 """The process that tries grammars out before the engine follows them. A grammar is somebody else's program for a compiler: here it may
 use two seconds of CPU, 256 MiB and a small stack, and what it does beyond is the end of this process alone.
 
-What lives here: the loop (constraint in, verdict out) and its limits. What may not: state between grammars, anything of the engine's.
+What lives here: constraint in, verdict out, and its limits. What may not: state between grammars, anything of the engine's.
 
 Started as ``python -S -P -m headrace.engine.grammar_worker``; ends with its stdin.
 """
@@ -9,17 +9,19 @@ Started as ``python -S -P -m headrace.engine.grammar_worker``; ends with its std
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
-import sys
+import time
 from typing import Any
 
 from headrace.engine.grammar import GrammarError, Vocabulary, check_start, create_limits, create_matcher, create_tokenizer
-from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.portability import address_space, ignore_terminal, limit
+from headrace.portability import address_space, limit
+from headrace.processes.sandbox import answer_frames
 from headrace.sampling_params import StructuredOutputs
 
 MEMORY_BYTES = 256 * 2**20  # of address space, above what the process has before its first grammar
+NICENESS = 5  # the engine and the front end go first
 STACK_BYTES = 2 * 2**20  # a quarter of what the engine's threads have: what fits here fits there
 
 
@@ -28,6 +30,7 @@ def limit_resources() -> None:
         limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
     limit(resource.RLIMIT_STACK, STACK_BYTES)
     limit(resource.RLIMIT_CORE, 0)
+    os.nice(NICENESS)
 
 
 class Trial:
@@ -41,44 +44,35 @@ class Trial:
         self._tokenizer = create_tokenizer(Vocabulary(tokens, range(256, len(tokens)), (len(tokens) - 1,)))
         self._limits = create_limits()
 
-    def run(self, wanted: StructuredOutputs, seconds: float) -> None:
-        """Raises GrammarError."""
+    def run(self, wanted: StructuredOutputs, seconds: float) -> float:
+        """CPU seconds that it took. Raises GrammarError."""
+        begin = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             check_start(create_matcher(self._tokenizer, wanted, self._limits))
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return time.process_time() - begin
 
 
-def answer(trial: Trial, body: bytes) -> dict[str, Any]:
-    """{"wanted": fields of StructuredOutputs, "seconds"} → {"fine": true} or {"error": reason}."""
-    frame = json.loads(body)
-    fields = frame["wanted"]
-    try:
-        trial.run(StructuredOutputs(**fields), frame["seconds"])
-    except GrammarError as error:
-        return {"error": str(error)}
-    except (MemoryError, RecursionError):
-        return {"error": "it is too large to compile"}
-    return {"fine": True}
+class Trials:
+    """Answers {"special": names}, the opening, and {"wanted": fields of StructuredOutputs, "seconds"} with {"fine": true}, {"seconds": of CPU time}
+    or {"error": reason}."""
 
-
-def main() -> None:
-    ignore_terminal()
-    opening = read_frame(sys.stdin.buffer)
-    if opening is None:
-        return
-    trial = Trial(json.loads(opening)["special"])
-    limit_resources()
-    reply: dict[str, Any] = {"fine": True}
-    while True:
-        sys.stdout.buffer.write(encode_frame(reply))
-        sys.stdout.buffer.flush()
-        frame = read_frame(sys.stdin.buffer)
-        if frame is None:
-            return
-        reply = answer(trial, frame)
+    def __call__(self, body: bytes) -> dict[str, Any]:
+        frame = json.loads(body)
+        try:
+            if "special" in frame:
+                self._trial = Trial(frame["special"])
+                limit_resources()
+            else:
+                return {"seconds": self._trial.run(StructuredOutputs(**frame["wanted"]), frame["seconds"])}
+        except GrammarError as error:
+            return {"error": str(error)}
+        except (MemoryError, RecursionError):
+            return {"error": "it is too large to compile"}
+        return {"fine": True}
 
 
 if __name__ == "__main__":
-    main()
+    answer_frames(Trials())

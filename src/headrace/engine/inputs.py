@@ -6,18 +6,33 @@ Checks that need no model are SamplingParams' own.
 
 from __future__ import annotations
 
-import secrets
+import itertools
+import sys
+import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from operator import countOf
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from headrace.engine.grammar_check import GrammarCheck
 from headrace.engine.info import EngineInfo
-from headrace.engine.token_ids import try_pack
 from headrace.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from headrace.request import Request
-from headrace.sampling_params import SamplingParams, StructuredOutputs, check_token_ids, shown
+from headrace.sampling_params import (
+    NO_EXPECTATIONS,
+    Expectations,
+    SamplingParams,
+    StructuredOutputs,
+    check_integer,
+    check_token_ids,
+    has_surrogate,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from headrace.engine.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
@@ -36,20 +51,6 @@ _DEFAULT_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-
-class Encoder(Protocol):
-    """What input work needs of a tokenizer."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self, messages: Sequence[Message], /, tools: Sequence[Any] | None = None, add_generation_prompt: bool | None = None, **kwargs: Any
-    ) -> str: ...
-
-    def encode_chat(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool | None, **kwargs: Any
-    ) -> list[int]: ...
 
 
 def default_params(generation_defaults: Mapping[str, Any]) -> SamplingParams:
@@ -107,45 +108,56 @@ def _parse_mapping(prompt: Mapping[str, Any], param: str) -> ParsedPrompt:
 def _id_array(ids: Any, param: str) -> array[int]:
     if isinstance(ids, array) and ids.typecode == "i":
         return ids
-    packed = try_pack(ids) if type(ids) in (list, tuple) else None
-    if packed is not None:
-        return packed
-    if not isinstance(ids, (list, tuple)) or any(type(i) is not int for i in ids):
-        raise InvalidRequest(f"{param} must be a list of token ids (integers); give one.", param=param)
-    try:
-        return array("i", ids)
-    except OverflowError:
-        raise InvalidRequest(f"{param} holds an id that is no 32-bit integer; give the model's own token ids.", param=param) from None
+    packed = try_pack(ids) if isinstance(ids, (list, tuple)) else None
+    if packed is None:
+        raise InvalidRequest(f"{param} must be a list of token ids, integers of 32 bits; give the model's own.", param=param)
+    return packed
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a caller says of a request beside its prompt and SamplingParams. ``priority``: lower goes first. ``explain``: the steps that
+    compute it are counted. ``tenant`` (who asks) and ``expects`` are for policies that heed them.
+    """
+
+    priority: int
+    cache_salt: str
+    adapter: str | None
+    truncate_prompt_tokens: int | None
+    explain: bool
+    tenant: str
+    expects: Expectations
 
 
 @dataclass(slots=True)
 class InputProcessor:
     """``request()`` either returns a Request that the engine can serve or raises InvalidRequest naming the field.
 
-    ``seed``: requests without their own seed get one derived from it in order of arrival (offline: runs repeat); None: a random one.
+    ``seed``: requests without their own seed get one derived from it in order of arrival, so runs repeat. ``ids``: of requests, in that order.
     ``all_below``: whether all of these ids are from 0 to that limit, it excluded; where somebody knows a quicker way than looking at each.
     """
 
     info: EngineInfo
-    tokenizer: Encoder | None
-    seed: int | None
+    tokenizer: Tokenizer | None
+    seed: int
     grammars: GrammarCheck | None = None  # None: this engine follows none
     all_below: Callable[[array[int], int], bool] | None = None
-    _ordinal: int = 0
+    ids: Iterator[int] = field(default_factory=itertools.count)
     _bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def request(
         self,
-        request_id: int,
         prompt: ParsedPrompt,
         params: SamplingParams,
         *,
-        arrival_time: float,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str | None = None,
         truncate_prompt_tokens: int | None = None,
         param: str = "prompt",
         clamp: bool = False,
+        explain: bool = False,
+        tenant: str = "",
+        expects: Expectations = NO_EXPECTATIONS,
     ) -> Request:
         """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may shrink to what fits."""
         if not isinstance(params, SamplingParams):
@@ -156,16 +168,16 @@ class InputProcessor:
         if truncate_prompt_tokens is not None:
             ids = self._truncated(ids, truncate_prompt_tokens)
         params = self._checked_params(ids, params, param, clamp)
+        priority = prompt.priority if prompt.priority is not None else priority
+        check_integer("priority", priority, -(2**31), 2**31 - 1)
+        salt, bad_words = _text("cache_salt", prompt.cache_salt or cache_salt), self._bad_word_ids(params.bad_words)
+        seconds = 0.0 if params.structured_outputs is None else self.check_grammar(params.structured_outputs)
+        number = next(self.ids)  # of those that can be served
+        seed = derived_seed(self.seed, number) if params.seed is None else params.seed & _MASK64
         return Request(
-            request_id=request_id,
-            prompt_token_ids=ids,
-            params=params,
-            seed=self._seed_of(params),
-            priority=_integer("priority", prompt.priority if prompt.priority is not None else priority),
-            arrival_time=arrival_time,
-            cache_salt=_text("cache_salt", prompt.cache_salt or cache_salt),
-            bad_word_ids=self._bad_word_ids(params.bad_words),
-        )
+            request_id=number, prompt_token_ids=ids, params=params, seed=seed, priority=priority, arrival_time=time.perf_counter(),
+            cache_salt=salt, adapter=adapter, bad_word_ids=bad_words, explain=explain, tenant=tenant, expects=expects, grammar_seconds=seconds,
+        )  # fmt: skip
 
     def tokenized(self, prompt: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
         """A text prompt with its ids."""
@@ -259,8 +271,6 @@ class InputProcessor:
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest("stop strings are found in text, but this model has no tokenizer; use stop_token_ids.", param="stop")
-        if params.structured_outputs is not None:
-            self.check_grammar(params.structured_outputs)
         return self._resolved_length(len(ids), limit, params, clamp)
 
     def close(self) -> None:
@@ -279,12 +289,13 @@ class InputProcessor:
         if len(messages) >= limit:
             raise ContextLengthExceeded(len(messages), limit, param=param, what=f"its {len(messages)} messages take at least")
 
-    def check_grammar(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidRequest when it cannot be followed. The first time this may take seconds: not for an event loop."""
+    def check_grammar(self, wanted: StructuredOutputs) -> float:
+        """Seconds that compiling it takes. Raises InvalidRequest when it cannot be followed. Not for an event loop the first time: it may
+        take seconds."""
         if self.grammars is None:
             needs = "structured_outputs needs a tokenizer whose tokens say what they write, and this model has none"
             raise InvalidRequest(f"{needs}; leave it out.", param="structured_outputs")
-        self.grammars.require(wanted)
+        return self.grammars.require(wanted)
 
     def _resolved_length(self, num_prompt: int, limit: int, params: SamplingParams, clamp: bool) -> SamplingParams:
         room = limit - num_prompt
@@ -296,12 +307,6 @@ class InputProcessor:
         if params.min_tokens > room:
             raise InvalidRequest(f"min_tokens is {params.min_tokens}, but the prompt leaves room for {room} tokens; lower it.", param="min_tokens")
         return params if params.max_tokens is not None else replace(params, max_tokens=room)
-
-    def _seed_of(self, params: SamplingParams) -> int:
-        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        if params.seed is not None:
-            return params.seed & _MASK64
-        return secrets.randbits(64) if self.seed is None else derived_seed(self.seed, ordinal)
 
     def _bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The last words asked for are remembered: the prompts of one request share them."""
@@ -345,13 +350,23 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _integer(name: str, value: Any) -> int:
-    if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise InvalidRequest(f"{name} is {shown(value)}; give a 32-bit integer.", param=name)
-    return value
-
-
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MAX_SALT or any("\ud800" <= character <= "\udfff" for character in value):
+    if not isinstance(value, str) or len(value) > _MAX_SALT or has_surrogate(value):
         raise InvalidRequest(f"{name} must be a text of at most {_MAX_SALT} characters, without lone surrogates; change it.", param=name)
     return value
+
+
+_HIGHEST = 3 if sys.byteorder == "little" else 0  # of the four bytes of an id
+
+
+def try_pack(ids: list[Any] | tuple[Any, ...]) -> array[int] | None:
+    """The ids, if each of them is an ``int`` of 32 bits and nothing that only behaves like one (a bool, another library's integer, a float)."""
+    if countOf(map(type, ids), int) != len(ids):
+        return None
+    with suppress(OverflowError):
+        packed = array("I", ids).tobytes()  # three times as quick as array("i", ids), which asks for each by a format
+        if packed[_HIGHEST::4].isascii():  # else some id takes the bit that is for the sign
+            return array("i", packed)
+    with suppress(OverflowError):
+        return array("i", ids)
+    return None

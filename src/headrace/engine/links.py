@@ -1,7 +1,7 @@
 """The engine's end of its sockets: one to the process that started it, one to each further front end that process has named.
 
 What lives here: bytes in and out, whom a step's outputs go to, readers that fall behind, stop or leave. What may not: the frames'
-schema (process.py), what a command does (loop.py).
+schema (frames.py), what a command does (loop.py).
 
 Readers that are behind are waited for, so an engine faster than its readers keeps their pace. One that takes nothing for
 STALLED_SECONDS is waited for only where there is no other: the others' streams go on, and what it misses is kept, up to MAX_OWED.
@@ -9,7 +9,6 @@ STALLED_SECONDS is waited for only where there is no other: the others' streams 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
@@ -17,11 +16,11 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from headrace.engine import process as frames
-from headrace.request import SequenceOutput
+from headrace.engine import frames
+from headrace.processes.messages import BadFrame, Unpacker
+from headrace.request import Request, SequenceOutput
 
 READ_BYTES = 1 << 18
 STALLED_SECONDS = 0.5
@@ -53,7 +52,7 @@ class Link:
         self._lock = threading.Lock()
         self._owed = bytearray()
         self._moved = 0.0  # when the reader last took something
-        self._unpacker = frames.Unpacker(kinds)
+        self._unpacker = Unpacker(kinds)
         self._received = memoryview(bytearray(READ_BYTES))  # a fresh buffer a read would tear the heap: each is of another size
 
     def fileno(self) -> int:
@@ -127,8 +126,9 @@ Said = list[tuple[Link, Any]]
 class Links:
     """Everybody who is served. The parent's requests have serial 0."""
 
-    def __init__(self, parent: Link) -> None:
+    def __init__(self, parent: Link, door: socket.socket) -> None:
         self.parent = parent
+        self._door = door
         self._all: tuple[Link, ...] = (parent,)  # replaced, never changed: the pulse's thread goes through it, too
 
     # --- in
@@ -162,11 +162,11 @@ class Links:
                 raise ConnectionResetError
             said = link.read()
             for frame in said:
-                if isinstance(frame, (frames.Add, frames.Abort, frames.Finish)) and frame.request_id >> frames.SERIAL_SHIFT != link.serial:
-                    raise frames.BadFrame("a request of another's")
+                if isinstance(frame, (Request, frames.Abort, frames.Finish)) and frame.request_id >> frames.SERIAL_SHIFT != link.serial:
+                    raise BadFrame("a request of another's")
             return [(link, frame) for frame in said]
-        except (OSError, frames.BadFrame) as error:
-            if isinstance(error, frames.BadFrame):
+        except (OSError, BadFrame) as error:
+            if isinstance(error, BadFrame):
                 log.error("front end %d is cut off: %s", link.serial, error)
             self._all = tuple(each for each in self._all if each is not link)
             link.close()
@@ -232,38 +232,12 @@ class Links:
 
     # --- who
 
-    def attach(self, command: frames.Attach, greeting: bytes) -> None:
-        """Connects to one more front end. One that is gone already is none."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect(command.address)
-        except OSError as error:
-            log.warning("front end %d is gone before it was served: %s", command.serial, error)
-            sock.close()
+    def attach(self, serial: int, greeting: bytes) -> None:
+        """One more front end, whose socket the parent has put at the door."""
+        _, fds, _, _ = socket.recv_fds(self._door, 1, 1)
+        if not fds:  # the kernel drops what this process has no descriptor for; the front end sees its end closed
+            log.error("front end %d cannot be served: all file descriptors are in use", serial)
             return
-        finally:
-            remove(Path(command.address))
-        link = Link(sock, frames.GuestCommand, command.serial)
-        link.send(frames.pack(frames.Hello(command.secret)) + greeting)
+        link = Link(socket.socket(fileno=fds[0]), frames.GuestCommand, serial)
+        link.send(greeting)
         self._all = (*self._all, link)
-
-
-def connect(launch: frames.Launch) -> Links:
-    """To the parent. Raises ParentGone."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(launch.address)
-    except OSError as error:
-        raise ParentGone from error
-    finally:
-        remove(Path(launch.address))  # the parent does it too, unless it is gone
-    links = Links(Link(sock, frames.Command))
-    links.send(frames.pack(frames.Hello(launch.secret)))
-    return links
-
-
-def remove(address: Path) -> None:
-    """The socket's file and its folder."""
-    with contextlib.suppress(OSError):
-        address.unlink(missing_ok=True)
-        address.parent.rmdir()

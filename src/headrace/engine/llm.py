@@ -7,63 +7,35 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
-import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any, cast
 
 import numpy as np
 
 from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
-from headrace.engine.batch import first_part
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, parse_prompt
-from headrace.engine.interrupts import deferred_interrupts
 from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDead, InvalidRequest
-from headrace.garbage import collect_now_and_then, no_collections
-from headrace.progress import Progress, ProgressLine
-from headrace.request import Request, RequestOutput
+from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError
+from headrace.observe.progress import Progress, ProgressLine
+from headrace.processes.garbage import collect_now_and_then, no_collections
+from headrace.request import LoRARequest, Request, RequestOutput
 from headrace.sampling_params import SamplingParams
 
 Sink = Callable[[RequestDelta], None]
 Conversation = Sequence[Message]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Given = tuple[ParsedPrompt, Request]
-
-
-@dataclass(slots=True)
-class _Batch:
-    """The requests of one call, and what becomes of them by their ids. ``running``: those that have come in and not ended."""
-
-    given: list[Given]
-    bar: Progress | None
-    collectors: dict[int, OutputCollector] = field(default_factory=dict)
-    running: set[int] = field(default_factory=set)
-
-    def sink(self, prompt: ParsedPrompt, request: Request, tokenizer: Tokenizer | None) -> Sink:
-        """Of one that comes in now."""
-        request_id, bar, running = request.request_id, self.bar, self.running
-        collector = self.collectors[request_id] = _collector(prompt, request, tokenizer)
-        running.add(request_id)
-
-        def sink(delta: RequestDelta) -> None:
-            collector.add(delta)
-            if isinstance(bar, ProgressLine):
-                bar.add_tokens(len(delta.token_ids))
-            if delta.last:
-                running.discard(request_id)
-                if bar is not None:
-                    bar.update(1)
-
-        return sink
 
 
 class LLM:
@@ -93,7 +65,6 @@ class LLM:
         self._inputs = InputProcessor(engine.info, engine.tokenizer, config.model.seed, create_grammar_check(engine.tokenizer), _all_below)
         self._outputs = OutputProcessor(engine.tokenizer, engine.core.finish)
         self._sinks: dict[int, Sink] = {}
-        self._ids = itertools.count()
         self._lock = threading.RLock()
 
     @property
@@ -122,17 +93,19 @@ class LLM:
         use_tqdm: bool | Callable[..., Progress] = True,
         priority: Sequence[int] | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Completes prompts, in the order asked: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}`` or a list of those.
 
         Which of them begins first is the engine's choice (technique longest_first).
         ``truncate_prompt_tokens`` keeps that many tokens at the end of each prompt (-1: as many as the context allows).
-        Raises InvalidRequest before anything runs when one cannot be served, naming its index.
+        ``lora_request``: the adapter of all prompts, or of each. Raises InvalidRequest before anything runs when one cannot be served, naming
+        its index.
         """
 
         def read() -> list[Given]:
             parsed = _for_each(_as_list(prompts), parse_prompt)
-            return self._requests(parsed, sampling_params, priority, truncate_prompt_tokens)
+            return self._requests(parsed, sampling_params, priority, truncate_prompt_tokens, lora_request)
 
         return self._run(read, use_tqdm)
 
@@ -147,6 +120,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, through the model's chat template.
 
@@ -159,7 +133,7 @@ class LLM:
             ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
             return self._inputs.chat_prompt(conversation, tools=tools, **ending, **(chat_template_kwargs or {}))
 
-        return self._run(lambda: self._requests(_for_each(conversations, render), sampling_params, priority), use_tqdm)
+        return self._run(lambda: self._requests(_for_each(conversations, render), sampling_params, priority, lora=lora_request), use_tqdm)
 
     def stream(
         self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None, *, clamp: bool = False, **chat_options: Any
@@ -193,10 +167,11 @@ class LLM:
 
     def turn(self) -> None:
         """One step of the engine, and everything it produced handed to whoever waits for it."""
-        with self._lock, deferred_interrupts():
+        with self._lock, _deferred_interrupts():
             for request_id, delta in self._outputs.process(self.engine.core.step()):
-                sink = self._sinks.pop(request_id) if delta.last else self._sinks[request_id]
-                sink(delta)
+                self._sinks[request_id](delta)
+                if delta.last:  # only now: another thread may wait for that
+                    del self._sinks[request_id]
 
     def shutdown(self) -> None:
         """Frees the model. The LLM cannot be used afterwards."""
@@ -212,68 +187,80 @@ class LLM:
         self.shutdown()
 
     def _run(self, read: Callable[[], list[Given]], use_tqdm: bool | Callable[..., Progress]) -> list[RequestOutput]:
+        """Every answer is a stream that is collected."""
         with no_collections():
             given = read()
-            bar = _progress(use_tqdm, len(given))
-            batch = _Batch(given, bar)
+            bar, turns = _progress(use_tqdm, len(given)), itertools.count(1)
             try:
-                self._enter(batch)
-                for turn in itertools.count(1):
-                    if not batch.running:
-                        break
-                    self.turn()
-                    collect_now_and_then(turn)
+                collectors = self._enter(given, bar)
+                for _, request in given:
+                    while request.request_id in self._sinks:
+                        self.turn()
+                        collect_now_and_then(next(turns))
             finally:
-                self._leave(batch.running)
+                self._leave([request.request_id for _, request in given])
                 if bar is not None:
                     bar.close()
-            return [batch.collectors[request.request_id].output() for _, request in given]
+            return [collectors[request.request_id].output() for _, request in given]
 
-    def _enter(self, batch: _Batch) -> None:
+    def _enter(self, given: list[Given], bar: Progress | None) -> dict[int, OutputCollector]:
         """All requests of a call. The first of them that fill a step begin, and the others come in while that is computed."""
-        core, tokenizer = self.engine.core, self.engine.tokenizer
-        prompts = {request.request_id: prompt for prompt, request in batch.given}
-        order = core.batch_order([request for _, request in batch.given])
-        begin = first_part(order, tokens=core.step_tokens, rows=core.executor.info.max_num_seqs) if core.begins_in_order else len(order)
+        core = self.engine.core
+        collectors = {request.request_id: self._collector(prompt, request) for prompt, request in given}
+        order = core.batch_order([request for _, request in given])
+        limits = {"tokens": core.step_tokens, "rows": core.executor.info.max_num_seqs}
+        begin = first_part(order, **limits) if core.begins_in_order else len(order)
         for part in (order[:begin], order[begin:]):
-            with self._lock, deferred_interrupts():
+            with self._lock, _deferred_interrupts():
                 for request in part:
-                    self._add(request, batch.sink(prompts[request.request_id], request, tokenizer), whole=batch.bar is None)
+                    self._add(request, _counted(collectors[request.request_id].add, bar), whole=bar is None)
             if begin < len(order):
                 self.turn()
+        return collectors
 
     def _stream(self, request: Request) -> Generator[RequestDelta, None, None]:
         arrived: deque[RequestDelta] = deque()  # filled by whichever thread takes a turn
         self._submit(request, arrived.append)
-        last = False
         try:
-            while not last:
+            while request.request_id in self._sinks or arrived:  # in this order: another thread may take the last turn
                 while not arrived:
                     self.turn()
-                delta = arrived.popleft()
-                last = delta.last
-                yield delta
+                yield arrived.popleft()
         finally:
-            self._leave(() if last else (request.request_id,))
+            self._leave((request.request_id,))
 
     def _request(
-        self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool = False, priority: int = 0, truncate: int | None = None
+        self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool = False, priority: int = 0, truncate: int | None = None,
+        lora: LoRARequest | None = None,
     ) -> Request:
         return self._inputs.request(
-            next(self._ids),
             prompt,
             self.get_default_sampling_params() if params is None else params,
-            arrival_time=time.perf_counter(),
             priority=priority,
             truncate_prompt_tokens=truncate,
             clamp=clamp or params is None,
+            adapter=None if lora is None else self._adapter(lora),
         )
+
+    def _adapter(self, lora: LoRARequest) -> str:
+        """Its name, by which the engine knows it from now on."""
+        desk = self.engine.core.adapters
+        if desk is None:
+            raise InvalidRequest(f"lora_request names {lora.lora_name!r}, but this engine serves no adapters; set enable_lora (--enable-lora).")
+        try:
+            desk.require(lora.lora_name, lora.lora_path)
+        except (ModelError, ConfigError) as error:
+            raise InvalidRequest(error.message, param="lora_request") from error
+        return lora.lora_name
 
     def _collected(self, prompt: ParsedPrompt, params: SamplingParams | None, *, clamp: bool) -> OutputCollector:
         request = self._request(prompt, params, clamp=clamp)
-        collector = _collector(prompt, request, self.engine.tokenizer)
+        collector = self._collector(prompt, request)
         self._submit(request, collector.add)
         return collector
+
+    def _collector(self, prompt: ParsedPrompt, request: Request) -> OutputCollector:
+        return OutputCollector(str(request.request_id), prompt.text, request, self.engine.tokenizer, prompt.given)
 
     def _requests(
         self,
@@ -281,6 +268,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         truncate: int | None = None,
+        lora: Adapters = None,
     ) -> list[Given]:
         """All validated before the first one runs."""
         count = len(prompts)
@@ -290,12 +278,13 @@ class LLM:
             prompts,
             _one_each("sampling_params", params, count),
             _one_each("priority", [0] * count if priority is None else list(priority), count),
+            _one_each("lora_request", [lora] * count if lora is None or isinstance(lora, LoRARequest) else list(lora), count),
             strict=True,
         )
-        return _for_each(list(jobs), lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate)))
+        return _for_each(list(jobs), lambda job: (job[0], self._request(job[0], job[1], priority=job[2], truncate=truncate, lora=job[3])))
 
     def _submit(self, request: Request, sink: Sink) -> None:
-        with self._lock, deferred_interrupts():
+        with self._lock, _deferred_interrupts():
             self._add(request, sink, whole=False)
 
     def _add(self, request: Request, sink: Sink, *, whole: bool) -> None:
@@ -304,13 +293,14 @@ class LLM:
         self.engine.core.add(request)
 
     def _leave(self, request_ids: Iterable[int]) -> None:
-        """Aborts these requests. Once nobody waits any more the steps in flight may end, so that blocks and rows are free again."""
-        with self._lock, deferred_interrupts():
+        """Aborts those of these requests that have not ended. Once nobody waits any more the steps in flight may end, so that blocks and rows
+        are free again."""
+        with self._lock, _deferred_interrupts():
             for request_id in request_ids:
-                self._sinks.pop(request_id, None)
-                self._outputs.drop(request_id)
-                if self._engine is not None:
-                    self._engine.core.abort(request_id)
+                if self._sinks.pop(request_id, None) is not None:
+                    self._outputs.drop(request_id)
+                    if self._engine is not None:
+                        self._engine.core.abort(request_id)
             while not self._sinks and self._engine is not None and self._engine.core.has_work:
                 self._engine.core.step()
 
@@ -320,8 +310,19 @@ def _all_below(ids: array[int], limit: int) -> bool:
     return bool(np.frombuffer(ids, dtype=np.uintc).max() < limit)
 
 
-def _collector(prompt: ParsedPrompt, request: Request, tokenizer: Tokenizer | None) -> OutputCollector:
-    return OutputCollector(str(request.request_id), prompt.text, request, tokenizer, prompt.given)
+def _counted(sink: Sink, bar: Progress | None) -> Sink:
+    """The same, and what it takes is shown."""
+    if bar is None:
+        return sink
+
+    def count(delta: RequestDelta) -> None:
+        sink(delta)
+        if isinstance(bar, ProgressLine):
+            bar.add_tokens(len(delta.token_ids))
+        if delta.last:
+            bar.update(1)
+
+    return count
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -355,3 +356,44 @@ def _progress(use_tqdm: bool | Callable[..., Progress], total: int) -> Progress 
     if callable(use_tqdm):
         return use_tqdm(total=total, desc="Processed prompts")
     return ProgressLine(total, "Processed prompts") if use_tqdm else None
+
+
+SHARE = 4  # of which the first step is given one: simulated at an H200's prices, a sixth to a half of 256 requests that share a prefix do well
+
+
+def first_part(requests: Sequence[Request], *, tokens: int, rows: int) -> int:
+    """How many of them, in their order, the first step is made of: as many as fill so many rows, or so many tokens if nothing of their prompts
+    is cached. But a share of all at least, for prompts that begin alike are computed once; a step of little work would be done before the
+    others are planned."""
+    least = len(requests) / SHARE
+    for count, request in enumerate(requests, start=1):
+        tokens -= len(request.prompt_token_ids)
+        rows -= request.params.n
+        if rows <= 0 or (tokens <= 0 and count >= least):
+            return count
+    return len(requests)
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """A first Ctrl-C inside is raised as KeyboardInterrupt on leaving, so that state is whole; a second one at once.
+
+    Only where Python's own handler is in place, in the main thread: an application that handles SIGINT itself keeps doing so.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            signal.default_int_handler(number, frame)
+        seen.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if seen:
+        raise KeyboardInterrupt

@@ -1,53 +1,39 @@
-"""The engine process's life: start, turn after turn, end.
+"""The engine process at work: the loop between its sockets and the core.
 
-What lives here: the loop between the sockets and the core, and its pulse. What may not: the frames' schema (process.py), sockets
-(links.py), text, HTTP.
+What lives here: the loop, what each command does, the pulse. What may not: the messages' schema (frames.py), sockets (links.py), the
+process's start and end (process.py), text, HTTP.
 
 The loop blocks on its sockets when there is nothing to do and looks at them once a turn when there is, so an idle engine costs nothing
-and a command waits for at most one step. A thread sends a Beat every second with the loop's stamps, also while a step runs;
-it ends the process when the parent is gone.
+and a command waits for at most one step.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import signal
-import sys
-import threading
 import time
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headrace.engine import process as frames
-from headrace.engine.executor import Executor, ExecutorInfo, Ticket
-from headrace.engine.links import Left, Link, Links, ParentGone, connect
-from headrace.engine.outlook import RECENT, outlook, pace_of
-from headrace.errors import HeadraceError, InvalidRequest, StepFailed
-from headrace.garbage import empty_free_lists, freeze_start
-from headrace.logs import configure_child
-from headrace.metrics import StepRecorder
-from headrace.portability import ignore_terminal
-from headrace.process_tree import end_with_parent
+from headrace.engine import frames
+from headrace.engine.accounts import RECENT, outlook, pace_of
+from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Ticket
+from headrace.engine.links import Left, Link, Links
+from headrace.errors import HeadraceError, InvalidRequest
+from headrace.observe.metrics import StepRecorder
+from headrace.processes.messages import Answer, pack
 from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
-from headrace.sampling_params import Expectations, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
+    from headrace.lora.registry import AdapterDesk
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
-TIDY_BEATS = 60
 HOST_LIMIT = 5.0  # seconds: one turn of the loop outside the device
 DEVICE_LIMIT = 30.0  # seconds: one call to the device, at least
 DEVICE_FACTOR = 10.0  # times the predicted seconds, if that is more
 _LONG_STEP_TOKENS = 256  # steps of fewer tokens are not worth a prediction, unless the device has just been slow
 _SLOW_SECONDS = 1.0
-LAST_WORDS_SECONDS = 1.0  # for what was said last to be read
-FIRST_STEP = -1  # the request that no client sent
 RECENT_STEPS = 64  # the newest, that one answer tells of: a second may hold thousands
 
 
@@ -115,6 +101,12 @@ class StampedExecutor:
         self._pulse.enter("device", DEVICE_LIMIT)
         return self._inner.prepare()
 
+    def control(self, order: Control) -> None:
+        self._inner.control(order)
+
+    def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
+        return self._inner.outcomes(wait)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -128,18 +120,22 @@ class EngineLoop:
         self._links = links
         self._pulse = pulse
         self._handlers: dict[type, Callable[[Link, Any], None]] = {
-            frames.Add: self._add,
+            Request: self._add,
             frames.Abort: lambda _, command: self._abort(command.request_id),
             frames.Finish: self._finish,
             frames.AskStats: lambda link, command: _reply(link, command.number, self._stats()),
             frames.AskRecent: self._answer_recent,
             frames.AskRequests: self._answer_requests,
             frames.ForgetPrefixes: self._forget_prefixes,
+            frames.AskAdapters: lambda link, command: _reply(link, command.number, {"names": self._desk.names}),
+            frames.LoadAdapter: self._load_adapter,
+            frames.UnloadAdapter: self._unload_adapter,
             frames.Attach: self._attach,
             frames.Shutdown: self._shut_down,
             Left: self._abort_all,
         }
         self._running = True
+        self._loading: list[tuple[Link, int, str, str]] = []  # who waits for an adapter, with the question's number, its name and key
         self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
 
     def run(self) -> None:
@@ -154,6 +150,8 @@ class EngineLoop:
             pulse.enter("host", HOST_LIMIT)
             for link, command in said:
                 self._handlers[type(command)](link, command)
+            if self._loading:
+                self._answer_loaded()
             if core.has_work and self._running:
                 outputs = core.step()
                 if self._forgetting and core.settled:
@@ -163,16 +161,15 @@ class EngineLoop:
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
 
-    def _add(self, link: Link, command: frames.Add) -> None:
+    def _add(self, link: Link, request: Request) -> None:
         try:
-            request = frames.unpack_request(command)
             self._core.add(request)
             if request.explain:
                 self._core.accounts.open(request)
         except InvalidRequest as error:  # the front's validator let it pass; its own request ends, nobody else's
             log.error("request refused by the core: %s", error)
             finished = Finished(FinishReason.ERROR, message=error.message)
-            refused = [SequenceOutput(command.request_id, index, (), finished=finished) for index in range(command.params.n)]
+            refused = [SequenceOutput(request.request_id, index, (), finished=finished) for index in range(request.params.n)]
             link.send(frames.pack_step(refused))
 
     def _abort(self, request_id: int) -> None:
@@ -187,7 +184,7 @@ class EngineLoop:
             self._abort(request_id)
 
     def _attach(self, link: Link, command: frames.Attach) -> None:
-        self._links.attach(command, frames.pack(frames.Started(self._engine.info)))
+        self._links.attach(command.serial, pack(frames.Started(self._engine.info)))
 
     def _finish(self, link: Link, command: frames.Finish) -> None:
         self._core.finish(command.request_id, command.index, command.num_tokens)
@@ -218,97 +215,40 @@ class EngineLoop:
             _reply(link, number, {})
         self._forgetting.clear()
 
+    @property
+    def _desk(self) -> AdapterDesk:
+        """Raises InvalidRequest where there is none."""
+        if self._core.adapters is None:
+            raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
+        return self._core.adapters
+
+    def _load_adapter(self, link: Link, command: frames.LoadAdapter) -> None:
+        try:
+            self._desk.require(command.name, command.folder)
+            self._loading.append((link, command.number, command.name, self._desk.preload(command.name)))
+        except HeadraceError as error:
+            _reply(link, command.number, {"error": error.message})
+
+    def _answer_loaded(self) -> None:
+        for each in self._loading[:]:
+            link, number, name, key = each
+            if (verdict := self._desk.verdict(key)) is None:
+                continue
+            self._loading.remove(each)
+            if verdict:
+                self._desk.forget(name, key)
+            _reply(link, number, {"error": verdict} if verdict else {})
+
+    def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:
+        try:
+            self._desk.unregister(command.name)
+            _reply(link, command.number, {})
+        except HeadraceError as error:
+            _reply(link, command.number, {"error": error.message})
+
     def _shut_down(self, link: Link, command: frames.Shutdown) -> None:
         self._running = False
 
 
 def _reply(link: Link, number: int, stats: dict[str, Any]) -> None:
-    link.send(frames.pack(frames.StatsReply(number, stats)))
-
-
-def beat_forever(links: Links, pulse: Pulse) -> None:
-    """The pulse of the process, and its end when the parent is gone, whatever the loop is doing."""
-    for beat in itertools.count(1):
-        time.sleep(BEAT_SECONDS)
-        if beat % TIDY_BEATS == 0:
-            empty_free_lists()
-        try:
-            links.send(frames.pack(pulse.beat()))
-        except ParentGone:
-            os._exit(1)
-
-
-def _read_launch() -> frames.Launch:
-    found: list[frames.Launch] = list(frames.Unpacker(frames.Launch).feed(sys.stdin.buffer.read()))
-    if len(found) != 1:
-        raise ParentGone
-    return found[0]
-
-
-def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
-    """The engine, or None after the parent has been told why not."""
-    try:
-        from headrace.engine.assembly import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
-
-        least = launch.config.device.device_time
-        engine = create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)
-        if not least:  # a device whose time is made up proves nothing by it
-            take_first_step(engine)
-        return engine
-    except HeadraceError as error:
-        links.send(frames.pack(frames.StartFailed(type(error).__name__, error.message)))
-    except Exception as error:
-        log.exception("the engine could not start")
-        links.send(frames.pack(frames.StartFailed("", f"{type(error).__name__}: {error}")))
-    return None
-
-
-def take_first_step(engine: Engine) -> None:
-    """One token of one request, all the way: an engine that says it can serve has done so. Raises StepFailed. Not counted among the steps."""
-    core = engine.core
-    core.observe(None)
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-    patient = Expectations(ttft=3600.0, tpot=3600.0)
-    ids = array("i", (0,))
-    core.add(Request(request_id=FIRST_STEP, prompt_token_ids=ids, params=params, arrival_time=core.clock.now(), expects=patient))
-    ends = []
-    while core.has_work:
-        ends += [out.finished for out in core.step() if out.finished is not None]
-    core.observe(engine.recorder if engine.trace is None else engine.trace)
-    if [end.reason for end in ends] != [FinishReason.LENGTH]:
-        raise StepFailed(f"the engine's first step failed: {ends[0].message if ends else 'it brought nothing'}. See `headrace doctor`.")
-
-
-def _serve(engine: Engine, links: Links, pulse: Pulse) -> int:
-    freeze_start()  # the model and the modules live as long as the process
-    links.send(frames.pack(frames.Started(engine.info)))
-    try:
-        EngineLoop(engine, links, pulse).run()
-    except (ParentGone, frames.BadFrame) as error:
-        return 0 if isinstance(error, ParentGone) else 1
-    except Exception as error:
-        log.exception("the engine failed")
-        links.send(frames.pack(frames.Died(f"{type(error).__name__}: {error}")))
-        return 1
-    finally:
-        engine.close()
-    return 0
-
-
-def main() -> None:
-    """The process. Its parent decides when it ends: a Ctrl-C or SIGTERM meant for the group lets running requests drain."""
-    ignore_terminal()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    configure_child()
-    logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
-    try:
-        launch, pulse = _read_launch(), Pulse()
-        links = connect(launch)
-        end_with_parent()  # from here on nothing of ours is left behind
-        threading.Thread(target=beat_forever, args=(links, pulse), daemon=True, name="pulse").start()
-        engine = _start(launch, links, pulse)
-        status = 1 if engine is None else _serve(engine, links, pulse)
-        links.finish(LAST_WORDS_SECONDS)
-        sys.exit(status)
-    except ParentGone:
-        sys.exit(1)
+    link.send(pack(Answer(number, stats)))

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from headrace.engine.stops import StopMatcher
+from headrace.engine.detokenizer import IncrementalDecoder, StopMatcher
 from headrace.errors import HeadraceError, InvalidRequest, Overloaded
 from headrace.request import (
     REPETITION,
@@ -33,23 +33,10 @@ from headrace.request import (
     column_of,
 )
 
+if TYPE_CHECKING:
+    from headrace.engine.tokenizer import Tokenizer
+
 _MOST_KEPT = 64  # steps kept in one piece
-
-
-class TextDecoder(Protocol):
-    """Token ids of one sequence in, text out; a character is never split."""
-
-    def push(self, ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class TextSource(Protocol):
-    """What output work needs of a tokenizer."""
-
-    def stream_decoder(self, skip_special_tokens: bool = ..., /) -> TextDecoder: ...
-
-    def token_text(self, token: int, /) -> str: ...
 
 
 FinishCallback = Callable[[int, int, int], None]  # request_id, index, output tokens to keep
@@ -95,7 +82,7 @@ class _SequenceText:
 
     __slots__ = ("decoder", "min_tokens", "num_tokens", "stops")
 
-    def __init__(self, decoder: TextDecoder | None, stops: StopMatcher | None, min_tokens: int) -> None:
+    def __init__(self, decoder: IncrementalDecoder | None, stops: StopMatcher | None, min_tokens: int) -> None:
         self.decoder = decoder
         self.stops = stops
         self.min_tokens = min_tokens
@@ -150,7 +137,7 @@ class OutputProcessor:
     Outputs of requests that are unknown, dropped or ended at a stop string are ignored: they are surplus of steps in flight.
     """
 
-    tokenizer: TextSource | None
+    tokenizer: Tokenizer | None
     finish: FinishCallback
     now: Callable[[], float] = time.perf_counter
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
@@ -212,7 +199,7 @@ class OutputProcessor:
                     continue
                 else:
                     out = out._replace(token_ids=(*held, *out.token_ids))
-            delta = self.feed(*out)
+            delta = self.feed(out)
             if delta is not None:
                 yield request_id, delta
 
@@ -237,61 +224,45 @@ class OutputProcessor:
                 held.extend(column)
         self._kept, self._kept_for = [], ()
 
-    def feed(
-        self,
-        request_id: int,
-        index: int,
-        token_ids: Sequence[int],
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-        num_cached_tokens: int | None = None,
-        finished: Finished | None = None,
-        first_scheduled: float | None = None,
-    ) -> RequestDelta | None:
-        """The fields of one SequenceOutput, in their order; None when nobody waits for it."""
+    def feed(self, out: SequenceOutput) -> RequestDelta | None:
+        """None when nobody waits for it."""
+        request_id, index, token_ids, logprobs, prompt_logprobs, num_cached_tokens, finished, first_scheduled = out
         live = self._live.get(request_id)
         sequence = live.sequences[index] if live is not None else None
         if live is None or sequence is None:
             return None
         if live.first_token is None and token_ids:
             live.first_scheduled, live.first_token = first_scheduled, self.now()
-        ended_by_token = (
-            finished is not None and finished.reason is FinishReason.STOP and finished.stop_reason != REPETITION and not live.include_stop
-        )
-        text, kept, stop = sequence.push(token_ids, 1 if ended_by_token and token_ids else 0)
+        stopped = finished is not None and finished.reason is FinishReason.STOP and finished.stop_reason != REPETITION
+        text, kept, stop = sequence.push(token_ids, 1 if stopped and token_ids and not live.include_stop else 0)
         delta = RequestDelta(index, text, token_ids, logprobs, None, None, prompt_logprobs, num_cached_tokens)
         if stop is not None:
-            self._end_at_stop(request_id, live, delta, kept, stop, finished)
-        elif finished is not None:
-            self._end(request_id, live, delta, sequence, finished)
+            delta.token_ids, delta.logprobs = token_ids[:kept], logprobs[:kept]
+            delta.times = RequestTimes(live.arrival, live.first_scheduled, live.first_token, self.now())
+        if finished is not None:
+            stop = self._take_end(delta, finished, sequence, stop)
+        elif stop is not None:
+            self.finish(request_id, index, sequence.num_tokens)
+        if stop is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
+        if delta.finish_reason is not None:
+            live.sequences[index] = None
+            live.num_live -= 1
+            delta.last = live.num_live == 0
+            if delta.last:
+                self.drop(request_id)
         return delta
 
-    def _end_at_stop(self, request_id: int, live: _LiveRequest, delta: RequestDelta, kept: int, stop: str, finished: Finished | None) -> None:
-        sequence = live.sequences[delta.index]
-        assert sequence is not None
-        delta.token_ids, delta.logprobs = delta.token_ids[:kept], delta.logprobs[:kept]
-        delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
-        delta.times = finished.times if finished is not None else RequestTimes(live.arrival, live.first_scheduled, live.first_token, self.now())
-        if finished is None:
-            self.finish(request_id, delta.index, sequence.num_tokens)
-        self._close(request_id, live, delta)
-
-    def _end(self, request_id: int, live: _LiveRequest, delta: RequestDelta, sequence: _SequenceText, finished: Finished) -> None:
+    def _take_end(self, delta: RequestDelta, finished: Finished, sequence: _SequenceText, stop: str | None) -> str | None:
+        """How the core has ended it; returns the stop string that it ends at nevertheless."""
+        delta.times, delta.account = finished.times, finished.account
+        if stop is not None:
+            return stop
         tail, stop = sequence.flush()
         delta.text += tail
         delta.finish_reason, delta.stop_reason = finished.reason.value, finished.stop_reason
-        if stop is not None and finished.reason is not FinishReason.ERROR:
-            delta.finish_reason, delta.stop_reason = FinishReason.STOP.value, stop
-        delta.times, delta.error, delta.account = finished.times, finished.message, finished.account
-        delta.refusal = refusal_of(finished)
-        self._close(request_id, live, delta)
-
-    def _close(self, request_id: int, live: _LiveRequest, delta: RequestDelta) -> None:
-        live.sequences[delta.index] = None
-        live.num_live -= 1
-        delta.last = live.num_live == 0
-        if delta.last:
-            self.drop(request_id)
+        delta.error, delta.refusal = finished.message, refusal_of(finished)
+        return None if finished.reason is FinishReason.ERROR else stop
 
 
 def refusal_of(finished: Finished) -> HeadraceError | None:
@@ -315,88 +286,55 @@ def public_logprobs(entry: TokenLogprobs, token_text: Callable[[int], str] | Non
     return found
 
 
-class _Completion:
-    """One answer being put together."""
-
-    __slots__ = ("cumulative", "finish_reason", "logprobs", "parts", "stop_reason", "token_ids")
-
-    def __init__(self, with_logprobs: bool) -> None:
-        self.parts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] | None = [] if with_logprobs else None
-        self.cumulative = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-
-    def output(self, index: int) -> CompletionOutput:
-        if len(self.parts) > 1:
-            self.parts = ["".join(self.parts)]
-        return CompletionOutput(
-            index=index,
-            text=self.parts[0] if self.parts else "",
-            token_ids=list(self.token_ids),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-
 class OutputCollector:
     """Adds up one request's deltas; ``output()`` is a RequestOutput that later deltas do not change."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, request: Request, tokenizer: TextSource | None, given: Sequence[int] | None = None
+        self, request_id: str, prompt: str | None, request: Request, tokenizer: Tokenizer | None, given: Sequence[int] | None = None
     ) -> None:
         """``given``: a list that ends with the prompt's ids; taking them from there makes no objects."""
-        params = request.params
-        self._request_id = request_id
-        self._prompt = prompt
-        ids = request.prompt_token_ids
-        self._prompt_token_ids = list(ids if given is None else given[-len(ids) :])
+        params, ids = request.params, request.prompt_token_ids
         self._token_text = tokenizer.token_text if tokenizer is not None and params.detokenize else None
-        self._completions = [_Completion(params.logprobs is not None) for _ in range(params.n)]
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        self._num_cached_tokens = 0
-        self._times: RequestTimes | None = None
-        self.finished = False
+        self._texts: list[list[str]] = [[] for _ in range(params.n)]
+        answers = [CompletionOutput(index) for index in range(params.n)]
+        if params.logprobs is not None:
+            answers = [replace(each, logprobs=[], cumulative_logprob=0.0) for each in answers]
+        scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        self._sum = RequestOutput(request_id, prompt, list(ids if given is None else given[-len(ids) :]), answers, prompt_logprobs=scores)
+
+    @property
+    def finished(self) -> bool:
+        return self._sum.finished
 
     def add(self, delta: RequestDelta) -> None:
-        completion = self._completions[delta.index]
+        whole, answer = self._sum, self._sum.outputs[delta.index]
         if delta.text:
-            completion.parts.append(delta.text)
-        completion.token_ids.extend(delta.token_ids)
-        if completion.logprobs is not None:
-            completion.logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.logprobs)
-            completion.cumulative += sum(entry.logprobs[0] for entry in delta.logprobs)
-        completion.finish_reason = delta.finish_reason
-        completion.stop_reason = delta.error if delta.error is not None else delta.stop_reason
-        self._add_request_fields(delta)
+            self._texts[delta.index].append(delta.text)
+        answer.token_ids.extend(delta.token_ids)
+        if answer.logprobs is not None and answer.cumulative_logprob is not None:
+            answer.logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.logprobs)
+            answer.cumulative_logprob += sum(entry.logprobs[0] for entry in delta.logprobs)
+        answer.finish_reason = delta.finish_reason
+        answer.stop_reason = delta.error if delta.error is not None else delta.stop_reason
+        if whole.prompt_logprobs is not None:
+            whole.prompt_logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.prompt_logprobs)
+        if delta.index == 0:
+            whole.num_cached_tokens = whole.num_cached_tokens if delta.num_cached_tokens is None else delta.num_cached_tokens
+            whole.metrics = delta.times or whole.metrics
+        whole.finished = delta.last
 
     def output(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self._request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=[completion.output(index) for index, completion in enumerate(self._completions)],
-            finished=self.finished,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self._times,
-        )
+        self._texts = [["".join(parts)] for parts in self._texts]
+        answers = [
+            replace(each, text=text, token_ids=each.token_ids[:], logprobs=None if each.logprobs is None else each.logprobs[:])
+            for each, (text,) in zip(self._sum.outputs, self._texts, strict=True)
+        ]
+        scores = self._sum.prompt_logprobs
+        return replace(self._sum, outputs=answers, prompt_logprobs=None if scores is None else scores[:])
 
     def aborted(self) -> RequestOutput:
         """The last output of a request that was aborted on purpose."""
-        self.finished = True
-        for completion in self._completions:
-            completion.finish_reason = completion.finish_reason or FinishReason.ABORT.value
+        self._sum.finished = True
+        for answer in self._sum.outputs:
+            answer.finish_reason = answer.finish_reason or FinishReason.ABORT.value
         return self.output()
-
-    def _add_request_fields(self, delta: RequestDelta) -> None:
-        if self._prompt_logprobs is not None:
-            self._prompt_logprobs.extend(public_logprobs(entry, self._token_text) for entry in delta.prompt_logprobs)
-        if delta.num_cached_tokens is not None and delta.index == 0:
-            self._num_cached_tokens = delta.num_cached_tokens
-        if delta.times is not None and delta.index == 0:
-            self._times = delta.times
-        self.finished = delta.last

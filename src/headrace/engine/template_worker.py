@@ -1,7 +1,7 @@
 """The process that renders chat templates. A template comes with a model, so it is somebody else's program: it runs here,
 in Jinja's sandbox, without the environment's secrets, with bounded memory, under a timer that the kernel enforces.
 
-What lives here: the loop (frame in, render, frame out) and the functions templates may call.
+What lives here: rendering, its limits, and the functions templates may call.
 What may not: imports of anything heavy (it must start fast), state between renders other than compiled templates.
 
 Started as ``python -S -P -m headrace.engine.template_worker``; ends with its stdin.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -23,8 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.portability import ignore_terminal, limit
+from headrace.portability import limit
+from headrace.processes.sandbox import answer_frames
 
 MEMORY_BYTES = 512 * 2**20  # of address space, far above what the interpreter and any honest render need
 
@@ -128,13 +128,9 @@ def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    ignore_terminal()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, whatever C code it is in
     limit_memory()
-    renderer = Renderer()
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        sys.stdout.buffer.write(encode_frame(answer(renderer, frame)))
-        sys.stdout.buffer.flush()
+    answer_frames(partial(answer, Renderer()))
 
 
 if __name__ == "__main__":

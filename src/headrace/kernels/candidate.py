@@ -5,16 +5,19 @@ What lives here: the nouns the registry and the candidates share. What may not: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from headrace.spec import DecoderSpec
+from headrace.kernels.linear.packing import Coding
+from headrace.spec import DecoderSpec, KVFormat
 
 Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # memory for a result; its first dimension counts rows of the step
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32,)
 
 
 def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -22,41 +25,166 @@ def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 @dataclass(frozen=True, slots=True)
-class Declined:
-    """A candidate does not serve a call site; ``reason`` is printed by ``headrace doctor``.
+class Facts:
+    """What holds for every call from one place; equal facts share one choice."""
 
-    ``by_choice``: it could, but what stands behind it is better there. That is no fallback: ``--strict-kernels`` does not mind.
-    """
-
-    reason: str
-    by_choice: bool = False
-
-
-def _unknown() -> Callable[..., Any]:
-    raise LookupError("this call site was not made by the registry, which alone knows who stands behind a candidate")
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from there.
+class NormFacts(Facts):
+    weight_dtype: torch.dtype
 
-    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves. ``unified_maximum``: a softmax
-    need not look for its maximum where a guard finds out whether that was needed. ``cuda_prefill``: prompts are attended to in CUDA C++
-    where there is a kernel for it; ``cuda_decode``: so are single queries before them. ``behind``: what the candidates after this one, or
-    the twin, make of the same call site, for one that serves a part of what comes from there; who asks has accepted. ``empty``: where
-    results of many rows get their memory.
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A weight [outs, ins] as a product sees it; ``gated``: it holds two such matrices, one behind the other."""
+
+    outs: int
+    ins: int
+    gated: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in files of what was measured."""
+        return f"{self.outs} x {self.ins}{', gated' if self.gated else ''}"
+
+    @classmethod
+    def of_key(cls, key: str) -> Shape:
+        """Raises ValueError."""
+        size, _, gated = key.partition(", ")
+        outs, ins = map(int, size.split(" x "))
+        return cls(outs, ins, gated == "gated")
+
+
+@dataclass(frozen=True, slots=True)
+class EightBits:
+    """Inputs and weights both in 8 bits: "fp8" or "int8". ``group``: inputs of one scale, 128, and then weights have one a
+    block of 128 by 128; 0: inputs have one a row, weights one an output. ``static``: inputs have a stored one."""
+
+    kind: str
+    group: int = 0
+    powers: bool = False
+    static: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFacts(Facts):
+    """``gated``: the columns are those of a gate and of what it gates. ``shared``: the weight is another layer's, too.
+    ``fused``: few rows go through ``fused_linear``. ``formats``: of its parts, where they have some; ``codings``
+    and ``eights``: what kernels may take these for, each."""
+
+    in_features: int
+    out_features: int
+    gated: bool = False
+    shared: bool = False
+    fused: bool = False
+    formats: tuple[str, ...] = ()
+    codings: tuple[Coding | None, ...] = ()
+    eights: tuple[EightBits | None, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.out_features // (2 if self.gated else 1), self.in_features, self.gated)
+
+    @property
+    def laid(self) -> Shape:
+        """A gate as one matrix."""
+        return Shape(self.out_features, self.in_features)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFacts(Facts):
+    """``parts``: outputs of what is merged in the weight. ``rank``: the largest."""
+
+    in_features: int
+    parts: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts(Facts):
+    """``kv``: how the cache holds keys and values; None: in ``dtype``."""
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    kv: KVFormat | None = field(default=None, kw_only=True)
+
+    def ungrouped(self, most: int) -> str | None:
+        """Why its query heads are no groups of up to so many."""
+        if self.num_heads % self.num_kv_heads or self.num_heads // self.num_kv_heads > most:
+            return f"{self.num_heads} heads over {self.num_kv_heads} KV heads are no group of 1 to {most}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFacts(HeadFacts):
+    """``normed``: heads are, between the product and the rotation."""
+
+    rotary_dim: int
+    normed: bool
+    window: int | None
+    soft_cap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts(Facts):
+    num_experts: int
+    top_k: int
+    formats: tuple[str, ...] = ()
+    codings: tuple[Coding | None, ...] = ()
+    eights: tuple[EightBits | None, ...] = ()
+    rounded: tuple[Coding | None, ...] = ()  # codings where inputs may have to be rounded by row first
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts(Facts):
+    spec: DecoderSpec
+    kv: KVFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A candidate does not serve a call site; ``reason`` is printed by ``headrace doctor``."""
+
+    reason: str
+
+
+def _unknown() -> object:
+    raise LookupError("this call site was not made by the registry, which alone knows who stands behind a candidate")
+
+
+F = TypeVar("F", bound=Facts)
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite(Generic[F]):
+    """A call site as the registry describes it to candidates. ``facts`` are static: they hold for every call from
+    there.
+
+    ``programmatic``: kernels may be launched while the one before still runs, and wait for it themselves.
+    ``unified_maximum``: a softmax need not look for its maximum where a guard finds out whether that was needed.
+    ``cuda_prefill``: prompts are attended to in CUDA C++ where there is a kernel for it; ``cuda_decode``: so are single
+    queries before them. ``behind``: what the candidates after this one, or the twin, make of the same call site, for
+    one that serves a part of what comes from there; who asks has accepted. ``empty``: where results of many rows get
+    their memory.
     """
 
     op: str
     device: torch.device
-    facts: Mapping[str, Any]
-    batch_invariant: bool
+    facts: F
+    batch_invariant: bool = False
     programmatic: bool = False
     unified_maximum: bool = False
     cuda_prefill: bool = False
     cuda_decode: bool = False
-    behind: Callable[[], Callable[..., Any]] = _unknown
+    behind: Callable[[], Any] = _unknown
     empty: Empty = plainly_empty
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An input for a rehearsal."""
+        return torch.zeros(shape, dtype=dtype or self.facts.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +199,27 @@ class Sizes:
     max_num_batched_tokens: int
 
 
-Rehearse = Callable[[Site, Callable[..., Any], Sizes], Iterable[tuple[str, Callable[[], object]]]]
+Calls = Iterable[tuple[str, Callable[[], object]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to carry out an operation, with the twin's signature. ``create`` returns the callable or why not.
+class Candidate(Generic[F]):
+    """One way to carry out an operation. ``create`` returns a callable with the twin's signature, or why not.
 
-    ``failure``: the reason, if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing was
-    computed); None for every other exception. Without it every exception is the caller's.
-    ``rehearse``: calls over small inputs, independent of each other, that together build every kernel the site will need. Their names
-    say which: of one name for one operation and element type, one is enough, whichever site it is from.
+    ``techniques``: it is never chosen while one of them is off. ``optional``: where it declines, what stands behind it
+    is as good or the twin serves: that is no fallback, and ``--strict-kernels`` does not mind. ``failure``: the reason,
+    if an exception out of a call means that its kernel cannot be built or loaded on this device (and nothing was
+    computed); None for every other exception. Without it every exception is the caller's. ``rehearse``: calls over
+    small inputs, independent of each other, that together build every kernel the site will need. Their names say which:
+    of one name for one operation and element type, one is enough, whichever site it is from.
     """
 
     name: str
-    create: Callable[[Site], Callable[..., Any] | Declined]
+    create: Callable[[CallSite[F]], Any]
     devices: tuple[str, ...] = ("cpu",)  # torch device types
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    techniques: frozenset[str] = frozenset()
     batch_invariant: bool = True  # the bits of a row do not depend on the other rows
-    asked: bool = False  # chosen only where it was asked for by name
+    optional: bool = False
     failure: Callable[[Exception], str | None] | None = None
-    rehearse: Rehearse | None = None
+    rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None = None

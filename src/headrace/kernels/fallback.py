@@ -1,6 +1,7 @@
 """What a call site calls while its kernel may still prove impossible to build.
 
-What lives here: the guard around a candidate's callable. What may not: choosing (the registry says who takes over), judging errors.
+What lives here: the guard around a candidate's callable. What may not: choosing (the registry says who takes over),
+judging errors.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-GiveWay = Callable[[Exception], Callable[..., Any]]  # the successor's callable; raises the error itself if there is to be none
+GiveWay = Callable[[Exception], Any]  # the successor's callable; raises the error itself if there is to be none
 
 
 class Guarded:
     """Calls a candidate; if its kernel cannot be built, the successor takes this call and every later one.
 
-    A kernel is compiled by its first call, and again by the first call of another specialisation, so the guard stays. It costs one
-    Python call (a tenth of a microsecond), touches no tensor, and is not there when a captured graph is replayed.
+    A kernel is compiled by its first call, and again by the first call of another specialisation, so the guard stays.
+    It costs one Python call (a tenth of a microsecond), touches no tensor, and is not there when a captured graph is
+    replayed.
     """
 
     __slots__ = ("_give_way", "_run")
 
-    def __init__(self, run: Callable[..., Any], give_way: GiveWay) -> None:
+    def __init__(self, run: Any, give_way: GiveWay) -> None:
         self._run = run
         self._give_way = give_way
 
@@ -36,12 +38,12 @@ class Guarded:
         return getattr(self._run, name)
 
 
-def guarded(run: Callable[..., Any], give_way: GiveWay, *, makes: bool) -> Callable[..., Any]:
+def guarded(run: Any, give_way: GiveWay, *, makes: bool) -> Any:
     """``makes``: ``run`` makes the callable of a layer (from its weights), and what it makes is guarded."""
     if not makes:
         return Guarded(run, give_way)
 
-    def make(*weights: Any) -> Callable[..., Any]:
+    def make(*weights: Any) -> Guarded:
         return Guarded(run(*weights), lambda error: give_way(error)(*weights))
 
     return make

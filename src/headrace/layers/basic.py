@@ -7,13 +7,20 @@ Layers choose their kernels when they are made. They compute after ``finish_load
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels.around import MOST_ROWS, Around
+from headrace.kernels.candidate import Facts, NormFacts
+from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.operations import EMBEDDING, LAYER_NORM, RMS_NORM
 from headrace.layers.context import LayerContext
+from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear
-from headrace.layers.stream import Stream, added
+from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.stream import Norm, Stream
+from headrace.sites import Role, Weight
 from headrace.spec import Activation
 
 
@@ -31,25 +38,19 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, context: LayerContext, *, offset: float) -> None:
         super().__init__()
         self.weight = empty_parameter(context, size)
-        self._eps = eps
+        self.eps = eps
         self._offset = offset
-        self._scale: Tensor = self.weight.data  # [size]
-        self._norm = context.kernels.choose("rms_norm", dtype=context.dtype, weight_dtype=torch.float32 if offset else context.dtype)
+        self.scale: Tensor = self.weight.data  # [size]
+        self._norm = context.kernels.choose(RMS_NORM, NormFacts(context.dtype, torch.float32 if offset else context.dtype))
 
     def finish_loading(self) -> None:
         if self._offset:
             self.weight = nn.Parameter(self.weight.float() + self._offset, requires_grad=False)
-        self._scale = self.weight.data
-
-    @property
-    def scale(self) -> Tensor:  # [size]
-        """What normed values are multiplied by, for a kernel that does part of the norm."""
-        return self._scale
+        self.scale = self.weight.data
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # [..., size] each
         """Returns (norm(x + residual), x + residual)."""
-        normed: tuple[Tensor, Tensor] = self._norm(x, self._scale, self._eps, residual)
-        return normed
+        return self._norm(x, self.scale, self.eps, residual)
 
 
 class LayerNorm(nn.Module):
@@ -59,80 +60,67 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(context, size)
         self.bias = empty_parameter(context, size)
-        self._eps = eps
-        self._scale: Tensor = self.weight.data  # [size]
+        self.eps = eps
+        self.scale: Tensor = self.weight.data  # [size]
         self._shift: Tensor = self.bias.data  # [size]
-        self._norm = context.kernels.choose("layer_norm", dtype=context.dtype)
+        self._norm = context.kernels.choose(LAYER_NORM, NormFacts(context.dtype, context.dtype))
 
     def finish_loading(self) -> None:
-        self._scale, self._shift = self.weight.data, self.bias.data
+        self.scale, self._shift = self.weight.data, self.bias.data
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:  # [..., size] each
         """Returns (norm(x + residual), x + residual)."""
-        normed: tuple[Tensor, Tensor] = self._norm(x, self._scale, self._shift, self._eps, residual)
-        return normed
+        return self._norm(x, self.scale, self._shift, self.eps, residual)
 
 
 class Embedding(nn.Module):
-    """A row of ``weight`` for each id, times ``scale`` (rounded to the weights' precision, as the models were trained)."""
+    """A row of ``weight`` (or of ``pieces``) for each id, times ``scale`` (rounded to the weights' precision, as the models were
+    trained). ``delta``: what adapters add."""
 
-    def __init__(self, rows: int, size: int, context: LayerContext, *, scale: float | None = None) -> None:
+    weight: nn.Parameter | None
+
+    def __init__(self, site: Weight, context: LayerContext, *, scale: float | None = None) -> None:
         super().__init__()
-        self.weight = empty_parameter(context, rows, size)
+        self.weight = None if site.formats else empty_parameter(context, site.outs, site.ins)
+        self.pieces = create_pieces(site, context)
+        self.delta: Delta | None = None
+        self._dtype = context.dtype
         self._scale = None if scale is None else float(torch.tensor(scale, dtype=context.dtype))
-        self._lookup = context.kernels.choose("embedding", dtype=context.dtype)
+        self._lookup = context.kernels.choose(EMBEDDING, Facts(context.dtype))
 
-    def forward(self, ids: Tensor) -> Tensor:  # [tokens], int64 → [tokens, size]
-        rows: Tensor = self._lookup(ids, self.weight, self._scale)
-        return rows
+    def finish_loading(self) -> None:
+        for piece in self.pieces:
+            assert isinstance(piece, Piece)
+            piece.finish_loading()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Held beyond parameters, once loading has finished."""
+        return sum(piece.num_bytes for piece in self.pieces if isinstance(piece, Piece))
+
+    def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens], int64 → [tokens, size]
+        found = self._found(ids)
+        if adapters is not None and self.delta is not None:
+            self.delta.look_up(found, ids, adapters, self._scale)
+        return found
+
+    def _found(self, ids: Tensor) -> Tensor:
+        if self.weight is not None:
+            return self._lookup(ids, self.weight, self._scale)
+        (piece,) = self.pieces
+        assert isinstance(piece, Piece)
+        rows = piece.dense(ids, self._dtype)
+        return rows if self._scale is None else rows * self._scale
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))), or with ``gated`` down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first.
+    """down(act(up(x))), or where up is gated down(act(gate(x)) · up(x)), gate and up merged into one matrix, gate first."""
 
-    ``around``: its products are computed with what stands around them, too, where there is a kernel for it.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        inner_size: int,
-        activation: Activation,
-        context: LayerContext,
-        *,
-        gated: bool,
-        bias: bool,
-        around: bool = False,
-    ) -> None:
+    def __init__(self, sites: Mapping[Role, Weight], activation: Activation, context: LayerContext) -> None:
         super().__init__()
-        width = 2 * inner_size if gated else inner_size
-        self.up = Linear(hidden_size, width, context, bias=bias, around=around, gated=gated)
-        self.down = Linear(inner_size, hidden_size, context, bias=bias, around=around, adds=around)
-        self._activation = activation
-        self._act = context.kernels.choose("gated_activation" if gated else "activation", dtype=context.dtype)
+        self.up = Linear(sites[Role.UP], context, activation)
+        self.down = Linear(sites[Role.DOWN], context)
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
-        return self.down.forward(self._inner(x))
-
-    def _inner(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, inner]
-        through_gate = self.up.through_gate if len(x) > MOST_ROWS else None
-        inner = None if through_gate is None else through_gate(x, self._activation)
-        if inner is None:
-            inner = self._act(self.up.forward(x), self._activation)
-        return inner
-
-    def forward_added(self, x: Tensor, residual: Tensor) -> Tensor:  # [tokens, hidden] each
-        """The residual, which may be overwritten, with this layer's result added."""
-        assert self.down.added is not None
-        return self.down.added(self._inner(x), residual)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether ``forward_fused`` can be called."""
-        return self.up.fused is not None and self.down.fused is not None
-
-    def forward_fused(self, stream: Stream, scale: Tensor) -> Stream:
-        """The stream with this layer's result added, ready for the norm whose weight is ``scale``."""
-        assert self.up.fused is not None and self.down.fused is not None
-        inner, _, _ = self.up.fused(stream.x, Around(stream.squares, stream.eps, gate=self._activation))
-        return added(self.down.fused, inner, stream, scale)
+    def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
+        """Norm, this, and onto the stream. ``following``: the norm behind it."""
+        self.down.onto(stream, self.up.normed(stream, norm), following)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from headrace.kernels import Kernels
-from headrace.quant import QuantMethod
+from headrace.spec import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """``method``: the format that linear layers hold their weights in."""
+    """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in ``dtype``."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
-    method: QuantMethod
+    composes: bool = False
+    kv: KVFormat | None = None

@@ -1,81 +1,166 @@
-"""The linear layer: a shape and a QuantMethod.
+"""The linear layer: a weight, and the operations that it is part of.
 
-What lives here: Linear. What may not: weight formats (quant/), kernels, reading checkpoints.
+What lives here: Linear, alone and with what stands around it. What may not: weight formats (quant/), kernels, reading checkpoints.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
+from headrace.kernels.candidate import Facts, WeightFacts
+from headrace.kernels.linear.around import MOST_ROWS, Around, Fused
+from headrace.kernels.lora.inputs import AdapterRows
+from headrace.kernels.operations import ACTIVATION, ADDED_LINEAR, FUSED_LINEAR, GATED_ACTIVATION, GATED_LINEAR, LINEAR, PACKED_FUSED, PACKED_LINEAR
 from headrace.layers.context import LayerContext
-from headrace.quant import Applies, Apply, ApplyAdded, ApplyFused, ApplyGated, LinearShape
+from headrace.layers.delta import Delta
+from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.stream import Norm, Stream
+from headrace.sites import Split, Weight
+from headrace.spec import Activation
+
+T = TypeVar("T")
+W = TypeVar("W")
 
 
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
-    ``around``: once loading has finished ``fused`` computes it with what stands around it, for few rows, or is None where nobody can.
-    ``gated``: with a gate, the first half of the rows; then ``through_gate`` may be there, too. ``adds``: ``added`` adds it to a residual,
-    for many rows, or is None.
-    ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
+    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream: each in one kernel where
+    there is one for it, else part by part. ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own.
+    A weight with formats is held in ``pieces`` instead of ``weight``. ``delta``: what adapters add, in steps that have some.
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    pieces: nn.ModuleList
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        context: LayerContext,
-        *,
-        bias: bool,
-        around: bool = False,
-        gated: bool = False,
-        adds: bool = False,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
+    def __init__(self, site: Weight, context: LayerContext, activation: Activation | None = None) -> None:
         super().__init__()
-        if (rank, world) != (0, 1):
-            raise ConfigError(f"A linear layer was asked to be part {rank} of {world}, but layers are not split yet; use one device.")
-        self.shape = LinearShape(in_features, out_features, bias, context.dtype, context.device, around, gated, adds)
+        self.site = site
+        self.dtype = context.dtype
+        self.delta: Delta | None = None
         self.weight_bytes = 0  # held by this layer beyond its parameters, once loading has finished
         self._context = context
+        self._activation = activation
+        self._composed = context.composes and site.layer is not None
         self._shared = False
-        self._applies = Applies(self._unfinished)
-        self._apply_weight: Apply = self._unfinished
-        context.method.create(self, self.shape)
+        self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
+        self._fused: Callable[[Tensor, Around], Fused] | None = None
+        self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
+        self._added: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._act: Callable[[Tensor, Activation], Tensor] | None = None
+        if activation is not None:
+            self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
+        self.register_parameter("weight", None if site.formats else self._empty(site.outs, site.ins))
+        self.register_parameter("bias", self._empty(site.outs) if site.bias else None)
+        self.pieces = create_pieces(site, context)
 
-    def tie_weight(self, weight: nn.Parameter) -> None:  # [out, in]
-        """Reads ``weight``, which stays its owner's (and is named once by ``named_parameters``). Before ``finish_loading``."""
-        self.weight = weight
+    def _empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self._context.device), requires_grad=False)
+
+    def tie_weight(self, weight: nn.Parameter | None, pieces: nn.ModuleList) -> None:  # [out, in]
+        """Reads what stays its owner's (and is named once by ``named_parameters``). Before ``finish_loading``."""
+        self.weight, self.pieces = weight, pieces
         self._shared = True
 
     def finish_loading(self) -> None:
-        """Packs the filled parameters for the chosen kernel and drops what it does not need. Once."""
-        held = 0 if self._shared else sum(p.numel() * p.element_size() for p in self.parameters(recurse=False))
-        self._applies = self._context.method.load(self, self.shape, self._context.kernels, shared=self._shared)
-        self._apply_weight = self._applies.plain
-        self.weight_bytes = held if self._applies.held is None else self._applies.held
+        """Packs the filled parameters for the chosen kernels and drops what these do not need. Once."""
+        site, kernels = self.site, self._context.kernels
+        formats = tuple(form.label for form in site.formats)
+        facts = WeightFacts(self._context.dtype, site.ins, site.outs, shared=self._shared, formats=formats)
+        bias = self._take("bias")
+        if site.formats:
+            self._finish_packed(bias, facts)
+            return
+        held = 0 if self._shared else sum(t.nbytes for t in (self.weight, bias) if t is not None)
+        weight = self._take("weight")
+        assert weight is not None
+        operands = weight, bias
+        if self._composed:
+            self._fused = _made(kernels.offer(FUSED_LINEAR, replace(facts, gated=site.gated)), *operands)
+        if site.gated and not site.bias:
+            self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
+        if self._composed and site.split is Split.ROW:
+            self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
+        self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=self._fused is not None))(*operands)
+        self.weight_bytes = getattr(self._apply_weight, "num_bytes", held)
+
+    def _finish_packed(self, bias: Tensor | None, facts: WeightFacts) -> None:
+        """Where nobody takes in what stands around such a product, that is computed part by part."""
+        pieces, kernels = [piece for piece in self.pieces if isinstance(piece, Piece)], self._context.kernels
+        for piece in pieces:
+            piece.finish_loading()
+        codings, eights = tuple(piece.form.coding for piece in pieces), tuple(piece.form.eight for piece in pieces)
+        facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights)
+        if self._composed:
+            self._fused = _made(kernels.offer(PACKED_FUSED, facts), pieces, bias)
+        self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
+        self.weight_bytes = (0 if self._shared else sum(piece.num_bytes for piece in pieces)) + (0 if bias is None else bias.nbytes)
+
+    def watch(self, see: Callable[[Tensor], None]) -> None:
+        """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After ``finish_loading``."""
+        apply = self._apply_weight
+
+        def watched(x: Tensor) -> Tensor:
+            see(x)
+            return apply(x)
+
+        self._apply_weight, self._fused, self._gated, self._added = watched, None, None, None
+
+    def _take(self, name: str) -> Tensor | None:
+        """A filled parameter, which the layer drops: a kernel holds what it needs, or its own form of it."""
+        taken = getattr(self, name)
+        self.register_parameter(name, None)
+        return None if taken is None else taken.data
 
     @property
-    def fused(self) -> ApplyFused | None:
-        return self._applies.fused
+    def takes_norms(self) -> bool:
+        """Whether for few rows a norm, a sum and an activation can be parts of it."""
+        return self._fused is not None
 
     @property
-    def through_gate(self) -> ApplyGated | None:
-        return self._applies.gated
+    def takes_sums(self) -> bool:
+        """Whether for many rows the sum behind it can be; of one with no sum behind it there is nothing to take."""
+        return self._added is not None or self.site.split is not Split.ROW
 
-    @property
-    def added(self) -> ApplyAdded | None:
-        return self._applies.added
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [..., in] → [..., out]
+        y = self._apply_weight(x)
+        if adapters is not None and self.delta is not None:
+            self.delta.add(y, x, adapters)
+        return y
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., in] → [..., out]
-        return self._apply_weight(x)
+    def normed(self, stream: Stream, norm: Norm) -> Tensor:  # → [tokens, out], or half of it behind a gate
+        if self._fused is not None and stream.scaled is not None:
+            x, stream.scaled = stream.scaled, None
+            return self._fused(x, Around(stream.squares, norm.eps, gate=self._activation))[0]
+        x = stream.normed(norm)
+        return self.forward(x, stream.adapters) if self._act is None else self.activated(x, stream.adapters)
+
+    def activated(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [tokens, in]
+        assert self._act is not None and self._activation is not None
+        gated = self._gated if adapters is None and len(x) > MOST_ROWS else None
+        y = None if gated is None else gated(x, self._activation)
+        return self._act(self.forward(x, adapters), self._activation) if y is None else y
+
+    def onto(self, stream: Stream, x: Tensor, following: Norm) -> None:  # [tokens, in]
+        """``following``: the norm that the stream goes through next."""
+        if self._fused is not None and stream.takes_norms:
+            stream.sum, stream.scaled, stream.squares = self._fused(x, Around(residual=stream.sum, scale=following.scale))
+        elif self._added is not None and stream.takes_sums:
+            stream.sum = self._added(x, stream.sum)
+        else:
+            stream.pending = self.forward(x, stream.adapters)
 
     def _unfinished(self, x: Tensor) -> Tensor:
-        assert self.weight is not None, "the method created no plain weight, so the layer computes only once loading has finished"
+        assert self.weight is not None, "a weight with formats is computed with only once loading has finished"
         return F.linear(x, self.weight, self.bias)
+
+
+def _made(make: Callable[[W, Tensor | None], T | None] | None, weight: W, bias: Tensor | None) -> T | None:
+    return None if make is None else make(weight, bias)

@@ -5,28 +5,77 @@ What lives here: the layer that holds them. What may not: routing and expert pro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
+from headrace.kernels.candidate import ExpertFacts
+from headrace.kernels.operations import MOE, PACKED_MOE
 from headrace.layers.basic import empty_parameter
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
+from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.stream import Norm, Stream
+from headrace.sites import Role, Weight
 from headrace.spec import Activation, MoESpec
 
 
 class SparseFeedForward(nn.Module):
     """The ``top_k`` experts the router prefers for each token, weighted by its softmax (Shazeer et al. 2017)."""
 
-    def __init__(self, hidden_size: int, moe: MoESpec, activation: Activation, context: LayerContext) -> None:
+    def __init__(self, sites: Mapping[Role, Weight], moe: MoESpec, activation: Activation, context: LayerContext) -> None:
         super().__init__()
-        inner = moe.intermediate_size
-        self.router = Linear(hidden_size, moe.num_experts, context, bias=False)
-        self.gate_up = empty_parameter(context, moe.num_experts, 2 * inner, hidden_size)
-        self.down = empty_parameter(context, moe.num_experts, hidden_size, inner)
+        self.router = Linear(sites[Role.ROUTER], context)
+        self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
         self._activation = activation
-        self._moe = context.kernels.choose("moe", dtype=context.dtype, num_experts=moe.num_experts, top_k=moe.top_k)
+        forms = [form for role in (Role.UP, Role.DOWN) for form in sites[role].formats]
+        formats = tuple(form.label for form in forms)
+        codings, eights = tuple(form.coding for form in forms), tuple(form.eight for form in forms)
+        rounded = tuple(form.rounded_coding for form in forms)
+        facts = ExpertFacts(context.dtype, moe.num_experts, moe.top_k, formats, codings, eights, rounded)
+        kernels = context.kernels
+        self._moe: Callable[..., Tensor] = kernels.choose(PACKED_MOE, facts) if formats else kernels.choose(MOE, facts)
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, hidden] → [tokens, hidden]
-        spec = self._spec
-        out: Tensor = self._moe(x, self.router.forward(x), self.gate_up, self.down, spec.top_k, spec.renormalize, self._activation)
-        return out
+    def finish_loading(self) -> None:
+        """Of experts in a format of their own."""
+        for piece in self.modules():
+            if isinstance(piece, Piece):
+                piece.finish_loading()
+
+    def watch(self, see: Callable[[Tensor, Tensor], None]) -> None:
+        """From now on ``see`` is shown all inputs, [tokens, hidden], and what the router says of them, [tokens, experts]."""
+        apply = self._moe
+
+        def watched(x: Tensor, router_logits: Tensor, *rest: Any) -> Tensor:
+            see(x, router_logits)
+            return apply(x, router_logits, *rest)
+
+        self._moe = watched
+
+    @property
+    def weight_bytes(self) -> int:
+        """Held beyond parameters, once loading has finished."""
+        return sum(piece.num_bytes for experts in (self.up, self.down) if isinstance(experts, Experts) for piece in experts)
+
+    def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
+        """Norm, this, and onto the stream. ``following``: the norm behind it."""
+        spec, x = self._spec, stream.normed(norm)
+        stream.pending = self._moe(x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation)
+
+
+class Experts(nn.Module):
+    """One weight of all experts, in pieces."""
+
+    def __init__(self, site: Weight, context: LayerContext) -> None:
+        super().__init__()
+        self.pieces = create_pieces(site, context)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces if isinstance(piece, Piece))
+
+
+def _stacked(site: Weight, context: LayerContext) -> nn.Parameter | Experts:
+    """One tensor, [experts, out, in], or the tensors of its format."""
+    return Experts(site, context) if site.formats else empty_parameter(context, *site.tensors[site.name])

@@ -18,7 +18,7 @@ from headrace.errors import ModelError
 from headrace.models.safetensors_file import TensorEntry, read_sharded
 from headrace.models.source import ModelSource, WeightFormat
 
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
     "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
@@ -93,7 +93,7 @@ class SafetensorsCheckpoint:
         return self._entries[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return _DTYPES[self._entries[key].dtype]
+        return DTYPES[self._entries[key].dtype]
 
     def read(self, key: str) -> Tensor:
         entry = self._entries[key]
@@ -108,11 +108,15 @@ class SafetensorsCheckpoint:
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Opens a source's weights. Raises ModelError for damaged files and for sources without weights (dummy)."""
+    """Opens a source's weights: as they are held, or widened. Raises ModelError for damaged files and for sources without weights (dummy)."""
     if source.weights is WeightFormat.GGUF:
         from headrace.models.gguf_checkpoint import GGUFCheckpoint
 
-        return GGUFCheckpoint(source.path)
+        return GGUFCheckpoint(source.path, packed=source.widened is None)
+    if source.weights is WeightFormat.SAFETENSORS and source.widened is not None:
+        from headrace.models.widened import WidenedCheckpoint
+
+        return WidenedCheckpoint(SafetensorsCheckpoint(source.path), source)
     if source.weights is WeightFormat.SAFETENSORS:
         return SafetensorsCheckpoint(source.path)
     raise ModelError(f"{source.name} is loaded with --load-format dummy and has no checkpoint to open; use fill_dummy.")

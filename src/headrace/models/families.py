@@ -1,7 +1,6 @@
 """The model families: one row each, from a Hugging Face ``config.json`` (as transformers 4 or 5 writes it) to a DecoderSpec.
 
-What lives here: rows, and the few readers that rows share. What may not: torch, tensors, names of weights
-(weight_rules.py, whose functions are offered here too).
+What lives here: rows, and the few readers that rows share. What may not: torch, tensors, names of weights (weight_rules.py).
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.fields import Fields
+from headrace.models.fields import MISSING_FAMILIES, Fields
 from headrace.models.rope import read_rope, rope_context
-from headrace.models.weight_rules import WeightRule, count_weights, ignored_keys, weight_rules
+from headrace.models.weight_rules import with_formats
+from headrace.quant.config import read_quantization
 from headrace.spec import Activation, DecoderSpec, LayerSpec, MoESpec, NormKind
-
-__all__ = ["FAMILIES", "WeightRule", "count_weights", "ignored_keys", "spec_from_config", "weight_rules"]
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
@@ -32,26 +30,6 @@ _ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-
-# Families people will try, and what each would need.
-_MISSING: Mapping[str, str] = {
-    "deepseek_v2": "multi-head latent attention (kv_lora_rank) and shared experts with grouped routing",
-    "deepseek_v3": "multi-head latent attention (kv_lora_rank), sigmoid routing in groups (n_group) and a shared expert (n_shared_experts)",
-    "gpt_oss": "attention sinks, experts with biases and a clamped activation (swiglu_limit), and mxfp4 weights",
-    "gemma": "its row: norms like Gemma 2's, without sandwich norms and caps",
-    "gemma3_text": "a rope of its own for each attention type",
-    "gemma3": "images, and a rope of its own for each attention type",
-    "llama4": "images, chunked attention and shared experts",
-    "qwen2_moe": "a shared expert with its gate",
-    "qwen3_next": "linear attention layers",
-    "phi": "attention and feed-forward side by side in a block",
-    "gpt_neox": "attention and feed-forward side by side in a block",
-    "gptj": "attention and feed-forward side by side in a block, and interleaved rotation",
-    "falcon": "attention and feed-forward side by side in a block",
-    "bloom": "ALiBi positions",
-    "mamba": "state-space layers",
-}
-
 
 # --- attention windows ------------------------------------------------------------------------------------------------
 
@@ -287,9 +265,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     that is not understood, a value out of bounds.
     """
     fields = Fields(config, _family(config))
-    spec = FAMILIES[fields.family](fields)
+    spec, quantization = FAMILIES[fields.family](fields), fields.raw("quantization_config")
     fields.finish()
-    return spec
+    if quantization is None:
+        return spec
+    return with_formats(spec, read_quantization(quantization), embeddings=quantization.get("quant_method") == "gguf")
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -298,7 +278,7 @@ def _family(config: Mapping[str, Any]) -> str:
     if not isinstance(family, str):
         raise ModelError(f"config.json names no model family (model_type is {family!r}). {supported}", param="model_type")
     if family not in FAMILIES:
-        needs = f"it needs {_MISSING[family]}" if family in _MISSING else "no row of models/families.py describes its block"
+        needs = f"it needs {MISSING_FAMILIES[family]}" if family in MISSING_FAMILIES else "no row of models/families.py describes its block"
         raise ModelError(f"config.json names the model family {family[:40]!r}, which is not supported yet: {needs}. {supported}", param="model_type")
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):

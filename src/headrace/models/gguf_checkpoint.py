@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as a Checkpoint: dequantised where they must be, as Hugging Face has them.
+"""A GGUF file's tensors as a Checkpoint: as Hugging Face has them, quantised ones as rows of bytes or widened.
 
 What lives here: reading bytes, calling the gguf library's dequantisers, and undoing what the converter changed.
 What may not: names (gguf_names.py), the container (gguf_file.py).
@@ -26,14 +26,16 @@ _CHUNK_ELEMENTS = 1 << 22  # dequantised at a time: the library's temporaries ar
 
 
 class GGUFCheckpoint:
-    """Tensors of F32, F16 and BF16 are views of the file; others are dequantised to float32 when they are read."""
+    """Tensors of F32, F16 and BF16 are views of the file; others are dequantised to float32 when they are read, or with ``packed`` are the
+    bytes of their rows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, packed: bool = False) -> None:
         file = read_gguf(path)
         config, _ = read_gguf_config(path)
         self._tensors = file.tensors
         self._origins = origins(file, config)
         self._files = MappedFiles()
+        self._packed = packed
         self._alignment = file.get("general.alignment", int) or 32
         self._check_sizes()
 
@@ -42,17 +44,24 @@ class GGUFCheckpoint:
 
     def shape(self, key: str) -> tuple[int, ...]:
         origin = self._origins[key]
-        shape = self._tensors[origin.tensor].shape
-        if origin.part is not None:
-            return shape[1:]
+        tensor = self._tensors[origin.tensor]
+        shape = tensor.shape if origin.part is None else tensor.shape[1:]
+        if self._is_packed(tensor):
+            elements, size = _block_sizes()[tensor.type]
+            return (*shape[:-1], shape[-1] // elements * size)
         return tuple(reversed(shape)) if origin.change is Change.TRANSPOSED else shape
 
     def dtype(self, key: str) -> torch.dtype:
-        return _PLAIN.get(self._tensors[self._origins[key].tensor].type, torch.float32)
+        tensor = self._tensors[self._origins[key].tensor]
+        return torch.uint8 if self._is_packed(tensor) else _PLAIN.get(tensor.type, torch.float32)
 
     def read(self, key: str) -> Tensor:
         origin = self._origins[key]
-        return _restored(self._values(origin), origin)
+        values = self._values(origin)
+        if self._is_packed(self._tensors[origin.tensor]):
+            values = values.view(self.shape(key))
+            return _restored(values, origin) if origin.change is Change.INTERLEAVED else values
+        return _restored(values, origin)
 
     def close(self) -> None:
         self._files.close()
@@ -66,7 +75,11 @@ class GGUFCheckpoint:
             start += origin.part * size
         if tensor.type in _PLAIN:
             return self._files.tensor(tensor.file, _PLAIN[tensor.type], start, size).view(shape)
-        return _dequantised(self._files.tensor(tensor.file, torch.uint8, start, size), tensor.type).view(shape)
+        data = self._files.tensor(tensor.file, torch.uint8, start, size)
+        return data if self._is_packed(tensor) else _dequantised(data, tensor.type).view(shape)
+
+    def _is_packed(self, tensor: GGUFTensor) -> bool:
+        return self._packed and tensor.type not in _PLAIN and len(tensor.shape) >= 2
 
     def _check_sizes(self) -> None:
         sizes = {file: file.stat().st_size for file in {tensor.file for tensor in self._tensors.values()}}

@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.models.gguf_file import BF16, F16, F32, GGUFFile, read_gguf
+from headrace.models.gguf_names import origins
 
 _NUMBER = (int, float)
 _TYPE_NAMES = {F32: "float32", F16: "float16", BF16: "bfloat16"}
@@ -28,6 +29,8 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path} has the GGUF architecture {architecture[:40]!r}, which is not supported; supported are {known}. Use one of those.")
     config = {**_common(file), **ARCHITECTURES[architecture](_Values(file, architecture))}
+    if types := _packed_types(file, config):
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
     ids: dict[str, Any] = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
     return {name: value for name, value in config.items() if value is not None}, ids
 
@@ -99,6 +102,18 @@ def _common(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _ends(file),
     }
+
+
+def _packed_types(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
+    """The type of each matrix that is not stored in plain numbers, by its name in a checkpoint."""
+    packed = {name: tensor.type for name, tensor in file.tensors.items() if tensor.type not in _TYPE_NAMES and len(tensor.shape) >= 2}
+    if not packed:
+        return {}
+    from gguf.constants import GGMLQuantizationType
+
+    words = {int(each): each.name for each in GGMLQuantizationType}
+    found = ((key.removesuffix(".weight"), packed.get(origin.tensor)) for key, origin in origins(file, config).items())
+    return {key: words.get(kind, str(kind)) for key, kind in found if kind is not None}
 
 
 def _weight_type(file: GGUFFile) -> int:

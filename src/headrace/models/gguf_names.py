@@ -1,6 +1,7 @@
 """GGUF tensors under Hugging Face names: which tensor, which part of it, and how it was changed when it was written.
 
-What lives here: one table an architecture. What may not: torch, reading tensors (gguf_checkpoint.py applies the changes).
+What lives here: GGUF's words. What may not: torch, names in checkpoints (weight_rules.py), reading tensors
+(gguf_checkpoint.py applies the changes).
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from headrace.models.gguf_file import GGUFFile
+from headrace.models.weight_rules import names_of
 
 
 class Change(Enum):
@@ -32,60 +35,28 @@ class Origin:
     part: int | None = None
 
 
-# Inside a block: GGUF's word → checkpoint's word.
-_LLAMA_BLOCK: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-_GPT_BLOCK: Mapping[str, str] = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_MIXTRAL: Mapping[str, str] = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-_GEMMA2: Mapping[str, str] = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI3: Mapping[str, str] = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-
-# by model_type of the synthesised config
-_BLOCKS: Mapping[str, Mapping[str, str]] = {
-    "gemma2": {**_LLAMA_BLOCK, **_GEMMA2},
-    "phi3": {**_LLAMA_BLOCK, **_PHI3},
-    "mixtral": {**_LLAMA_BLOCK, **_MIXTRAL},
-    "gpt2": _GPT_BLOCK,
-    "gpt_bigcode": _GPT_BLOCK,
-}
-_LLAMA_TOP: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GPT_TOP: Mapping[str, str] = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
+# GGUF's words by the weight's name in the decoder: one for each tensor that it is merged of on disk.
+_WORDS = (
+    ("embedding", "token_embd"),
+    ("positions", "position_embd"),
+    ("norm", "output_norm"),
+    ("head", "output"),
+    ("attention_norm", "attn_norm"),
+    ("attention.qkv", "attn_q", "attn_k", "attn_v"),
+    ("attention.qkv", "attn_qkv"),
+    ("attention.q_norm", "attn_q_norm"),
+    ("attention.k_norm", "attn_k_norm"),
+    ("attention.output", "attn_output"),
+    ("post_attention_norm", "post_attention_norm"),
+    ("feed_forward_norm", "ffn_norm"),
+    ("feed_forward.up", "ffn_gate", "ffn_up"),
+    ("feed_forward.up", "ffn_up"),
+    ("feed_forward.down", "ffn_down"),
+    ("feed_forward.router", "ffn_gate_inp"),
+    ("experts.up", "ffn_gate_exps", "ffn_up_exps"),
+    ("experts.down", "ffn_down_exps"),
+    ("post_feed_forward_norm", "post_ffw_norm"),
+)
 
 _INTERLEAVED = ("llama", "mistral", "mixtral")  # model types that are written as architecture "llama"
 _TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")  # gpt2's Conv1D
@@ -104,31 +75,37 @@ def origins(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Origin]:
 def _named(file: GGUFFile, tensor: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Origin]]:
     family = config["model_type"]
     stem, _, suffix = tensor.rpartition(".")
-    gpt = family in ("gpt2", "gpt_bigcode")
-    if not stem.startswith("blk."):
-        name = (_GPT_TOP if gpt else _LLAMA_TOP).get(stem)
-        yield (tensor if name is None else f"{name}.{suffix}", Origin(tensor, _change(family, stem, suffix)))
-        return
-    _, index, word = stem.split(".", 2) if stem.count(".") >= 2 else ("", "", stem)
-    name, expert = _block_name(family, word)
-    prefix = f"transformer.h.{index}." if gpt else f"model.layers.{index}."
-    origin = Origin(tensor, _change(family, word, suffix), _heads(word, config))
+    words, prefix, word = _checkpoint_words(family), "", stem
+    if stem.startswith("blk.") and stem.count(".") >= 2:
+        _, index, word = stem.split(".", 2)
+        prefix = f"{names_of(family).layer}.{index}."
+    base, _, expert = word.rpartition(".")
+    if base and expert.isdigit():  # a tensor that holds a single expert, as older files have it
+        name = words.get(base + "_exps")
+    else:
+        name, expert = words.get(word), ""
     if name is None:
-        yield tensor, origin
-    elif "{}" in name and expert is None:
+        yield tensor, Origin(tensor)
+    elif "{}" in name and not expert:
         for part in range(file.tensors[tensor].shape[0]):
             yield f"{prefix}{name.format(part)}.{suffix}", Origin(tensor, part=part)
     else:
-        yield f"{prefix}{name.format(expert)}.{suffix}", origin
+        yield (
+            f"{prefix}{name.format(expert)}.{suffix}",
+            Origin(tensor, _change(family, word, suffix), _heads(word, config)),
+        )
 
 
-def _block_name(family: str, word: str) -> tuple[str | None, str | None]:
-    """The checkpoint's word, and the expert of a tensor that holds a single one (``ffn_up.3``, as older files have it)."""
-    block = _BLOCKS.get(family, _LLAMA_BLOCK)
-    base, _, expert = word.rpartition(".")
-    if base and expert.isdigit():
-        return block.get(base + "_exps"), expert
-    return block.get(word), None
+@cache
+def _checkpoint_words(family: str) -> Mapping[str, str]:
+    """GGUF's word → the checkpoint's, with braces for an expert's number."""
+    words = names_of(family).words
+    found: dict[str, str] = {}
+    for name, *own in _WORDS:
+        if len(own) == len(words.get(name, ())):
+            within = f"{words['experts'][0]}.{{}}." if name.startswith("experts.") else ""
+            found.update(zip(own, (within + word for word in words[name]), strict=True))
+    return found
 
 
 def _change(family: str, word: str, suffix: str) -> Change:

@@ -1,7 +1,9 @@
-"""Models by hub id: which files of a repository are needed, fetched through huggingface_hub (extra ``[hf]``) into its shared cache.
+"""Models by hub id: which files of a repository are needed, fetched through huggingface_hub (extra ``[hf]``) into its
+shared cache.
 
-What lives here: choosing files, and sentences for what goes wrong. What may not: torch, credentials (the library reads HF_TOKEN
-itself), anything but data files: code in a repository is never fetched, so it can never run.
+What lives here: asking for them, and sentences for what goes wrong. What may not: choosing files (file_names.py),
+torch, credentials (the library reads HF_TOKEN itself), anything but data files: code in a repository is never fetched,
+so it can never run.
 """
 
 from __future__ import annotations
@@ -13,30 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.hub_resume import fetch_large_files
+from headrace.models.file_names import SMALL, needed_files, quantisations, select_gguf, weight_files
+from headrace.models.hub_cache import fetch_large_files
 
-# Small files, whatever the weights; config.json decides whether it is a model of this kind at all.
-_SMALL = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "tokenizer.model",
-        "chat_template.jinja",
-        "chat_template.json",
-    }
-)
-_NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_INDEX = "model.safetensors.index.json"
 _HUB_ID = re.compile(
-    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?(?::(?P<quantisation>[\w.-]{1,40}))?", re.ASCII
+    r"(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]{1,200}))?(?::(?P<quantisation>[\w.-]{1,40}))?",
+    re.ASCII,
 )
-_GGUF = re.compile(r"(?P<stem>[\w.-]+?)(?:-\d{5}-of-(?P<shards>\d{5}))?\.gguf", re.ASCII)
-_QUANTISATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE | re.ASCII)
-_NO_MODEL = ("mmproj", "imatrix")  # GGUF files beside a model: what sees its images, what it was quantised by
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,62 +43,16 @@ class HubId:
         return self.repository + (f":{self.quantisation}" if self.quantisation else "")
 
     def __str__(self) -> str:
-        return self.repository + (f"@{self.revision}" if self.revision else "") + (f":{self.quantisation}" if self.quantisation else "")
-
-
-def gguf_files(files: Sequence[str]) -> dict[str, list[str]]:
-    """Models in GGUF among a repository's files, by the path of each without its ending; a model in shards has several."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(files):
-        folder, _, file = name.rpartition("/")
-        match = _GGUF.fullmatch(file)
-        if match and re.fullmatch(r"[\w./-]*", folder, re.ASCII) and ".." not in name and not any(word in file.lower() for word in _NO_MODEL):
-            found.setdefault(f"{folder}/{match['stem']}".lstrip("/"), []).append(name)
-    return found
-
-
-def quantisations(files: Sequence[str]) -> list[str]:
-    """How the GGUF files are quantised, as their names say."""
-    named = (_QUANTISATION.search(stem) for stem in gguf_files(files))
-    return sorted({match[1] for match in named if match})
-
-
-def _quantisation(stem: str) -> str:
-    match = _QUANTISATION.search(stem)
-    return match[1] if match else re.split("[-./]", stem)[-1]
-
-
-def select_gguf(files: Sequence[str], hub_id: str, quantisation: str) -> list[str]:
-    """The files of that quantisation, shards in order. Raises ModelError that lists those there are."""
-    models, wanted = gguf_files(files), quantisation.lower()
-    fitting = [stem for spelling in (wanted, f"ud-{wanted}") for stem in models if _quantisation(stem).lower() == spelling]
-    if not fitting:
-        there = quantisations(files)
-        remedy = f"there are {', '.join(there)}; name one of them" if there else "its name has no quantisation in it; name the file" if models else ""
-        raise ModelError(f"{hub_id} has no {quantisation} in GGUF: {remedy or 'it has no .gguf file; leave :' + quantisation + ' out'}.")
-    return models[fitting[0]]
-
-
-def needed_files(files: Sequence[str], *, with_weights: bool) -> list[str]:
-    """What to fetch of a repository: small files and one form of the weights. Nothing that is not named here is ever fetched."""
-    small = [name for name in files if name in _SMALL or _NAMED_TEMPLATE.fullmatch(name)]
-    return small + (_weight_files(files) if with_weights else [])
-
-
-def _weight_files(files: Sequence[str]) -> list[str]:
-    """Shards with their index, else the single file, else a lone model in GGUF; other copies of the weights are left where they are."""
-    if _INDEX in files:
-        return [_INDEX, *(name for name in files if _SHARD.fullmatch(name))]
-    if "model.safetensors" in files:
-        return ["model.safetensors"]
-    top = [name for name in files if "/" not in name]
-    single = [name for name in top if name.endswith(".safetensors")]
-    quantised = list(gguf_files(top).values())
-    return single if len(single) == 1 else quantised[0] if len(quantised) == 1 else []
+        return (
+            self.repository
+            + (f"@{self.revision}" if self.revision else "")
+            + (f":{self.quantisation}" if self.quantisation else "")
+        )
 
 
 def download_model(model: HubId, *, with_weights: bool) -> Path:
-    """Its folder in the cache, complete, or its .gguf file. Offline (HF_HUB_OFFLINE, or no network) the cache alone is asked. Raises ModelError."""
+    """Its folder in the cache, complete, or its .gguf file. Offline (HF_HUB_OFFLINE, or no network) the cache alone is
+    asked. Raises ModelError."""
     hub = _library(str(model))
     try:
         # Not list_repo_files: that one asks a hub that is gone five times, with pauses.
@@ -125,7 +64,7 @@ def download_model(model: HubId, *, with_weights: bool) -> Path:
         wanted = select_gguf(files, f"hub model {model.repository}", model.quantisation)
         return _fetch(hub, model, wanted) / wanted[0]
     wanted = needed_files(files, with_weights=with_weights)
-    if with_weights and not _weight_files(files):
+    if with_weights and not weight_files(files):
         raise ModelError(_nothing_single(model, files))
     return _fetch(hub, model, wanted)
 
@@ -133,8 +72,12 @@ def download_model(model: HubId, *, with_weights: bool) -> Path:
 def _nothing_single(model: HubId, files: Sequence[str]) -> str:
     if named := quantisations(files):
         choice = next((each for each in ("Q4_K_M", "Q8_0") if each in named), named[0])
-        return f"hub model {model} has several .gguf files ({', '.join(named)[:300]}); say which, like {model}:{choice}."
-    offers = ", ".join(file for file in files if file.endswith((".gguf", ".bin", ".safetensors"))) or "no weights at all"
+        return (
+            f"hub model {model} has several .gguf files ({', '.join(named)[:300]}); say which, like {model}:{choice}."
+        )
+    offers = (
+        ", ".join(file for file in files if file.endswith((".gguf", ".bin", ".safetensors"))) or "no weights at all"
+    )
     return f"hub model {model} has no safetensors and no single .gguf (it has {offers[:200]}); download what you need and name the file."
 
 
@@ -154,7 +97,11 @@ def _fetch(hub: Any, model: HubId, wanted: Sequence[str]) -> Path:
         fetch_large_files(hub, repository, revision, wanted)
         # A name is its own pattern: none of the characters that patterns use is left in one (checked by needed_files' expressions).
         folder = hub.snapshot_download(
-            repository, revision=revision, allow_patterns=list(wanted), library_name="headrace", tqdm_class=_patient_bars(hub)
+            repository,
+            revision=revision,
+            allow_patterns=list(wanted),
+            library_name="headrace",
+            tqdm_class=_patient_bars(hub),
         )
     except ModelError:
         raise
@@ -178,19 +125,31 @@ def _cached(hub: Any, model: HubId, error: Exception) -> Path:
     if _refused(error):
         raise _explained(model, error) from error
     try:
-        folder = Path(hub.snapshot_download(model.repository, revision=model.revision, local_files_only=True, allow_patterns=sorted(_SMALL)))
+        folder = Path(
+            hub.snapshot_download(
+                model.repository, revision=model.revision, local_files_only=True, allow_patterns=sorted(SMALL)
+            )
+        )
     except Exception:
         raise _explained(model, error) from error
     if model.quantisation is None:
         return folder
     files = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-    return folder / select_gguf(files, f"the hub cannot be asked now, and what the cache holds of {model.repository}", model.quantisation)[0]
+    return (
+        folder
+        / select_gguf(
+            files, f"the hub cannot be asked now, and what the cache holds of {model.repository}", model.quantisation
+        )[0]
+    )
 
 
 def _refused(error: Exception) -> bool:
     from huggingface_hub import errors
 
-    return isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError, errors.HFValidationError))
+    return isinstance(
+        error,
+        (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError, errors.HFValidationError),
+    )
 
 
 def _explained(name: HubId, error: Exception) -> ModelError:

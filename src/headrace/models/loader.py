@@ -6,20 +6,22 @@ What may not: knowledge of families (families.py writes the rules), file formats
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
+from headrace.layers.packed import Piece
 from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
-from headrace.models.families import WeightRule
 from headrace.models.streaming import Source, stream
-from headrace.progress import LoadingLine
+from headrace.models.weight_rules import WeightRule
+from headrace.observe.progress import LoadingLine
 
 # Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
 _WRAPPERS = ("model.", "transformer.")
@@ -34,16 +36,29 @@ def load_weights(decoder: nn.Module, checkpoint: Checkpoint, rules: Iterable[Wei
     On a CPU files are mapped and copied tensor by tensor; to a GPU they are read by several threads at once.
     """
     parameters = dict(decoder.named_parameters())
-    names = _Names(checkpoint.keys())
-    plan = list(rules)
-    _check_complete(plan, parameters, names)
-    _check_nothing_left(plan, names, ignored)
+    names = KeyNames(checkpoint.keys())
+    plan = [found for rule in rules if (found := _as_stored(rule, names)) is not None]
+    for name in set(parameters) - {rule.target for rule in plan}:
+        parameters.pop(name).data = torch.empty(0)  # an optional one that is not there
+    _check_complete(plan, names)
+    _check_nothing_left(plan, names, ignored, checkpoint)
     copies = [copy for rule in plan for copy in _copies(parameters[rule.target], rule, checkpoint, names, dtype)]
     line = LoadingLine(sum(copy.target.nbytes for copy in copies), _layer_ends(plan, parameters))
     try:
         _fill(copies, checkpoint, line.add)
     finally:
         line.close()
+
+
+def _as_stored(rule: WeightRule, names: KeyNames) -> WeightRule | None:
+    """With the suffix that this checkpoint has; None for what may be missing, and is."""
+    if rule.stored is None:
+        return rule
+    usual, first = rule.stored.on_disk[0], next(_sources(rule))
+    found = next((each for each in rule.stored.on_disk if names.find(first.removesuffix(usual) + each) is not None), None)
+    if found is None:
+        return None if rule.stored.optional else rule
+    return replace(rule, sources=tuple(tuple(each.removesuffix(usual) + found for each in group) for group in rule.sources))
 
 
 def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Parameter]) -> list[int]:
@@ -81,11 +96,11 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
     with torch.inference_mode():
         for copy in copies:
             tensor = checkpoint.read(copy.key)
-            copy.target.copy_(tensor.t() if copy.transpose else tensor)
+            copy.target.copy_(tensor.t() if copy.transpose else tensor.view(copy.target.shape))
             filled(copy.target.nbytes)
 
 
-class _Names:
+class KeyNames:
     """Finds a rule's key in a checkpoint that may lack or add the wrapper's prefix."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -93,6 +108,9 @@ class _Names:
 
     def find(self, name: str) -> str | None:
         return next((key for key in spellings(name) if key in self.keys), None)
+
+    def find_any(self, module: str, suffixes: Iterable[str]) -> str | None:
+        return next((key for each in suffixes if (key := self.find(f"{module}.{each}")) is not None), None)
 
     def __getitem__(self, name: str) -> str:
         key = self.find(name)
@@ -115,9 +133,7 @@ def _sources(rule: WeightRule) -> Iterator[str]:
         yield from group
 
 
-def _check_complete(rules: list[WeightRule], parameters: dict[str, nn.Parameter], names: _Names) -> None:
-    unfilled = sorted(set(parameters) - {rule.target for rule in rules})
-    assert not unfilled, f"no rule fills {unfilled[:3]}"
+def _check_complete(rules: list[WeightRule], names: KeyNames) -> None:
     missing = [source for rule in rules for source in _sources(rule) if names.find(source) is None]
     if missing:
         raise ModelError(
@@ -126,10 +142,11 @@ def _check_complete(rules: list[WeightRule], parameters: dict[str, nn.Parameter]
         )
 
 
-def _check_nothing_left(rules: list[WeightRule], names: _Names, ignored: Sequence[str]) -> None:
+def _check_nothing_left(rules: list[WeightRule], names: KeyNames, ignored: Sequence[str], checkpoint: Checkpoint) -> None:
     used = {names[source] for rule in rules for source in _sources(rule)}
     patterns = [re.compile(pattern) for pattern in ignored]
-    unknown = sorted(key for key in names.keys - used if not _is_ignored(key, patterns))
+    left = (key for key in names.keys - used if not _is_ignored(key, patterns))
+    unknown = sorted(key for key in left if not (key.endswith(".bias") and not checkpoint.read(key).any()))  # some tools write biases of zeros
     if unknown:
         raise ModelError(
             f"the checkpoint holds {len(unknown)} tensors that this model has no place for (first: {_few(unknown)}); "
@@ -145,43 +162,68 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(name[:100] for name in names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: _Names, dtype: torch.dtype) -> Iterator[_Copy]:
-    if parameter.dtype != dtype and parameter.dtype != torch.float32:
+def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, names: KeyNames, dtype: torch.dtype) -> Iterator[_Copy]:
+    if rule.stored is None and parameter.dtype != dtype and parameter.dtype != torch.float32:
         raise ModelError(f"parameter {rule.target} is {parameter.dtype} but weights load as {dtype}; build the decoder with that dtype.")
+    stored = checkpoint.dtype(names[next(_sources(rule))])
+    if -1 in rule.shape:  # as long as the longest
+        longest = max(math.prod(checkpoint.shape(names[source])) for source in _sources(rule))
+        parameter.data = parameter.new_zeros([longest if size == -1 else size for size in rule.shape])
+    elif rule.stored is not None and rule.stored.any_float and stored in _FLOATS:
+        parameter.data = parameter.new_empty(parameter.shape, dtype=stored)
     groups = parameter.data.unbind(0) if rule.stack else (parameter.data,)
     if len(groups) != len(rule.sources):
         raise ModelError(f"{rule.target} stacks {len(groups)} tensors but the checkpoint has {len(rule.sources)}; check num_experts in config.json.")
     for target, sources in zip(groups, rule.sources, strict=True):
+        target = target[: math.prod(checkpoint.shape(names[sources[0]]))] if -1 in rule.shape else target
         yield from _copies_of_group(target, rule, [names[source] for source in sources], checkpoint)
 
 
 def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoint: Checkpoint) -> Iterator[_Copy]:
     """Tensors one after another along dimension 0 of ``target``; their sizes must use it up exactly."""
-    shapes = [_oriented(checkpoint.shape(key), rule.transpose) for key in keys]
+    shapes = [_oriented(checkpoint.shape(key), rule, target) for key in keys]
     rows = sum(shape[0] if shape else 1 for shape in shapes)
-    wrong = rows != target.shape[0] or any(shape[1:] != tuple(target.shape[1:]) for shape in shapes)
+    wrong = rows != (target.shape[0] if target.dim() else 1) or any(shape[1:] != tuple(target.shape[1:]) for shape in shapes)
     if wrong:
         raise ModelError(
-            f"{' + '.join(keys[:3])} has shape {' + '.join(str(list(shape)) for shape in shapes[:3])}, "
+            f"{' + '.join(keys[:3])} has shape {' + '.join(str(list(checkpoint.shape(key))) for key in keys[:3])}, "
             f"but the config calls for {list(target.shape)}. "
             f"Check that config.json belongs to these weights."
         )
     start = 0
     for key, shape in zip(keys, shapes, strict=True):
-        _check_floats(key, checkpoint)
-        yield _Copy(key, target.narrow(0, start, shape[0]), rule.transpose and len(shape) == 2)
-        start += shape[0]
+        _check_type(key, rule, target, checkpoint)
+        place = target.narrow(0, start, shape[0]) if len(keys) > 1 else target
+        yield _Copy(key, place, rule.transpose and len(shape) == 2)
+        start += shape[0] if shape else 1
 
 
-def _oriented(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
-    return (shape[1], shape[0]) if transpose and len(shape) == 2 else shape
+def _oriented(shape: tuple[int, ...], rule: WeightRule, target: Tensor) -> tuple[int, ...]:
+    """As it would be without dimensions of one element, where a format's tensor comes with more or fewer of those."""
+    if rule.transpose and len(shape) == 2:
+        return shape[1], shape[0]
+    if rule.stored is None:
+        return shape
+    same = math.prod(shape) == target.numel() if rule.stored.flat else _squeezed(shape) == _squeezed(target.shape)
+    return tuple(target.shape) if same else shape
 
 
-def _check_floats(key: str, checkpoint: Checkpoint) -> None:
-    if checkpoint.dtype(key) not in _FLOATS:
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _check_type(key: str, rule: WeightRule, target: Tensor, checkpoint: Checkpoint) -> None:
+    """Numbers may be cast from any float type; codes are of one type alone."""
+    stored = checkpoint.dtype(key)
+    if rule.stored is not None and rule.stored.dtype:
+        if stored != target.dtype and not (target.dtype is torch.float32 and stored in _FLOATS):
+            raise ModelError(
+                f"tensor {key} is stored as {stored}, but its format calls for {target.dtype}. Check that config.json belongs to these weights."
+            )
+    elif stored not in _FLOATS:
         raise ModelError(
-            f"tensor {key} is stored as {checkpoint.dtype(key)}, which needs a "
-            "quantization format that is not supported; use an unquantized checkpoint."
+            f"tensor {key} is stored as {stored}, and config.json names no quantization (quantization_config) that it would belong to. "
+            "Fetch config.json again, or use an unquantized checkpoint."
         )
 
 
@@ -203,8 +245,10 @@ def fill_dummy(decoder: nn.Module, seed: int) -> None:
     Matrices have a standard deviation near that of the usual initialisation, 0.02; vectors named ``weight`` are norms, near 1.
     """
     with torch.inference_mode():
+        packed = {id(parameter) for module in decoder.modules() if isinstance(module, Piece) for parameter in module.make_up(seed)}
         for name, parameter in decoder.named_parameters():
-            _fill_random(parameter.data, name, zlib.crc32(f"{seed} {name}".encode()))
+            if id(parameter) not in packed:
+                _fill_random(parameter.data, name, zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _fill_random(data: Tensor, name: str, seed: int) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
-from headrace.models.hub import HubId, download_model, gguf_files, select_gguf
+from headrace.models.file_names import gguf_files, select_gguf
+from headrace.models.hub import HubId, download_model
+from headrace.quant.config import USUAL
 
 MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
 MAX_INDEX_BYTES = 64 * 2**20  # of shards
@@ -46,7 +48,10 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that was found. ``config`` is Hugging Face style (synthesised for GGUF); ``path`` a folder or a .gguf file."""
+    """A model that was found. ``config`` is Hugging Face style (synthesised for GGUF); ``path`` a folder or a .gguf file.
+
+    ``widened``: how its weights are quantised where they are to be widened while they are read; then ``config`` says nothing of it.
+    """
 
     name: str
     path: Path
@@ -54,6 +59,13 @@ class ModelSource:
     config: dict[str, Any]
     generation_defaults: dict[str, Any]  # sampling defaults; empty when the user asked for none
     eos_token_ids: tuple[int, ...]  # from config and generation config together
+    widened: Mapping[str, Any] | None = None
+
+    @property
+    def revision(self) -> str:
+        """Of its weights' files: changes when one does. (In a hub's cache their names are hashes of what is in them.)"""
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        return " ".join(f"{each.resolve().name} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files)
 
     def tokenizer_files(self) -> TokenizerFiles | None:
         """None when the model has no tokenizer (prompts must then be token ids). Raises ModelError for a damaged one."""
@@ -66,7 +78,25 @@ def find_model(config: ModelConfig) -> ModelSource:
     weights = _weight_format(path, config.load_format)
     if path.is_dir() and weights is WeightFormat.GGUF:
         path = only_gguf(path)
-    return _describe(path, name, weights, config.generation_config)
+    return _quantised_as_asked(_describe(path, name, weights, config.generation_config), config.quantization)
+
+
+def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
+    """``--quantization none`` widens what is stored in fewer bits; a method's name must be the checkpoint's own, but random
+    weights of a model that is not quantised are made up as the method usually has them."""
+    stored = source.config.get("quantization_config")
+    usual = USUAL.get(asked or "")
+    if stored is None and source.weights is WeightFormat.DUMMY and usual is not None:
+        return replace(source, config={**source.config, "quantization_config": {"quant_method": asked, **usual}})
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if asked not in (None, "none", method):
+        raise ModelError(
+            f"--quantization is {asked}, but {source.name} is {'not quantised' if stored is None else f'quantised by {method}'}; leave it out."
+        )
+    if asked != "none" or stored is None:
+        return source
+    plain = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    return replace(source, config=plain, widened=stored)
 
 
 def as_path(text: str) -> Path:
@@ -155,6 +185,8 @@ def _describe(path: Path, name: str, weights: WeightFormat, generation_config: s
         config, generation = read_gguf_config(path)
     else:
         config = read_json(path / "config.json")
+        if "quantization_config" not in config and (path / "hf_quant_config.json").is_file():  # ModelOpt's own file
+            config["quantization_config"] = read_json(path / "hf_quant_config.json").get("quantization")
         generation = read_json(path / "generation_config.json", missing_ok=True)
     defaults = _generation_defaults(generation, generation_config)
     return ModelSource(name, path, weights, config, defaults, _eos_ids(config, generation))

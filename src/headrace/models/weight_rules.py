@@ -1,25 +1,35 @@
-"""Which checkpoint tensors make up which parameter of the decoder.
+"""Which checkpoint tensors make up which parameter of the decoder, and which format each matrix is in.
 
-What lives here: the names families use on disk, and the rules that merge, stack and transpose. What may not: torch, reading.
+What lives here: the rules that merge, stack and transpose, and formats by the names that families use on disk
+(weight_names.toml).
+What may not: torch, reading, what a format means (quant/).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from headrace.spec import DecoderSpec, MoESpec, NormKind
+from headrace.errors import ModelError
+from headrace.quant import Format, StoredTensor
+from headrace.quant.floats import MXFP4
+from headrace.quant.gguf import GGUFBlocks
+from headrace.sites import Role, Weight, is_plain, layer_weights, weights
+from headrace.spec import DecoderSpec, Formats
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
     """How one parameter is made of checkpoint tensors.
 
-    Each inner tuple of ``sources`` is concatenated on dimension 0 (each tensor transposed first, if ``transpose``); the outer
-    ones are stacked on a new dimension 0 if ``stack``, else there is exactly one. ``target`` is a name from the decoder's
-    ``named_parameters()``, ``shape`` the finished shape. Names are those of the causal language model, with its leading
-    ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them too.
+    Each inner tuple of ``sources`` is concatenated on dimension 0 (each tensor transposed first, if ``transpose``);
+    the outer ones are stacked on a new dimension 0 if ``stack``, else there is exactly one. ``target`` is a name from
+    the decoder's ``named_parameters()``, ``shape`` the finished shape. Names are those of the causal language model,
+    with its leading ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them too.
+
+    ``stored``: one of a format's tensors, which may have other suffixes than the first, as the sources are written.
     """
 
     target: str
@@ -27,145 +37,233 @@ class WeightRule:
     shape: tuple[int, ...]
     stack: bool = False
     transpose: bool = False
+    stored: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """A family's words on disk. Inside a layer they are relative to ``layer``."""
+class Names:
+    """A family's words on disk, by the weight's name in the decoder; a layer's stand behind ``layer`` and its index."""
 
-    prefix: str = "model."
-    embedding: str = "embed_tokens"
-    positions: str = ""
-    norm: str = "norm"
-    layer: str = "layers"
-    attention_norm: str = "input_layernorm"
-    feed_forward_norm: str = "post_attention_layernorm"
-    post_attention_norm: str = ""
-    post_feed_forward_norm: str = ""
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    output: str = "self_attn.o_proj"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
+    prefix: str
+    layer: str
+    words: Mapping[str, tuple[str, ...]]
     transposed: bool = False  # matrices are stored [in, out]
 
 
-_LLAMA = _Names()
-_GPT = _Names(
-    prefix="transformer.",
-    embedding="wte",
-    positions="wpe",
-    norm="ln_f",
-    layer="h",
-    attention_norm="ln_1",
-    feed_forward_norm="ln_2",
-    qkv=("attn.c_attn",),
-    output="attn.c_proj",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
-)
-_FAMILY_NAMES = {
-    "gemma2": replace(
-        _LLAMA,
-        feed_forward_norm="pre_feedforward_layernorm",
-        post_attention_norm="post_attention_layernorm",
-        post_feed_forward_norm="post_feedforward_layernorm",
-    ),
-    "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-    "mixtral": replace(
-        _LLAMA, router="block_sparse_moe.gate", experts="block_sparse_moe.experts", expert_up=("w1", "w3"), expert_down="w2"
-    ),
-    "gpt2": replace(_GPT, transposed=True),
-    "gpt_bigcode": _GPT,
-}
-_HEAD = "lm_head"
+def _read_names() -> dict[str, Names]:
+    found: dict[str, Names] = {}
+    entries = tomllib.loads(Path(__file__).with_name("weight_names.toml").read_text(encoding="utf-8"))
+    for family, entry in entries.items():
+        words = {name: tuple(each) for name, each in entry.pop("words", {}).items()}
+        if (base := found.get(entry.pop("like", ""))) is not None:
+            found[family] = replace(base, words={**base.words, **words}, **entry)
+        else:
+            found[family] = Names(words=words, **entry)
+    return found
 
 
-def _names(spec: DecoderSpec) -> _Names:
-    return _FAMILY_NAMES.get(spec.family, _LLAMA)
+_NAMES = _read_names()
 
 
-def count_weights(spec: DecoderSpec) -> int:
-    """Elements of all tensors, a tied head's once."""
-    return sum(math.prod(rule.shape) for rule in weight_rules(spec))
+def names_of(family: str) -> Names:
+    return _NAMES.get(family, _NAMES["llama"])
+
+
+def _names(spec: DecoderSpec) -> Names:
+    return names_of(spec.family)
+
+
+# What a cache in FP8 takes its scales from (kv_scales.py), and scales of inputs in 4 bits, which stay in the type the model
+# computes in.
+_KV_SCALES = r".*\.[kv]_(proj\.([kv]_|output_)?)?(scale|zero_point)"
+_UNUSED_SCALES = r".*\.(input_global_scale|weight_format)"
 
 
 def ignored_keys(spec: DecoderSpec) -> tuple[str, ...]:
     """Regular expressions of keys that carry no weight: constants some checkpoints store, and a tied head's copy."""
     prefix = _names(spec).prefix.replace(".", r"\.")
-    constants = rf"{prefix}(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", rf"{prefix}h\.\d+\.attn\.(bias|masked_bias)"
-    return (*constants, rf"{_HEAD}\.weight") if spec.tied_head else constants
+    found = [
+        rf"{prefix}(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",
+        rf"{prefix}h\.\d+\.attn\.(bias|masked_bias)",
+    ]
+    found += [r"lm_head\.weight"] if spec.tied_head else []
+    return (*found, _KV_SCALES) if is_plain(spec) else (*found, _KV_SCALES, _UNUSED_SCALES)
+
+
+def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names under which checkpoints keep the scale of a layer's keys, and of its values, usual ones first."""
+    names = _names(spec)
+    at = f"{names.layer}.{layer}.{names.words['attention.output'][0].rpartition('.')[0]}"
+    keys, values = (
+        tuple(f"{at}.{each.format(letter)}" for each in ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale"))
+        for letter in "kv"
+    )
+    return keys, values
 
 
 def weight_rules(spec: DecoderSpec) -> Iterator[WeightRule]:
     """One rule for every parameter of the decoder, in the order in which it computes."""
-    names, hidden = _names(spec), spec.hidden_size
-    yield WeightRule("embedding.weight", ((f"{names.prefix}{names.embedding}.weight",),), (spec.vocab_size, hidden))
-    if spec.rope is None:
-        yield WeightRule("positions.weight", ((f"{names.prefix}{names.positions}.weight",),), (spec.max_positions, hidden))
-    for index in range(spec.num_layers):
-        yield from _layer_rules(spec, names, index)
-    yield from _norm_rules(spec, "norm", names.prefix + names.norm)
-    if not spec.tied_head:
-        yield WeightRule("head.weight", ((f"{_HEAD}.weight",),), (spec.vocab_size, hidden))
+    names = _names(spec)
+    for weight in weights(spec):
+        if not weight.tied:
+            yield from _rules(names, weight)
 
 
-def _layer_rules(spec: DecoderSpec, names: _Names, index: int) -> Iterator[WeightRule]:
-    target, source = f"layers.{index}.", f"{names.prefix}{names.layer}.{index}."
-    yield from _norm_rules(spec, target + "attention_norm", source + names.attention_norm)
-    yield from _attention_rules(spec, names, target + "attention.", source)
-    if spec.sandwich_norm:
-        yield from _norm_rules(spec, target + "post_attention_norm", source + names.post_attention_norm)
-    yield from _norm_rules(spec, target + "feed_forward_norm", source + names.feed_forward_norm)
-    moe = spec.layers[index].moe
-    if moe is None:
-        yield from _dense_rules(spec, names, target + "feed_forward.", source)
-    else:
-        yield from _sparse_rules(spec, names, moe, target + "feed_forward.", source)
-    if spec.sandwich_norm:
-        yield from _norm_rules(spec, target + "post_feed_forward_norm", source + names.post_feed_forward_norm)
+def _rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
+    """Tensors merged in the order of their words; the finished matrix is [out, in] whatever the disk's order."""
+    modules = _modules(names, weight)
+    if weight.formats:
+        yield from _stacked_rules(names, weight) if _one_tensor(weight) else _packed_rules(modules, weight)
+    for target, shape in weight.tensors.items():
+        suffix = target.removeprefix(weight.name)
+        if suffix.startswith(".pieces."):
+            continue
+        sources = tuple(tuple(module + (suffix or ".weight") for module in merged) for merged in modules)
+        turned = names.transposed and weight.layer is not None and len(shape) == 2
+        yield WeightRule(target, sources, shape, stack=weight.moe is not None, transpose=turned)
 
 
-def _attention_rules(spec: DecoderSpec, names: _Names, target: str, source: str) -> Iterator[WeightRule]:
-    heads = spec.num_heads * spec.head_dim
-    merged = heads + 2 * spec.num_kv_heads * spec.head_dim
-    yield from _matrix_rules(names, target + "qkv", [source + name for name in names.qkv], merged, spec.hidden_size, spec.qkv_bias)
-    if spec.qk_norm:
-        yield WeightRule(target + "q_norm.weight", ((f"{source}{names.q_norm}.weight",),), (spec.head_dim,))
-        yield WeightRule(target + "k_norm.weight", ((f"{source}{names.k_norm}.weight",),), (spec.head_dim,))
-    yield from _matrix_rules(names, target + "output", [source + names.output], spec.hidden_size, heads, spec.output_bias)
+def _stacked_rules(names: Names, weight: Weight) -> Iterator[WeightRule]:
+    """All experts of one tensor, as gpt-oss names them."""
+    word = "gate_up_proj" if weight.role is Role.UP else "down_proj"
+    for index, each in weight.stored:
+        source = f"{names.layer}.{weight.layer}.{names.words['experts'][0]}.{word}_{each.on_disk[0]}"
+        yield WeightRule(
+            f"{weight.name}.pieces.{index}.{each.name}", ((source,),), (*weight.stacked, *each.shape), stored=each
+        )
 
 
-def _dense_rules(spec: DecoderSpec, names: _Names, target: str, source: str) -> Iterator[WeightRule]:
-    inner = spec.intermediate_size
-    width = 2 * inner if spec.gated_mlp else inner
-    yield from _matrix_rules(names, target + "up", [source + name for name in names.up], width, spec.hidden_size, spec.mlp_bias)
-    yield from _matrix_rules(names, target + "down", [source + names.down], spec.hidden_size, inner, spec.mlp_bias)
+def _packed_rules(modules: tuple[tuple[str, ...], ...], weight: Weight) -> Iterator[WeightRule]:
+    """Each part that is stored apart has tensors of its own."""
+    for index, each in weight.stored:
+        apart = len(weight.formats) > 1
+        sources = tuple(
+            tuple(f"{module}.{each.on_disk[0]}" for module in (merged[index : index + 1] if apart else merged))
+            for merged in modules
+        )
+        target, shape = f"{weight.name}.pieces.{index}.{each.name}", (*weight.stacked, *each.shape)
+        yield WeightRule(target, sources, shape, stack=weight.moe is not None, stored=each)
 
 
-def _sparse_rules(spec: DecoderSpec, names: _Names, moe: MoESpec, target: str, source: str) -> Iterator[WeightRule]:
-    hidden, inner = spec.hidden_size, moe.intermediate_size
-    experts = [f"{source}{names.experts}.{expert}." for expert in range(moe.num_experts)]
-    ups = tuple(tuple(f"{expert}{name}.weight" for name in names.expert_up) for expert in experts)
-    downs = tuple((f"{expert}{names.expert_down}.weight",) for expert in experts)
-    yield WeightRule(target + "router.weight", ((f"{source}{names.router}.weight",),), (moe.num_experts, hidden))
-    yield WeightRule(target + "gate_up", ups, (moe.num_experts, 2 * inner, hidden), stack=True)
-    yield WeightRule(target + "down", downs, (moe.num_experts, hidden, inner), stack=True)
+def _one_tensor(weight: Weight) -> bool:
+    return weight.moe is not None and any(isinstance(form, MXFP4) and form.blocks for form in weight.formats)
 
 
-def _matrix_rules(names: _Names, target: str, sources: list[str], out: int, width: int, bias: bool) -> Iterator[WeightRule]:
-    """Tensors merged in the order of ``sources``; the finished matrix is [out, in] whatever the disk's order."""
-    yield WeightRule(f"{target}.weight", (tuple(f"{name}.weight" for name in sources),), (out, width), transpose=names.transposed)
-    if bias:
-        yield WeightRule(f"{target}.bias", (tuple(f"{name}.bias" for name in sources),), (out,))
+def _modules(names: Names, weight: Weight) -> tuple[tuple[str, ...], ...]:
+    """What stands for it on disk: modules merged, for each copy."""
+    at, own = (
+        "" if weight.layer is None else f"{names.layer}.{weight.layer}.",
+        weight.name.removeprefix(f"layers.{weight.layer}."),
+    )
+    if weight.moe is None:
+        return (tuple(at + word for word in names.words[own]),)
+    words, (experts,) = names.words[own.replace("feed_forward", "experts")], names.words["experts"]
+    return tuple(tuple(f"{at}{experts}.{expert}.{word}" for word in words) for expert in range(weight.moe.num_experts))
 
 
-def _norm_rules(spec: DecoderSpec, target: str, source: str) -> Iterator[WeightRule]:
-    yield WeightRule(f"{target}.weight", ((f"{source}.weight",),), (spec.hidden_size,))
-    if spec.norm is NormKind.LAYER:
-        yield WeightRule(f"{target}.bias", ((f"{source}.bias",),), (spec.hidden_size,))
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module as it is called on disk, and what it is of the decoder: part ``part`` of ``weight``, or (None) all of it.
+    ``outs``: its own; of an embedding, its rows."""
+
+    name: str
+    weight: Weight
+    part: int | None
+    outs: int
+
+
+def adapted_modules(spec: DecoderSpec) -> Iterator[Module]:
+    """Those that an adapter may add to: all products but routers and experts, the embedding, the head."""
+    for weight in weights(spec):
+        if weight.role in (Role.NORM, Role.ROUTER) or weight.moe is not None or weight.name == "positions":
+            continue
+        (merged,) = _modules(_names(spec), weight)
+        if len(merged) == 1:
+            yield Module(merged[0], weight, None, weight.outs)
+        else:
+            yield from (Module(name, weight, part, weight.parts[part]) for part, name in enumerate(merged))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix that is stored in a format; ``module``: its name on disk. It is part ``part`` of copy ``copy`` of
+    ``weight``."""
+
+    module: str
+    form: Format
+    outs: int
+    ins: int
+    weight: Weight
+    copy: int
+    part: int
+
+
+def disk_name(spec: DecoderSpec, weight: Weight) -> str:
+    """Of a weight that is one tensor there, and of one copy."""
+    ((module,),) = _modules(_names(spec), weight)
+    return module
+
+
+def stored_matrices(spec: DecoderSpec) -> Iterator[StoredMatrix]:
+    for weight in weights(spec):
+        if _one_tensor(weight):
+            raise ModelError(
+                f"Experts of {weight.name} are stored in one tensor, which is not widened; "
+                "leave --quantization none out."
+            )
+        if weight.formats and not weight.tied:
+            for copy, merged in enumerate(_modules(_names(spec), weight)):
+                for part, (module, (outs, form)) in enumerate(zip(merged, weight.pieces, strict=True)):
+                    yield StoredMatrix(module, form, outs, weight.ins, weight, copy, part)
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def with_formats(spec: DecoderSpec, choose: Callable[[str], Format | None], *, embeddings: bool = False) -> DecoderSpec:
+    """The same model with the formats that ``choose`` gives its matrices, by their names on disk. Raises ModelError
+    for one that cannot be."""
+    names = _names(spec)
+
+    def formats_of(found: Iterator[Weight]) -> Formats:
+        roles = (Role.NORM,) if embeddings else (Role.NORM, Role.EMBEDDING)
+        chosen = (
+            (each, _formats(names, each, choose))
+            for each in found
+            if each.role not in roles and not each.tied and each.ins
+        )
+        return tuple((each.name.removeprefix(f"layers.{each.layer}."), formats) for each, formats in chosen if formats)
+
+    layers = tuple(
+        replace(layer, formats=formats_of(layer_weights(spec, index))) for index, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=layers, formats=formats_of(each for each in weights(spec) if each.layer is None))
+
+
+def _formats(names: Names, weight: Weight, choose: Callable[[str], Format | None]) -> tuple[Format, ...]:
+    """Of each part that is stored apart; none where all of them are plain."""
+    copies = {tuple(choose(module) for module in merged) for merged in _modules(names, weight)}
+    found = copies.pop()
+    if copies:
+        first = _modules(names, weight)[0][0]
+        raise ModelError(
+            f"Experts of {first} are in different formats, which is not supported; "
+            "use a checkpoint that treats them alike."
+        )
+    if not any(found):
+        return ()
+    outs = weight.parts if len(found) == len(weight.parts) else (weight.outs,)
+    formats = tuple(form or Format() for form in found)
+    for module, size, form in zip(_modules(names, weight)[0], outs, formats, strict=True):
+        problem = form.problem(size, weight.ins)
+        if names.transposed and not isinstance(form, GGUFBlocks):
+            problem = "this family stores its matrices [in, out]"
+        if problem is not None:
+            raise ModelError(
+                f"{module} cannot be held as {form.label}: {problem}. "
+                "Use a checkpoint that leaves this layer unquantised."
+            )
+    if not formats[0].merges or len(set(formats)) > 1:
+        return formats
+    form = formats[0]
+    return (replace(form, interleaved=True),) if isinstance(form, MXFP4) and weight.gated else (form,)

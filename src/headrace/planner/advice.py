@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
-from headrace.planner.priced import Priced, decode_load
+from headrace.planner.pricing import Priced, decode_load
 
 KNEE = 0.9  # of the throughput that all memory would give
 WORTH = 1.1  # a second engine is worth its trouble from that ratio on
-NOT_OURS = "in use before"  # on a card, by others (worker/allotment.py)
+NOT_OURS = "in use before"  # on a card, by others (worker/allocation.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Advice:
 
 def advise(priced: Priced, context: int, info: ExecutorInfo | None = None) -> Advice:
     """``info``: of an engine that runs; None: as one would lie there. Raises ConfigError where not even one sequence of that context fits."""
-    info = info or priced.placed().info
+    info = info or priced.placed()
     if not 1 <= context <= info.max_model_len:
         taken = f"this model on this device takes 1 to {info.max_model_len:,}"
         raise ConfigError(f"The context is {context:,} tokens, and {taken}; give less (a smaller --max-num-batched-tokens leaves it more).")

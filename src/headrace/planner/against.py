@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from headrace.cost.calibrated import CalibratedSteps
 from headrace.errors import ConfigError
+from headrace.planner.workload.statistics import Sample
 
 COMPARED = (
     "duration",
@@ -125,3 +126,16 @@ def _read(path: Path) -> dict[str, float]:
     if wrong:
         raise ConfigError(f"--against {path} has {wrong[0]} = {figures[wrong[0]]}, which is no number of at least 0; measure it again.")
     return figures
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Raises ConfigError."""
+    import msgspec
+
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        return msgspec.convert(found["requests"], list[Sample])
+    except OSError as error:
+        raise ConfigError(f"The run {path} cannot be read ({error.strerror}); give what --output-json wrote.") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"The run {path} holds no requests ({error}); give what headrace bench serve --output-json wrote.") from error

@@ -5,34 +5,43 @@
     launches                  those that the device had ended as soon as the last kernel was launched
     the host                  those that came right after another: the time between two, less what the device or launching took
 
-What lives here: from recorded runs to calibrated steps, and to what is said of them. What may not: reading files (runs.py), the fit itself
-(cost/step_fit.py), simulating.
+What a front end adds to a first token (parsing, sockets, streaming) is fitted to a run that is known from inside, by its trace, and from outside,
+by what ``headrace bench serve`` saw: of requests that came to an idle engine and whose prompt was one step, what the client waited beyond that step.
+Two numbers, a request's and a prompt token's, with least absolute errors. (Other requests wait for other steps, too, and say less.)
+
+What lives here: from recorded runs to calibrated steps, and to what is said of them. What may not: reading traces (runs.py), the fit of steps
+(step_fit.py), simulating.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, same_device
+from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, Parameter, Steadiness, same_device
 from headrace.cost.cost_model import CostModel
-from headrace.cost.nnls import nnls
-from headrace.cost.prices import HostPrices
+from headrace.cost.prices import FrontPrices, HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
-from headrace.cost.steadiness import Steadiness, fit_steadiness
-from headrace.cost.step_fit import LEAST_STEPS, Observed, Parameter, fit_steps
 from headrace.errors import ConfigError
+from headrace.planner.against import read_samples
 from headrace.planner.devices import Device, classes_of
+from headrace.planner.least_squares import least_absolute
 from headrace.planner.runs import RecordedRun, RecordedStep
+from headrace.planner.steadiness import fit_steadiness
+from headrace.planner.step_fit import LEAST_STEPS, Observed, fit_steps
+from headrace.planner.workload.statistics import Sample
 
 LAUNCHED_LATE = 1e-3  # s: a step that ends so soon after its last launch may have waited for it
 LEAST_LIMIT = 0.95  # on a card nothing is quicker than its limits, which were measured to a few parts in a hundred
-_HOST_ROUNDS, _HOST_FLOOR = 20, 2e-5  # s: differences below are all alike
+_HOST_FLOOR = 2e-5  # s: differences below are all alike
 
 
 def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel) -> CalibratedSteps:
@@ -176,10 +185,7 @@ def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:
 
 def _least_absolute(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     design, target = rows[:, :-1], rows[:, -1]
-    weights = np.ones(len(target))
-    for _ in range(_HOST_ROUNDS):
-        values = nnls(design * weights[:, None], target * weights)
-        weights = 1.0 / np.sqrt(np.maximum(np.abs(design @ values - target), _HOST_FLOOR))
+    values = least_absolute(design, target, floor=_HOST_FLOOR)
     spread = float(np.median(np.abs(design @ values - target))) / 0.6745
     inverse = np.linalg.pinv(design.T @ design)
     return values, np.sqrt(np.maximum(np.diag(inverse), 0.0)) * spread, len(target)
@@ -207,3 +213,90 @@ def _launch_seconds(steps: Sequence[RecordedStep]) -> tuple[float, float, int]:
     taken = [step.queued - step.submitted for step in steps]
     found = float(np.percentile(taken, 25))
     return found, median(abs(each - found) for each in taken), len(taken)
+
+
+LEAST_REQUESTS = 5
+MOST_CACHED = 0.05  # of the prompt tokens: what was found in a cache cannot be told from lengths
+_FLOOR = 1e-4  # s: differences below are all alike
+
+
+def fit_front(paths: Sequence[Path], found: CalibratedSteps, run: RecordedRun) -> CalibratedSteps:
+    """``found`` with the front end's prices, the files among its runs. ``run``: the trace of the same run. Raises ConfigError."""
+    late, files = [], []
+    for path in paths:
+        sha256, seen = _late(path, run)
+        files.append(FittedRun(sha256, path.name, len(seen)))
+        late += seen
+    front = front_of([prompt for prompt, _ in late], [seconds for _, seconds in late])
+    return replace(found, front=front, runs=(*found.runs, *files))
+
+
+def _late(path: Path, run: RecordedRun) -> tuple[str, list[tuple[int, float]]]:
+    """The file's hash; of each request that came to an idle engine its prompt tokens, and the seconds that its client waited beyond the step."""
+    ordered = sorted(_requests(path), key=lambda each: each.sent)
+    steps = _steps_of(path, run, [each.prompt_tokens for each in ordered])
+    late = [
+        (each.prompt_tokens, each.ttft - (step.collected - step.scheduled))
+        for each, step in zip(ordered, steps, strict=True)
+        if step is not None and each.arrivals
+    ]
+    if len(late) < LEAST_REQUESTS:
+        raise ConfigError(
+            f"Of the {len(ordered)} requests of --front-of {path} only {len(late)} came to an idle engine with a prompt that was one step, and at "
+            f"least {LEAST_REQUESTS} are needed; send some one by one: headrace bench serve --max-concurrency 1."
+        )
+    return hashlib.sha256(path.read_bytes()).hexdigest(), late
+
+
+def _steps_of(path: Path, run: RecordedRun, prompts: Sequence[int]) -> list[RecordedStep | None]:
+    """The step of each prompt, where nothing else was going on; prompts are found in the trace by their lengths, in order."""
+    lengths = [tokens for _, tokens in run.begun]
+    places = range(len(lengths) - len(prompts), -1, -1)
+    first = next((place for place in places if lengths[place : place + len(prompts)] == list(prompts)), None)
+    if first is None:
+        raise ConfigError(
+            f"The {len(prompts)} prompts of --front-of {path} are not found in {run.name} in their order of sending: another run, or requests "
+            f"overtook each other; send some one by one: headrace bench serve --max-concurrency 1."
+        )
+    steps = {round(step.scheduled, 6): step for step in run.steps}
+    found = [steps.get(round(begin, 6)) for begin, _ in run.begun[first : first + len(prompts)]]
+    return [step if step is not None and _alone(step, prompt) else None for step, prompt in zip(found, prompts, strict=True)]
+
+
+def _alone(step: RecordedStep, prompt: int) -> bool:
+    return not step.continuous and step.rows == 1 and step.load.tokens == prompt and step.load.sampled == 1
+
+
+def front_of(prompts: list[int], late: list[float]) -> FrontPrices:
+    """late ≈ request + token · prompt, neither negative."""
+    design = np.stack([np.ones(len(prompts)), np.array(prompts, dtype=np.float64)], axis=1)
+    if max(prompts) == min(prompts):  # nothing tells the two apart
+        design = design[:, :1]
+    values = least_absolute(design, np.array(late), floor=_FLOOR)
+    return FrontPrices(float(values[0]), float(values[1]) if len(values) > 1 else 0.0)
+
+
+def _requests(path: Path) -> list[Sample]:
+    """Those that were answered."""
+    answered = [each for each in read_samples(path) if each.error is None and each.prompt_tokens]
+    for each in answered:
+        _check(path, each)
+    good = [each for each in answered if each.arrivals]
+    if len(good) < LEAST_REQUESTS:
+        raise ConfigError(
+            f"--front-of {path} has {len(good)} requests with an answer, and at least {LEAST_REQUESTS} are needed; give what headrace bench serve "
+            f"--output-json wrote of the same run."
+        )
+    cached, total = sum(each.cached_tokens for each in good), sum(each.prompt_tokens for each in good)
+    if cached > MOST_CACHED * total:
+        raise ConfigError(f"--front-of {path}: {cached / total:.0%} of its prompt tokens came from the cache; take a run of random prompts.")
+    return answered
+
+
+def _check(path: Path, each: Sample) -> None:
+    times = [each.sent, *each.arrivals]
+    if not all(0 <= time < math.inf for time in times) or any(gap < 0 for gap in each.gaps) or each.prompt_tokens < 1:
+        raise ConfigError(
+            f"--front-of {path} has a request sent at {each.sent:g} s with tokens at {', '.join(f'{time:g}' for time in each.arrivals[:3])} …, "
+            f"which cannot have happened; measure it again."
+        )

@@ -1,7 +1,7 @@
 """Devices that a simulation knows: limits with where each figure comes from, memory, and how much of the limits kernels reach.
 
 What lives here: the catalogue, and finding a device by name, by a profile's file, or as this CPU, with what was calibrated on it. What may
-not: prices of steps (step_time.py), what fits (placement.py), measuring (``headrace doctor --profile``), fitting (calibrate.py).
+not: prices of steps (step_time.py), what fits (pricing.py), measuring (``headrace doctor --profile``), fitting (calibrate.py).
 
     known as    limits                                              memory
     h200        measured on a card of this kind (read, bf16)        published
@@ -25,8 +25,8 @@ HERE = "cpu"
 REACHED_BANDWIDTH = 4.47 / 4.8  # what the measured H200 reaches of its published figures
 REACHED_RATE = 798 / 989
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes/s of sixteen lanes, one way
-CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/cpu/native.py)
-GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/triton/flat_forms.json); steps of single tokens are graphs
+CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
+GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)  # forms of flat products (kernels/linear/measured.json); steps of single tokens are graphs
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A request is sent when it is due, also while a step runs; the core takes it before the next one, and its times count from when it was sent.
 
-What lives here: the loop that adds what is due and steps. What may not: figures (figures.py), building a core (simulator.py).
+What lives here: the loop that adds what is due and steps. What may not: figures and building a core (simulator.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.bench.statistics import Sample
 from headrace.engine.core import EngineCore
-from headrace.planner.executor import ModelledExecutor
-from headrace.planner.leap import try_leap
-from headrace.planner.workload import Asked
+from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SequenceOutput, TokenOutputs
 from headrace.sampling_params import SamplingParams
 
@@ -37,8 +35,8 @@ class Outcome:
 
 class Drive:
     """One run. ``room``: requests under way at once that clients keep to; ``max_queue``: beyond so many the server says 429.
-    ``leaps``: the executor whose steps are taken many at once where they are alike. ``front``: seconds from sending a prompt of so many tokens
-    until it is in the core (a front end's work, there and back); None: none."""
+    ``front``: seconds that a front end works for a prompt of so many tokens, there and back, before it is in the core; one request after
+    another. None: none."""
 
     def __init__(
         self,
@@ -48,7 +46,6 @@ class Drive:
         *,
         room: int | None,
         max_queue: int,
-        leaps: ModelledExecutor | None = None,
         front: Callable[[int], float] | None = None,
     ) -> None:
         self._core = core
@@ -56,9 +53,9 @@ class Drive:
         self._ids = ids
         self._room = len(asked) if room is None else room
         self._max_queue = max_queue
-        self._leaps = leaps
         self._front = front
-        self._coming: list[tuple[float, int]] = []  # a heap: when a request that was sent is in the core
+        self._front_free = 0.0  # when the front end has done with all that were sent
+        self._coming: deque[tuple[float, int]] = deque()  # when a request that was sent is in the core, in that order
         self._first = deque(index for index, each in enumerate(asked) if each.follows is None)
         self._turn_after = {each.follows: index for index, each in enumerate(asked) if each.follows is not None}
         self._later: list[tuple[float, int]] = []  # a heap: when a turn whose predecessor has ended is due
@@ -76,24 +73,13 @@ class Drive:
             self._send_due(clock.now())
             self._deliver(clock.now())
             if core.has_work:
-                if self._leaps is None or not self._leap(self._leaps):
-                    self._take(core.step(), clock.now())
+                self._take(core.step(), clock.now())
                 outcome.most_used_blocks = max(outcome.most_used_blocks, blocks.num_used_blocks)
             else:
                 clock.sleep_until(min(self._next_due(), self._next_coming()))
         while core.has_work:  # steps still in flight
             core.step()
         return outcome
-
-    def _leap(self, executor: ModelledExecutor) -> bool:
-        """Takes all turns at once that nothing comes between, if there are some."""
-        leapt = try_leap(self._core, executor, min(self._next_due(), self._next_coming()))
-        if leapt is None:
-            return False
-        for request_id in leapt.request_ids:
-            self._live[request_id].arrivals.extend(leapt.times)
-        self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, leapt.most_used_blocks)
-        return True
 
     def _next_due(self) -> float:
         """When the next request is sent; infinite where that waits for the end of another."""
@@ -112,7 +98,7 @@ class Drive:
 
     def _deliver(self, now: float) -> None:
         while self._coming and self._coming[0][0] <= now:
-            self._add(heapq.heappop(self._coming)[1])
+            self._add(self._coming.popleft()[1])
 
     def _send_due(self, now: float) -> None:
         while queues := self._sendable():
@@ -143,7 +129,8 @@ class Drive:
         if self._front is None:
             self._add(index)
         else:
-            heapq.heappush(self._coming, (sent + self._front(asked.prompt), index))
+            self._front_free = max(self._front_free, sent) + self._front(asked.prompt)
+            self._coming.append((self._front_free, index))
 
     def _add(self, index: int) -> None:
         asked, sent = self._asked[index], self._live[index].sent

@@ -23,9 +23,10 @@ from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.profile import DeviceProfile
 from headrace.errors import ConfigError, OutOfMemory
 from headrace.planner.devices import REACHED_BANDWIDTH, REACHED_RATE, Device
-from headrace.planner.placement import ELEMENT_BYTES, weight_bytes
-from headrace.planner.priced import Priced, decode_load
+from headrace.planner.pricing import Priced, decode_load
 from headrace.scheduler.step_budget import keys_of, pairs_of
+from headrace.sites import count_bytes
+from headrace.spec import ELEMENT_BYTES
 
 CONTEXTS = tuple(2**power for power in range(12, 21))  # 4,096 … 1,048,576
 
@@ -84,7 +85,7 @@ def peak_profile(device: Device) -> DeviceProfile:
 def _capacity(priced: Priced) -> tuple[list[int] | None, str]:
     """Blocks the engine would have, by KV group, or why it has none."""
     try:
-        return [group.num_blocks for group in priced.placed().info.kv_groups], ""
+        return [group.num_blocks for group in priced.placed().kv_groups], ""
     except (ConfigError, OutOfMemory) as error:
         return None, f"the engine would not start: {error.message}"
 
@@ -96,7 +97,7 @@ def _row(priced: Priced, peak: CostModel, capacity: list[int] | None, context: i
 
 
 def _at_peak(priced: Priced, peak: CostModel, context: int, kv: int, switch: float | None) -> Costs:
-    left = priced.device.memory - weight_bytes(priced.spec, ELEMENT_BYTES[priced.dtype])
+    left = priced.device.memory - count_bytes(priced.spec, ELEMENT_BYTES[priced.dtype])
     users = max(0, left // kv)
 
     def token(rows: int) -> float:

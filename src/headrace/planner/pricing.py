@@ -1,27 +1,33 @@
-"""Which prices a simulation runs on: those that were fitted to a run of this engine on this device, or assumed ones; and what is extrapolated.
+"""What a model's steps cost on a device: by prices fitted to a run of this engine on it, or assumed ones; and what is extrapolated.
 
-What lives here: that choice, and what is said of it. What may not: fitting (calibrate.py), prices themselves (cost/).
+How much of the model's keys and values the device would hold is divided by the engine's own rules (worker/memory.py); what the engine measures
+on a real card is a bound or an assumption here.
+
+What lives here: that choice, what is said of it, and the model as it would lie there. What may not: fitting (calibrate.py), prices themselves
+(cost/), running; torch at import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.config import EngineConfig
+from headrace.config import Decision, EngineConfig, resolve_kv_format
 from headrace.cost.calibrated import CalibratedSteps, Covered, best_calibrated
-from headrace.cost.cost_model import CostModel
+from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.prices import FrontPrices, StepPrices
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
 from headrace.cost.run_facts import cascades, switches_of
 from headrace.cost.shapes import multiplications
 from headrace.cost.sharing import SharedBlocks
-from headrace.cost.steadiness import Disturbances
+from headrace.engine.executor import ExecutorInfo
+from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
-from headrace.planner.devices import Device
+from headrace.planner.devices import GIB, Device, known_devices
+from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import Most, StepTime
-from headrace.spec import DecoderSpec, KVSpec
+from headrace.spec import ELEMENT_BYTES, DecoderSpec, KVSpec, kv_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,68 @@ class Pricing:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A model on a device. ``config`` is resolved, by ``decisions``."""
+
+    spec: DecoderSpec
+    config: EngineConfig
+    decisions: tuple[Decision, ...]
+    device: Device
+    dtype: str
+    groups: tuple[KVSpec, ...]
+    cost_model: CostModel
+    pricing: Pricing
+
+    @property
+    def step_time(self) -> StepTime:
+        return self.pricing.step_time
+
+    def placed(self) -> ExecutorInfo:
+        """Raises ConfigError or OutOfMemory where it does not fit."""
+        return place(self.spec, self.config, self.device, self.dtype, self.groups)
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of one sequence's keys and values, to the token."""
+        return sum(group.bytes_per_block // group.block_size * min(context, group.window or context) for group in self.groups)
+
+    def blocks(self, context: int) -> list[int]:
+        """Blocks of one sequence, by KV group: a window needs one more, for it begins anywhere."""
+        return [_blocks_of(group, context) for group in self.groups]
+
+    def decode_seconds(self, rows: int, context: int) -> float:
+        """A step that gives ``rows`` sequences, each of ``context`` tokens, one token more."""
+        return self.step_time.of_load(decode_load(self.groups, rows, context), rows=rows).seconds
+
+
+def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()) -> Priced:
+    """``popularity``: how often tokens pick each expert. Raises ConfigError for switches whose worth nobody knows."""
+    config, decisions = resolve_config(config, device.kind)
+    dtype = dtype_of(spec, config, device)
+    cost_model, groups = cost_model_of(spec, config, device, dtype, popularity)
+    return Priced(spec, config, tuple(decisions), device, dtype, groups, cost_model, choose_prices(device, config, cost_model, groups))
+
+
+def cost_model_of(
+    spec: DecoderSpec, config: EngineConfig, device: Device, dtype: str, popularity: Sequence[float] = ()
+) -> tuple[CostModel, tuple[KVSpec, ...]]:
+    """With the KV groups that it counts. ``config`` is resolved."""
+    assert config.cache.block_size is not None, "resolved"
+    size = ELEMENT_BYTES[dtype]
+    groups = kv_groups(spec, config.cache.block_size, size, resolve_kv_format(config.cache.kv_cache_dtype, dtype, spec.head_dim))
+    return CostModel(spec, groups, device.profile, weight_bytes=size, dtype=dtype, popularity=popularity), groups
+
+
+def decode_load(groups: tuple[KVSpec, ...], rows: int, context: int) -> StepLoad:
+    seen = tuple(float(rows * min(context, group.window or context)) for group in groups)
+    return StepLoad(rows, rows, seen, seen, seen)
+
+
+def _blocks_of(group: KVSpec, context: int) -> int:
+    whole = -(-context // group.block_size)
+    return whole if group.window is None else min(whole, -(-group.window // group.block_size) + 1)
+
+
 def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, groups: tuple[KVSpec, ...]) -> Pricing:
     """``config`` is resolved. Raises ConfigError for switches whose worth on this device nobody has measured."""
     switches, spec, profile = switches_of(config.device), cost_model.spec, cost_model.profile
@@ -73,7 +141,8 @@ def choose_prices(device: Device, config: EngineConfig, cost_model: CostModel, g
         return Pricing(StepTime(cost_model, prices, sharing=sharing), None, None, (), device.efficiency.origin)
     prices = _for_layers(found.prices, spec.num_layers / found.shape.layers)
     rate = found.rate if found.dtype == cost_model.dtype else profile.gemm_rate(cost_model.dtype)
-    shapes = _prompt_shapes(config, spec) if device.kind != "cpu" and config.device.prompt_graphs else None
+    graphed = device.kind != "cpu" and config.device.prompt_graphs and not config.device.enforce_eager
+    shapes = _prompt_shapes(config, spec) if graphed else None
     step_time = StepTime(cost_model, prices, bandwidth=found.bandwidth, rate=rate, sharing=sharing, shapes=shapes)
     return Pricing(step_time, found.front, found, other, device.efficiency.origin)
 
@@ -99,7 +168,8 @@ def _unknown(device: Device, switches: Mapping[str, Any]) -> str:
 
 def _for_layers(prices: StepPrices, ratio: float) -> StepPrices:
     """Seconds a step are seconds of its layers: of another number of layers, as many times more."""
-    return replace(prices, fixed=tuple(each * ratio for each in prices.fixed), host=replace(prices.host, launch=prices.host.launch * ratio))
+    host = replace(prices.host, launch=prices.host.launch * ratio, record=prices.host.record * ratio)
+    return replace(prices, fixed=tuple(each * ratio for each in prices.fixed), shared=prices.shared * ratio, host=host)
 
 
 def _beyond(covered: Covered, most: Most, context: int) -> list[str]:
@@ -112,3 +182,43 @@ def _beyond(covered: Covered, most: Most, context: int) -> list[str]:
         if had > fitted:
             found.append(f"{what.format(f'{had:,}')} (fitted up to {fitted:,})")
     return found
+
+
+CARD_BYTES = 3 * GIB // 2  # a context, kernels and graphs, as a start on an H200 takes them
+
+
+def place(spec: DecoderSpec, config: EngineConfig, device: Device, dtype: str, groups: tuple[KVSpec, ...]) -> ExecutorInfo:
+    """What an executor on that device would say of itself. ``config`` is resolved. Raises ConfigError or OutOfMemory with the numbers."""
+    from headrace.worker.memory import Room, bounds, plan_kv
+
+    available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
+    purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | ({"context, kernels and graphs": CARD_BYTES} if device.overlaps else {})
+    _check_fits(spec, device, available, purposes)
+    plan = plan_kv(groups, config, Room(available, purposes), max_positions=spec.max_positions, on_cpu=not device.overlaps)
+    memory = {**purposes, "kv_cache": plan.num_bytes}
+    name = f"{device.kind} (modelled: {device.name})"
+    return ExecutorInfo(spec.vocab_size, plan.max_model_len, config.scheduler.rows, plan.groups, name, memory)
+
+
+def dtype_of(spec: DecoderSpec, config: EngineConfig, device: Device) -> str:
+    """As the engine would choose; ``cpu`` is this one."""
+    from headrace.worker.settings import resolve_dtype
+
+    return str(resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.kind)[1].value)
+
+
+def _check_fits(spec: DecoderSpec, device: Device, available: int, purposes: Mapping[str, int]) -> None:
+    needed = sum(purposes.values())
+    if needed < available:
+        return
+    parts = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in purposes.items())
+    share = available / device.memory
+    larger = [name for name, each in known_devices().items() if each.memory * share > needed]
+    smaller = "take a smaller model or --dtype bfloat16"
+    if purposes["activations"] > purposes["weights"]:
+        smaller = "lower --max-num-batched-tokens or --max-num-seqs"
+    advice = f"It would fit on: {', '.join(larger)}." if larger else f"No device that is known here holds it; {smaller}."
+    raise ConfigError(
+        f"This model does not fit on {device.name}: {needed / GIB:.1f} GiB are needed ({parts}) before any KV, "
+        f"and {available / GIB:.1f} of its {device.memory / GIB:.1f} GiB may be used. {advice}"
+    )

@@ -1,26 +1,28 @@
 """Measured steps of a run of the engine, read from its trace (``--trace FILE`` of any command).
 
-What lives here: reading and judging such a file. What may not: fitting (calibrate.py), writing traces (trace.py).
+What lives here: reading and judging such a file. What may not: fitting (calibrate.py), writing traces (observe/trace.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from headrace.cost.cost_model import StepLoad
 from headrace.cost.prices import RESTED
 from headrace.cost.run_facts import EVENT, RunFacts, read_facts
 from headrace.errors import ConfigError
 
-REMEDY = "give a trace that the engine wrote: headrace serve|bench|generate … --trace FILE"
+REMEDY = "give a trace that the engine wrote on a device with a profile: headrace serve|bench|generate … --trace FILE"
 LEAST_PAUSE = 1e-6  # s
 _HOST, _DEVICE = 1, 2  # tracks
+_UNREADABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +76,33 @@ def read_run(path: Path) -> RecordedRun:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"The run {path} cannot be read ({error.strerror}); {REMEDY}.") from error
-    facts, host, device, begun = _sorted(path, _events(path, content))
-    steps = [_step(path, event, host.get(event["args"]["step"], {})) for event in device]
-    whole = _with_pauses([each for each in steps if each is not None])
-    return RecordedRun(facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, len(steps) - len(whole), tuple(begun))
+    trace = _read(path, content)
+    if trace.facts is None:
+        raise ConfigError(
+            f"The trace {path} does not say which model and device it is of: it was written by an earlier version, or on a device "
+            f"without a profile. Measure the device (headrace doctor --profile) and write the trace again."
+        )
+    whole = _with_pauses([each for each in map(trace.step, trace.steps) if each is not None])
+    dropped = len(trace.steps) - len(whole)
+    return RecordedRun(trace.facts, tuple(whole), hashlib.sha256(content).hexdigest(), path.name, dropped, tuple(trace.begun))
 
 
-def _events(path: Path, content: bytes) -> Iterator[dict[str, Any]]:
-    """One a line; the closing bracket may be missing, and the last line may be torn."""
+def _read(path: Path, content: bytes) -> _Trace:
+    """One event a line; the closing bracket may be missing, and the last line may be torn."""
     lines = content.decode("utf-8", errors="replace").split("\n")
     if lines[0].strip() not in ("[", "[]"):
         raise ConfigError(f"The run {path} is no trace of this engine (it begins with {lines[0][:30]!r}); {REMEDY}.")
+    trace = _Trace()
     for number, line in enumerate(lines[1:], start=2):
         text = line.strip().rstrip(",")
-        if text in ("", "]"):
-            continue
         try:
-            event = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            if number >= len(lines) - 1:
-                return
-            raise ConfigError(f"The run {path} is broken in line {number} ({error}); {REMEDY}.") from error
-        if isinstance(event, dict):
-            yield event
+            if text not in ("", "]"):
+                trace.take(text)
+        except _UNREADABLE as error:
+            if number >= len(lines) - 1 and not isinstance(error, msgspec.ValidationError):
+                break
+            raise ConfigError(f"The run {path} cannot be read in line {number} ({error}); {REMEDY}.") from error
+    return trace
 
 
 def _with_pauses(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
@@ -110,91 +116,110 @@ def _with_pauses(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     return found
 
 
-Host = dict[int, dict[str, tuple[float, float]]]  # step → slice → begin and end, s
+# --- events, as far as they are of use here
 
 
-Begun = list[tuple[float, int]]
+_Number = Annotated[float, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-def _sorted(path: Path, events: Iterable[dict[str, Any]]) -> tuple[RunFacts, Host, list[dict[str, Any]], Begun]:
-    facts: RunFacts | None = None
-    host: Host = {}
-    device: list[dict[str, Any]] = []
-    begun: Begun = []
-    for event in events:
-        if event.get("name") == EVENT:
-            facts = _facts(path, event.get("args"))
-        elif event.get("ph") == "b" and event.get("cat") == "sequence":
-            begun += _prompt(event)
-        elif event.get("cat") == "step" and event.get("tid") in (_HOST, _DEVICE):
-            args, begin, length = _times(path, event)
-            if event["tid"] == _HOST:
-                host.setdefault(args["step"], {})[str(event.get("name"))] = (begin, begin + length)
-            else:
-                device.append({**event, "begin": begin, "length": length})
-    if facts is None:
-        raise ConfigError(
-            f"The trace {path} does not say which model and device it is of: it was written by an earlier version, or on a device "
-            f"without a profile. Measure the device (headrace doctor --profile) and write the trace again."
+class _Load(msgspec.Struct, rename={"added_tokens": "added tokens", "filled": "graph tokens"}):
+    """What a step had to do; tuples are by KV group."""
+
+    added: _Count
+    added_tokens: _Count
+    pairs: tuple[_Number, ...] = ()
+    keys: tuple[_Number, ...] = ()
+    lone: tuple[_Number, ...] = ()
+    saved: tuple[_Number, ...] = ()
+    filled: _Count = 0
+    longest: _Count = 0
+    continuous: bool = False
+    recorded: bool = False
+
+
+class _Step(msgspec.Struct, rename={"single": "single tokens", "measured": "measured ms"}):
+    step: _Count
+    rows: _Count
+    single: _Count
+    tokens: _Count
+    sampled: _Count
+    measured: _Number
+    load: _Load
+
+
+class _HostSlice(msgspec.Struct):
+    step: _Count
+
+
+class _Sequence(msgspec.Struct):
+    """One that got a row; one that was pushed out before has output tokens."""
+
+    prompt_tokens: _Count = 0
+    output_tokens: int = -1
+
+
+class _Event(msgspec.Struct):
+    """Times in µs."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    tid: int = 0
+    ts: _Number = 0.0
+    dur: _Number = 0.0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end in seconds."""
+        return self.ts * 1e-6, self.ts * 1e-6 + self.dur * 1e-6
+
+
+class _Trace:
+    """What was read so far."""
+
+    def __init__(self) -> None:
+        self.facts: RunFacts | None = None
+        self.host: dict[int, dict[str, tuple[float, float]]] = {}  # step → slice → begin and end, s
+        self.steps: list[tuple[_Event, _Step]] = []
+        self.begun: list[tuple[float, int]] = []
+
+    def take(self, line: str) -> None:
+        """Raises one of _UNREADABLE."""
+        event = msgspec.json.decode(line, type=_Event)
+        if event.name == EVENT:
+            self.facts = read_facts(msgspec.json.decode(event.args))
+        elif event.ph == "b" and event.cat == "sequence":
+            sequence = msgspec.json.decode(event.args, type=_Sequence)
+            self.begun += [(event.span[0], sequence.prompt_tokens)] if not sequence.output_tokens else []
+        elif event.cat == "step" and event.tid == _HOST:
+            self.host.setdefault(msgspec.json.decode(event.args, type=_HostSlice).step, {})[event.name] = event.span
+        elif event.cat == "step" and event.tid == _DEVICE:
+            self.steps.append((event, msgspec.json.decode(event.args, type=_Step)))
+
+    def step(self, recorded: tuple[_Event, _Step]) -> RecordedStep | None:
+        """None where it failed or its record is not whole."""
+        (event, found), load = recorded, recorded[1].load
+        host = self.host.get(found.step, {})
+        if event.name == "failed" or not {"schedule", "submit", "collect"} <= host.keys() or not found.measured or not found.tokens:
+            return None
+        (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
+        return RecordedStep(
+            step_id=found.step,
+            load=StepLoad(found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, filled=load.filled),
+            rows=found.rows,
+            added=load.added,
+            added_tokens=load.added_tokens,
+            alone=found.single == found.rows,
+            longest=load.longest,
+            continuous=load.continuous,
+            seconds=found.measured * 1e-3,
+            ended=event.span[1],
+            scheduled=scheduled,
+            submitted=submitted,
+            queued=queued,
+            waited=collected - awaited,
+            collected=collected,
+            recorded=load.recorded,
         )
-    return facts, host, device, begun
-
-
-def _prompt(event: Mapping[str, Any]) -> Begun:
-    """Of a sequence that got a row for the first time; one that was pushed out before is none."""
-    args, begin = event.get("args"), event.get("ts")
-    if not isinstance(args, dict) or not isinstance(begin, (int, float)) or args.get("output_tokens") != 0:
-        return []
-    tokens = args.get("prompt_tokens")
-    return [(begin * 1e-6, tokens)] if isinstance(tokens, int) and not isinstance(tokens, bool) else []
-
-
-def _facts(path: Path, stored: Any) -> RunFacts:
-    try:
-        return read_facts(stored)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"The run {path} does not describe itself as this version reads it ({error}); {REMEDY}.") from error
-
-
-def _times(path: Path, event: Mapping[str, Any]) -> tuple[dict[str, Any], float, float]:
-    """Arguments, begin and length in seconds. Raises ConfigError for what is no time."""
-    args, begin, length = event.get("args"), event.get("ts"), event.get("dur")
-    if not isinstance(args, dict) or not isinstance(args.get("step"), int):
-        raise ConfigError(f"The run {path} has a step without a number ({str(event)[:80]}); {REMEDY}.")
-    for what, value in (("begins at", begin), ("takes", length)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ConfigError(f"In the run {path} step {args['step']} {what} {value} µs, which is no time; {REMEDY}.")
-    assert begin is not None and length is not None
-    return args, begin * 1e-6, length * 1e-6
-
-
-def _step(path: Path, event: Mapping[str, Any], host: Mapping[str, tuple[float, float]]) -> RecordedStep | None:
-    args, load = event["args"], event["args"].get("load")
-    if load is None:
-        raise ConfigError(f"The run {path} does not say what step {args['step']} had to do; {REMEDY} on a device with a profile.")
-    if event.get("name") == "failed" or not {"schedule", "submit", "collect"} <= host.keys():
-        return None
-    seconds = _number(path, args, "measured ms", args.get("measured ms")) * 1e-3
-    tokens, rows = int(_number(path, args, "tokens", args.get("tokens"))), int(_number(path, args, "rows", args.get("rows")))
-    if not seconds or not tokens:
-        return None
-    groups = {name: tuple(_number(path, args, name, each) for each in load.get(name) or ()) for name in ("pairs", "keys", "lone", "saved")}
-    sampled = int(_number(path, args, "sampled", args.get("sampled")))
-    (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
-    filled = int(_number(path, args, "graph tokens", load.get("graph tokens", 0)))
-    return RecordedStep(
-        args["step"], StepLoad(tokens, sampled, **groups, filled=filled), rows, *_added(path, args, load), args.get("single tokens") == rows,
-        int(load.get("longest", 0)), bool(load.get("continuous")), seconds, event["begin"] + event["length"],
-        scheduled, submitted, queued, collected - awaited, collected, recorded=bool(load.get("recorded")),
-    )  # fmt: skip
-
-
-def _added(path: Path, args: Mapping[str, Any], load: Mapping[str, Any]) -> tuple[int, int]:
-    """New sequences, and the tokens they begin with."""
-    return int(_number(path, args, "added", load.get("added"))), int(_number(path, args, "added tokens", load.get("added tokens")))
-
-
-def _number(path: Path, args: Mapping[str, Any], name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"In the run {path} step {args['step']} has {name} = {value!r}, not a number of at least 0; {REMEDY}.")
-    return float(value)

@@ -2,40 +2,38 @@
 
 The core, scheduler and cache are those of every other run; only the executor and the clock are not.
 
-What lives here: putting the parts together. What may not: flags and printing (commands/simulate.py), any part's own work.
+What lives here: putting the parts together, and the figures: those of ``headrace bench serve`` under the same names, and what only the inside
+can tell. What may not: flags and printing (commands/simulate.py), any part's own work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.bench.statistics import Reader, Sample, experiences
 from headrace.clock import VirtualClock
 from headrace.config import Decision, EngineConfig
-from headrace.cost.cost_model import CostModel
-from headrace.cost.steadiness import Disturbances
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import ExecutorInfo
-from headrace.engine.resolve import resolve_config
 from headrace.errors import ConfigError
-from headrace.metrics import StepRecorder
+from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import Device
-from headrace.planner.drive import Drive
-from headrace.planner.executor import ModelledExecutor
-from headrace.planner.figures import check_limits, figures_of, promise_figures
-from headrace.planner.placement import ELEMENT_BYTES, place
-from headrace.planner.pricing import Pricing, choose_prices
+from headrace.planner.drive import Drive, Outcome
+from headrace.planner.executor import DeviceCounts, ModelledExecutor
+from headrace.planner.pricing import Pricing, priced
+from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import StepTime
 from headrace.planner.tenants import priority_figures, tenant_figures
-from headrace.planner.workload import Asked, Prompts, check_lengths
+from headrace.planner.workload.asked import Asked, Prompts, check_lengths
+from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
 from headrace.spec import DecoderSpec
+from headrace.speculative.settings import read_settings
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``stepwise``: no step is leapt. ``popularity``: how
+    """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``popularity``: how
     often tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the seed of what comes
     between steps, where that was measured."""
 
@@ -45,7 +43,6 @@ class Load:
     max_queue: int = 1024
     limits: Mapping[str, float] | None = None
     percentiles: Sequence[float] = (99.0,)
-    stepwise: bool = False
     popularity: Sequence[float] = ()
     front: bool = True
     luck: int = 0
@@ -72,27 +69,23 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     """Raises ConfigError where the answer would not be the one that was asked for."""
     if config.device.executor != "model":
         raise ConfigError("A simulation has an executor of its own; leave --executor out.")
-    config, decisions = resolve_config(config, device.kind)
-    placement = place(spec, config, device)
-    weight_bytes = ELEMENT_BYTES[placement.dtype]
-    cost_model = CostModel(spec, placement.kv_specs, device.profile, weight_bytes=weight_bytes, dtype=placement.dtype, popularity=load.popularity)
-    pricing = choose_prices(device, config, cost_model, placement.kv_specs)
-    step_time = pricing.step_time
-    check_limits(load.limits or {}, step_time.shortest(len(placement.kv_specs)))
-    recorder = StepRecorder(cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
-    core, executor = create_core(placement.info, config, step_time, recorder, pricing.disturbances(load.luck))
+    found = priced(spec, config, device, load.popularity)
+    config, pricing, info = found.config, found.pricing, found.placed()
+    check_limits(load.limits or {}, found.step_time.shortest(len(found.groups)))
+    recorder = StepRecorder(found.cost_model, capacity=1, promise=config.scheduler.max_step_seconds)
+    core, executor = create_core(info, config, found.step_time, recorder, pricing.disturbances(load.luck))
     check_lengths(load.asked, core.scheduler.max_sequence_tokens)
     ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
-    leaps, front = None if load.stepwise else executor, pricing.front.seconds if pricing.front is not None and load.front else None
-    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, leaps=leaps, front=front).run()
-    figures = figures_of(outcome, core, executor.counts, device, placement.dtype, load.limits or {}, load.percentiles)
+    front = pricing.front.seconds if pricing.front is not None and load.front else None
+    outcome = Drive(core, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front).run()
+    figures = figures_of(outcome, core, executor.counts, device, found.dtype, load.limits or {}, load.percentiles)
     figures |= promise_figures(recorder)
     figures |= experiences(outcome.samples, Reader(config.scheduler.expected_ttft, config.scheduler.reading_speed))
     figures |= tenant_figures(outcome.samples, outcome.tenants, outcome.seconds, config.scheduler)
     figures |= priority_figures(outcome.samples, outcome.priorities, outcome.seconds)
-    decisions = (*decisions, Decision("dtype", placement.dtype, "as the engine would choose"))
+    decisions = (*found.decisions, Decision("dtype", found.dtype, "as the engine would choose"))
     longest = max(each.prompt + each.output for each in load.asked)
-    return Report(figures, outcome.samples, placement.info, decisions, pricing, longest)
+    return Report(figures, outcome.samples, info, decisions, pricing, longest)
 
 
 def create_core(
@@ -102,12 +95,17 @@ def create_core(
     it knows of the device what a real engine would, its limits and the steps before."""
     clock = VirtualClock()
     ratio = disturbances.ratio if disturbances is not None else None
-    executor = ModelledExecutor(info, step_time.of_plan, clock, price_alike=step_time.of_tokens_alike, ratio=ratio)
+    settings = read_settings(config.scheduler.speculative_config)
+    drafting = {}
+    if settings is not None:
+        info, drafting = replace(info, max_drafts=settings.most), {"acceptance": settings.acceptance, "draft_cost": settings.draft_cost}
+    executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, **drafting)
     core = EngineCore(
         executor,
         scheduler=config.scheduler,
         cache=config.cache,
         eos_token_ids=frozenset(),
+        namespace=b"",
         clock=clock,
         depth=config.device.overlap or 0,
         forecast=recorder.floors,
@@ -116,3 +114,54 @@ def create_core(
     if core.scheduler.wants_speed:
         core.observe(recorder)
     return core, executor
+
+
+def figures_of(
+    outcome: Outcome, core: EngineCore, counts: DeviceCounts, device: Device, dtype: str, limits: Mapping[str, float], percentiles: Sequence[float]
+) -> dict[str, Any]:
+    """Times as bench serve gives them; then the device, the scheduler and the cache."""
+    seconds = outcome.seconds
+    if not seconds:
+        raise ConfigError("No request got a token, so there is nothing to say; raise --max-queue.")
+    counters = core.stats().counters
+    return {
+        **summarise(outcome.samples, seconds, limits, percentiles),
+        "device_busy_share": counts.busy_seconds / seconds,
+        "limit_share": counts.floor_seconds / counts.busy_seconds,
+        "bandwidth_share": counts.bytes / (seconds * device.profile.read_bandwidth),
+        "flops_share": counts.flops / (seconds * device.profile.gemm_rate(dtype)),
+        "steps": counts.steps,
+        "mean_step_ms": counts.busy_seconds / counts.steps * 1e3,
+        "mean_rows": counts.rows / counts.steps,
+        "most_rows": counts.most_rows,
+        "most_requests": outcome.most_running,
+        "computed_tokens": counts.tokens,
+        "preemptions": counters.preemptions,
+        "prefix_hit_share": counters.prefix_hits / counters.prefix_queries if counters.prefix_queries else 0.0,
+        "most_kv_used": outcome.most_used_blocks / core.scheduler.cache.num_blocks,
+    }
+
+
+def promise_figures(recorder: StepRecorder) -> dict[str, Any]:
+    """Of --max-step-ms: steps that somebody's answer waited for, and how many of them kept to it; {} without."""
+    if recorder.promise is None:
+        return {}
+    summary = recorder.summary()
+    promised = summary["promised_steps"]
+    return {
+        "step_promise_ms": recorder.promise * 1e3,
+        "promised_steps": promised,
+        "promise_kept_share": summary["kept_steps"] / promised if promised else 1.0,
+        "overfull_steps": summary["overfull_steps"],
+        "promise_tail": summary["promise_tail"],
+    }
+
+
+def check_limits(limits: Mapping[str, float], shortest_step: float) -> None:
+    """A limit that not even the least step meets is refused: every request would miss it, whatever the load. Raises ConfigError."""
+    for name, limit in limits.items():
+        if limit < shortest_step:
+            raise ConfigError(
+                f"--goodput {name}:{limit * 1e3:g} cannot be met: the least step of this model on this device takes {shortest_step * 1e3:.2f} ms. "
+                f"Give more than that, or take a faster device or a smaller model."
+            )

@@ -8,20 +8,14 @@ What lives here: a step's price. What may not: counting bytes, prices (cost/), d
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from headrace.cost.cost_model import CostModel, StepLoad, Work
-from headrace.cost.prices import Slowness, StepPrices
+from headrace.cost.prices import StepPrices
 from headrace.cost.prompt_shapes import PromptShapes
 from headrace.cost.sharing import SharedBlocks
 from headrace.request import StepPlan
-
-_FLOOR = Slowness(1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,8 @@ class StepTime:
     def of_load(self, load: StepLoad, *, rows: int = 1, alone: bool = True) -> StepPrice:
         """``rows`` sequences; ``alone``: each computes a single token. Of an engine that has recorded the graphs it needs."""
         if not alone and self._shapes is not None:
-            load = replace(load, filled=self._shapes.rounded(load.tokens, rows))
+            shape = self._shapes.rounded(load.tokens, rows)
+            load = load if shape is None else replace(load, filled=shape.tokens)
         return self._price(load, rows, alone)
 
     def _graphed(self, load: StepLoad, rows: int) -> tuple[StepLoad, bool]:
@@ -107,25 +102,13 @@ class StepTime:
         launch = 0.0 if (alone or load.filled) and self._prices.classes.apart else self._prices.host.launch
         return StepPrice(seconds, floor, moved, flops, host, launch, record, self._prices.after, alone, load.filled)
 
-    def of_tokens_alike(self, starts: array[int], steps: int) -> list[StepPrice]:
-        """Of ``steps`` steps in a row that compute one token for each of those at ``starts``, each step a position further."""
-        rows = len(starts)
-        self._note(rows, rows)
-        seen = tuple(_keys_seen(starts, steps, window) for window in self._cost_model.windows)
-        saved = self._sharing.latest if self._sharing is not None else ()
-        sums = self._sums(StepLoad(rows, rows, seen, seen, seen, saved), alone=True)  # type: ignore[arg-type]  # columns: a number for each step
-        host = self._prices.host
-        before, launch = host.seconds(rows), 0.0 if self._prices.classes.apart else host.launch
-        seconds, floor, moved, flops = (np.broadcast_to(column, steps).tolist() for column in sums)
-        return [StepPrice(*each, before, launch, after=self._prices.after) for each in zip(seconds, floor, moved, flops, strict=True)]
-
     def _note(self, tokens: int, rows: int) -> None:
         if tokens > self.most.tokens:
             self.most.tokens = tokens
         if rows > self.most.sequences:
             self.most.sequences = rows
 
-    def _sums(self, load: StepLoad, alone: bool) -> tuple[Any, Any, Any, Any]:
+    def _sums(self, load: StepLoad, alone: bool) -> tuple[float, float, float, float]:
         work = self._cost_model.work(load)
         bandwidth, rate = self._units
         seconds = self._prices.seconds(work, bandwidth, rate, load, alone=alone)
@@ -138,21 +121,11 @@ class StepTime:
         return self.of_load(StepLoad(1, 1, ones, ones, ones)).seconds
 
 
-def _floor(work: Work, bandwidth: float, rate: float) -> tuple[Any, Any, Any]:
+def _floor(work: Work, bandwidth: float, rate: float) -> tuple[float, float, float]:
     """Seconds at the limits, bytes, FLOPs."""
-    floor: Any = work.others / bandwidth
-    moved: Any = work.others
-    flops: Any = 0.0
+    floor, moved, flops = work.others / bandwidth, work.others, 0.0
     for each_moved, each_flops in (work.products, work.head, work.experts, work.decode, work.prompts):
-        floor = floor + _FLOOR.seconds(each_moved / bandwidth, each_flops / rate)
+        by_bytes, by_flops = each_moved / bandwidth, each_flops / rate
+        floor += by_bytes if by_bytes > by_flops else by_flops
         moved, flops = moved + each_moved, flops + each_flops
     return floor, moved, flops
-
-
-def _keys_seen(starts: array[int], steps: int, window: int | None) -> np.ndarray:
-    """Keys that these tokens see, together, in each of the steps."""
-    further = np.arange(steps, dtype=np.float64)
-    if window is None:
-        return float(sum(starts) + len(starts)) + len(starts) * further
-    seen: np.ndarray = np.minimum(np.asarray(starts, dtype=np.float64)[:, None] + 1 + further, window).sum(axis=0)
-    return seen

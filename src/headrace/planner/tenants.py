@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.bench.statistics import Sample
 from headrace.config import SchedulerConfig
-from headrace.planner.workload import Asked
+from headrace.planner.workload.asked import Asked
+from headrace.planner.workload.statistics import Sample
 
 INPUT, OUTPUT = 1.0, 2.0  # prices of tokens, as the engine has them by default
 

@@ -1,72 +1,155 @@
-"""How a linear layer holds its weight: one file a family of formats.
+"""Number formats: how a weight is stored and held, and what it means. One file a family.
 
-What lives here: the QuantMethod protocol. What may not: formats, kernels.
+What lives here: the Format protocol, and the format of weights that have none. What may not: torch at import (the site
+table, costs and the planner read formats), kernels, names on disk.
+
+A ``Format`` is a frozen value on a weight's row of the site table (sites.py). Torch-free it says which tensors hold a
+matrix, so bytes are known before anything is loaded; with tensors at hand it checks them and gives the matrix back
+(``dense``), in plain torch: the oracle of every kernel that computes with the packed form. Whatever a kernel does not
+take is multiplied by that (kernels/linear/packed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from headrace.kernels import Kernels
-from headrace.kernels.around import Around, Fused
-from headrace.spec import Activation
+    from headrace.kernels.candidate import EightBits
+    from headrace.kernels.linear.packing import Codes, Coding
 
-Apply = Callable[[Tensor], Tensor]
-ApplyFused = Callable[[Tensor, Around], Fused]
-ApplyAdded = Callable[[Tensor, Tensor], Tensor]
-ApplyGated = Callable[[Tensor, Activation], Tensor | None]
+ITEM_BYTES: Mapping[str, int] = {
+    "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8,
+}  # fmt: skip
+
+Tensors = dict[str, "Tensor"]
+
+
+class FormatError(ValueError):
+    """What is wrong with a matrix's tensors; whoever knows the layer's name makes a ModelError of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinearShape:
-    """y [..., out_features] = x [..., in_features] · Wᵀ (+ bias), in ``dtype`` on ``device``.
+class StoredTensor:
+    """One tensor of a matrix. ``suffixes``: how checkpoints call it behind the layer's name, usual one first.
 
-    ``around``: the layer is used with what stands around it, too. ``gated``: then as a gate and what it gates, one behind the other.
-    ``added``: its result is added to the residual stream.
+    ``dtype`` empty: the one the model computes in, into which it is cast; ``any_float``: held in whichever float type
+    it is stored. A dimension of -1 is as long as it is stored. ``optional``: it may be missing; ``flat``: stored in
+    another shape, of as many elements.
     """
 
-    in_features: int
-    out_features: int
-    bias: bool
-    dtype: torch.dtype
-    device: torch.device
-    around: bool = False
-    gated: bool = False
-    added: bool = False
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = ""
+    suffixes: tuple[str, ...] = ()
+    any_float: bool = False
+    optional: bool = False
+    flat: bool = False
+
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        return self.suffixes or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
-class Applies:
-    """What a layer can be asked for. ``fused``: with what stands around it, for few rows. ``gated``: its first half through an activation,
-    times its second. ``added``: added to a residual, which it may overwrite. None: not here. ``held``: bytes of the form that the kernel made
-    of the parameters, where it is not as large as they were."""
+class Format:
+    """How one matrix [outs, ins] is held; what it means is y = x · denseᵀ. Plain weights are the base."""
 
-    plain: Apply
-    fused: ApplyFused | None = None
-    gated: ApplyGated | None = None
-    added: ApplyAdded | None = None
-    held: int | None = None
+    @property
+    def label(self) -> str:
+        """For people, and a static fact for kernels' candidates."""
+        return "unquantised"
+
+    def tensors(self, outs: int, ins: int) -> tuple[StoredTensor, ...]:
+        return (StoredTensor("weight", (outs, ins)),)
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        """Why a matrix of this shape cannot be held so."""
+        return None
+
+    def num_bytes(self, outs: int, ins: int, element_bytes: float) -> float:
+        """``element_bytes``: of the type the model computes in. What may be missing is not held."""
+        held = (each for each in self.tensors(outs, ins) if not each.optional)
+        return sum(math.prod(map(abs, each.shape)) * ITEM_BYTES.get(each.dtype, element_bytes) for each in held)
+
+    def prepare(self, tensors: Tensors) -> Tensors:
+        """Checks what was loaded and returns what is to be held. Raises FormatError."""
+        return tensors
+
+    def dense(self, tensors: Tensors, rows: Any, dtype: torch.dtype) -> Tensor:
+        """These rows of the matrix, [rows, ins]; ``rows``: a slice (of multiples of 32), or ids where ``by_row``."""
+        return tensors["weight"][rows].to(dtype)
+
+    def meant(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        """The matrix that inputs as they come would be multiplied by, [outs, ins]; whatever ``activated`` rounds, not."""
+        return self.dense(tensors, slice(None), dtype)
+
+    @property
+    def coding(self) -> Coding | None:
+        """What its codes mean to kernels, where it is codes in groups of inputs, and inputs are not rounded."""
+        return None
+
+    @property
+    def rounded_coding(self) -> Coding | None:
+        """The same where inputs are rounded row by row first: what grouped products of experts take."""
+        return self.coding
+
+    @property
+    def eight(self) -> EightBits | None:
+        """Where inputs are rounded to 8 bits and weights have as many: what kernels multiply so."""
+        return None
+
+    def codes(self, tensors: Tensors, rows: slice) -> Codes:
+        """These rows, as ``coding`` says; from multiples of 32 on. Raises FormatError where groups are of several sizes."""
+        raise NotImplementedError(f"{self.label} has no codes in groups")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether single rows can be read, as an embedding's are."""
+        return True
+
+    @property
+    def merges(self) -> bool:
+        """Whether matrices one below another are one matrix in it, their tensors' rows one below another."""
+        return False
+
+    def activated(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """The inputs as the format computes with them: rounded to few bits and back, where it says so."""
+        return x
+
+    def make_up(self, tensors: Tensors, seed: int) -> None:
+        """Fills tensors with random numbers that make a matrix of the usual deviation, about 0.02."""
+        import numpy as np
+        import torch
+
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor.fill_(self.unit_scale)
+                continue
+            made = torch.from_numpy(
+                np.random.Generator(np.random.SFC64([seed, len(name)])).integers(0, 256, tensor.nbytes, dtype=np.uint8)
+            )
+            small = made & 0xBF if tensor.is_floating_point() else made  # without a large exponent, and never NaN
+            tensor.view(-1).view(torch.uint8).copy_(small)
+
+    @property
+    def unit_scale(self) -> float:
+        """A scale under which random codes are weights of about 0.02."""
+        return 0.02
 
 
-class QuantMethod(Protocol):
-    """A weight format. ``create`` and ``load`` are called once each; the callables that ``load`` returns apply the layer."""
-
-    name: str
-
-    def create(self, layer: nn.Module, shape: LinearShape) -> None:
-        """Registers on ``layer`` the parameters that the loader fills."""
-        ...
-
-    def load(self, layer: nn.Module, shape: LinearShape, kernels: Kernels, *, shared: bool) -> Applies:
-        """Turns the filled parameters into what the kernel wants; drops them unless the kernel reads them as they are.
-
-        More than the plain one where the shape says so and there is a kernel for it.
-
-        ``shared``: the weight belongs to another layer too (a tied head) and must stay; no second copy may be made.
-        """
-        ...
+def check_scale(tensors: Tensors, *names: str, zeros: bool = False) -> None:
+    """Raises FormatError where a scale is NaN or infinite, or zero where that makes no weight."""
+    for name in names:
+        if (scale := tensors.get(name)) is None:
+            continue
+        wide = scale.float()
+        bad = ~wide.isfinite() if zeros else ~wide.isfinite() | (wide == 0)
+        if bool(bad.any()):
+            example = wide[bad].flatten()[0].item()
+            raise FormatError(f"{int(bad.sum())} of {bad.numel()} values of {name} are no scales (first: {example})")

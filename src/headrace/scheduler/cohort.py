@@ -9,9 +9,6 @@ each sequence's record; what a record would say is made up for when somebody nee
     at which some are due     those: their next token needs a block, is the last, fills a block that others may find, or a loop is looked for
     at which one ends         all: the cohort is dissolved, and another may form some steps later
 
-Where results are known beforehand (a device that only takes time) many steps are taken at once: steps like any other are then
-counted and nothing more.
-
 What lives here: the count, who is due when, making up for records. What may not: what due ones need (planner.py, results.py).
 """
 
@@ -37,13 +34,12 @@ class Cohort:
         self.request_ids = [member.request_id for member in members]
         self.indices = [member.index for member in members]
         self.stop_ids = frozenset[int]().union(*(member.stop_ids for member in members))
-        self._ends_by_length = not self.stop_ids and all(member.repetition is None for member in members)
         self._planned = self._taken = 0  # steps since then
-        self._last_of_some = min(member.max_num_tokens - 1 - member.num_tokens for member in members)  # the count at which one's last is planned
         self._last_step = members[-1].last_step
         self._rows = rows_of(members)
         self._ones = array("i", [1]) * len(members)
         self._every = array("i", range(len(members)))
+        # Positions of the next step, all at once: lanes of one number, each one higher after every step. None comes near the top of its lane.
         self._starts = int.from_bytes(array("i", [member.num_tokens - 1 for member in members]).tobytes(), sys.byteorder)
         self._one_each = int.from_bytes(self._ones.tobytes(), sys.byteorder)
         self._pending: list[list[int]] = []  # tokens of the last results
@@ -63,17 +59,15 @@ class Cohort:
 
     def plan(self, due: list[int], built: PlanBuilder, rows_dropped: list[int]) -> StepPlan:
         """The next step: one token for every member. ``built`` holds what those that were due need; their records have it already."""
-        plan = built.build_alike(rows_dropped, self._rows, self.starts(), self._ones, self._every)
-        self.count_planned(due, plan.step_id)
-        return plan
-
-    def count_planned(self, due: Seq[int], step_id: int) -> None:
+        starts = array("i", self._starts.to_bytes(_BYTES * len(self.members), sys.byteorder))
+        plan = built.build(rows_dropped, (self._rows, starts, self._ones, self._every, self._rows))
         self._planned += 1
-        self._last_step = step_id
+        self._last_step = plan.step_id
         self._starts += self._one_each
         for place in due:
             self._planned_at[place] = self._planned
             self._expect(place)
+        return plan
 
     def due_to_take(self) -> list[int]:
         """Places of those whose next token cannot be taken without thought, in order."""
@@ -89,32 +83,6 @@ class Cohort:
                 self._expect(place)
         if len(self._pending) >= MOST_PENDING:
             self.settle_all()
-
-    def starts(self) -> array[int]:
-        """Of the next step, all at once: lanes of one number, each one higher after every step. None comes near the top of its lane."""
-        return array("i", self._starts.to_bytes(_BYTES * len(self.members), sys.byteorder))
-
-    # --- steps of which nobody is told
-
-    @property
-    def is_foreseeable(self) -> bool:
-        """Nobody ends but by length."""
-        return self._ends_by_length
-
-    @property
-    def steps_to_last(self) -> int:
-        """How many may be planned before the one that plans some member's last token."""
-        return self._last_of_some - self._planned
-
-    @property
-    def some_may_be_due(self) -> bool:
-        """False: the next step needs nothing but to be counted."""
-        return self._planned in self._plan_due
-
-    def plan_behind(self, built: PlanBuilder, back: int) -> StepPlan:
-        """The plan of the step ``back`` steps before the next one, without what was edited for it."""
-        starts = array("i", (self._starts - back * self._one_each).to_bytes(_BYTES * len(self.members), sys.byteorder))
-        return built.build_alike([], self._rows, starts, self._ones, self._every)
 
     def _expect(self, place: int) -> None:
         """Finds out from a member's record, which is right, when it needs a thought next."""

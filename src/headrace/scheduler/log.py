@@ -14,7 +14,7 @@ CAPACITY = 256  # entries; older ones are forgotten
 
 Kind = Literal[
     "admitted", "resumed", "preempted", "refused", "turned_away", "aborted", "failed", "overfull",
-    "waits_batch", "waits_rows", "waits_budget", "waits_blocks", "waits_time",
+    "waits_batch", "waits_rows", "waits_budget", "waits_blocks", "waits_time", "waits_adapter",
 ]  # fmt: skip
 
 

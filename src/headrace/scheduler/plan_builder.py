@@ -6,9 +6,11 @@ What lives here: collecting one step's work and freezing it. What may not: decid
 from __future__ import annotations
 
 from array import array
+from itertools import repeat
 
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, StepPlan
+from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.step_budget import StepMeter
 from headrace.sequence import Sequence
 
@@ -16,35 +18,21 @@ from headrace.sequence import Sequence
 class PlanBuilder:
     """``work[i]`` computes ``counts[i]`` tokens from ``starts[i]``. ``logits_budget`` is what is left, in rows.
 
-    ``padded``: every piece of work takes as much of the token budget as the longest one. ``meter``: where the step is bounded in time.
-    ``shared_tokens``: as the plan says it.
+    Where limits say padded, every piece of work takes as much of the token budget as the longest one. ``meter``: where the step is bounded in time.
+    ``shared_tokens``: as the plan says it. ``drafts``: by piece of work; None: nothing is drafted, in the steps in flight neither.
     """
 
     __slots__ = (
-        "_longest",
-        "_num_tokens",
-        "_padded",
-        "_token_budget",
-        "counts",
-        "edits",
-        "logits_budget",
-        "masked",
-        "meter",
+        "_longest", "_num_tokens", "_padded", "_token_budget", "adapters", "counts", "drafts", "edits", "logits_budget", "masked", "meter",
         "prompt_logprobs",
-        "rows_added",
-        "sample_work",
-        "sampled",
-        "shared_tokens",
-        "starts",
-        "step_id",
-        "work",
-    )
+        "rows_added", "sample_work", "sampled", "shared_tokens", "starts", "step_id", "work",
+    )  # fmt: skip
 
-    def __init__(self, step_id: int, token_budget: int, logits_budget: int, *, padded: bool = False) -> None:
+    def __init__(self, step_id: int, limits: SchedulerLimits) -> None:
         self.step_id = step_id
-        self.logits_budget = logits_budget
-        self._token_budget = token_budget
-        self._padded = padded
+        self.logits_budget = limits.max_logits_rows
+        self._token_budget = limits.max_num_batched_tokens
+        self._padded = limits.padded
         self._num_tokens = 0
         self._longest = 0
         self.work: list[Sequence] = []
@@ -52,12 +40,14 @@ class PlanBuilder:
         self.counts: list[int] = []
         self.sample_work: list[int] = []
         self.sampled: list[Sequence] = []
+        self.adapters: list[tuple[int, str]] = []
         self.rows_added: list[NewRow] = []
         self.edits = TableEdits()
         self.prompt_logprobs: list[int] = []
         self.masked: list[int] = []
         self.meter: StepMeter | None = None
         self.shared_tokens: int | None = None
+        self.drafts: dict[int, int] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -92,6 +82,23 @@ class PlanBuilder:
             self._num_tokens += total - known
             self._longest = max(self._longest, 1)
 
+    def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
+        """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nobody knows better, all of them are right."""
+        self.drafts = self.drafts or {}
+        self.drafts[work_index] = drafts
+        sequence.slack += drafts
+        sequence.num_tokens += drafts
+
+    def add_drafting(self, sequence: Sequence, start: int, drafts: int) -> None:
+        """The last token of a sequence that has the blocks it needs, drafts behind it, and what is sampled from them."""
+        work_index = self.add_work(sequence, start, 1 + drafts)
+        self.add_drafts(work_index, sequence, drafts)
+        sequence.num_computed_tokens = start + 1 + drafts
+        sequence.num_tokens += 1
+        sequence.last_step = self.step_id
+        self.sample_work.append(work_index)
+        self.sampled.append(sequence)
+
     def add_scores(self, work_index: int) -> None:
         """Every position of this piece of work is scored: it spends the logits budget."""
         self.prompt_logprobs.append(work_index)
@@ -107,17 +114,19 @@ class PlanBuilder:
         """(Re)builds a sequence's row from what is known of it."""
         assert sequence.row is not None
         request = sequence.request
+        sequence.row_lags = False
         self.rows_added.append(
             NewRow(
                 row=sequence.row,
                 sequence_id=request.request_id,
-                token_ids=sequence.token_ids[:],
+                token_ids=sequence.token_ids + array("i", sequence.certain),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=request.params,
                 seed=sequence.seed,
                 stop_token_ids=tuple(sorted(sequence.stop_ids)),
                 bad_word_ids=request.bad_word_ids,
-                adapter=request.adapter,
+                pool=(request.tenant, request.cache_salt),
+                adapter_slot=sequence.adapter_slot,
             )
         )
 
@@ -125,20 +134,16 @@ class PlanBuilder:
         """Tokens that are planned elsewhere take their part of the budget."""
         self._num_tokens += count
 
-    def build(self, rows_dropped: list[int]) -> StepPlan:
-        columns = (array("i", self.starts), array("i", self.counts), array("i", self.sample_work))
-        return self._build(rows_dropped, rows_of(self.work), *columns, rows_of(self.sampled))
-
-    def build_alike(self, rows_dropped: list[int], rows: array[int], starts: array[int], counts: array[int], sample_work: array[int]) -> StepPlan:
-        """A plan of other work than was collected here, with the edits that were; every row gets a token."""
-        return self._build(rows_dropped, rows, starts, counts, sample_work, rows)
-
-    def _build(
-        self, rows_dropped: list[int], rows: array[int], starts: array[int], counts: array[int], sample_work: array[int], sample_rows: array[int]
-    ) -> StepPlan:
+    def build(self, rows_dropped: list[int], columns: tuple[array[int], ...] | None = None) -> StepPlan:
+        """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the edits are those that were."""
+        if columns is None:
+            lists = array("i", self.starts), array("i", self.counts), array("i", self.sample_work)
+            columns = (rows_of(self.work), *lists, rows_of(self.sampled))
+        rows, starts, counts, sample_work, sample_rows = columns
         edits = self.edits
         return StepPlan(
             step_id=self.step_id,
+            adapters=tuple(self.adapters),
             rows_dropped=array("i", rows_dropped),
             rows_added=tuple(self.rows_added),
             table_row=array("i", edits.row),
@@ -153,6 +158,7 @@ class PlanBuilder:
             counts=counts,
             sample_work=sample_work,
             sample_rows=sample_rows,
+            drafts=array("i") if self.drafts is None else array("i", map(self.drafts.get, range(len(rows)), repeat(0))),
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
             shared_tokens=self.shared_tokens,

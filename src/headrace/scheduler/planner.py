@@ -14,10 +14,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
+from typing import Literal
 
 from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
-from headrace.request import SequenceStatus
+from headrace.lora.residency import Claims, Residency
+from headrace.request import NO_SLOT, SequenceStatus
 from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import PlanBuilder
@@ -25,10 +27,45 @@ from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
+from headrace.speculative.length import Speculation
 
 # Of a step, while no other is computed: rows of all requests wait for the masks of a few. About what a step takes on a fast device.
 MASK_SECONDS = 0.008
 NO_MASKS: Mapping[int, float] = MappingProxyType({})
+
+
+WaitKind = Literal["next_step", "batch", "result", "rows", "token_budget", "time", "blocks", "adapter"]
+LOOKED_PAST = 256  # of those that wait for their adapters, in one step
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What one that does not start with a step needs and how much of it there is: sequence rows, tokens of a step, KV blocks, or
+    milliseconds of a step.
+
+    "next_step": nothing is missing. "batch": static batching, the batch before must end. "result": its last tokens are still computed.
+    "adapter": it comes into host memory, or all of so many slots are in use by others.
+    """
+
+    kind: WaitKind
+    needed: int = 0
+    available: int = 0
+
+
+@dataclass(slots=True)
+class Starting:
+    """What those take who start before it, where no books show that yet: rows, blocks by group, slots of adapters; and how many
+    they are."""
+
+    blocks: list[int]
+    rows: int = 0
+    running: int = 0
+    adapters: Claims | None = None
+
+    def adapter_slot(self, sequence: Sequence) -> int | None:
+        """That it starts with; None: it waits for one."""
+        adapter = sequence.request.adapter
+        return NO_SLOT if adapter is None or self.adapters is None else self.adapters.find(adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +87,17 @@ class Planner:
         cache: CacheManager,
         policy: Policy,
         floors: StepFloors | None = None,
+        residency: Residency | None = None,
     ) -> None:
+        """``residency``: where requests' adapters take slots of a device."""
         self.config = config
+        self.residency = residency
         self.limits = limits
         self.roster = roster
         self.cache = cache
         self.policy = policy
         self._floors = floors
+        self.speculation: Speculation | None = None  # where the worker drafts
         self.max_step_seconds = limits.max_step_seconds
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -114,11 +155,19 @@ class Planner:
         return frozenset(late)
 
     def _plan_running(self, plan: PlanBuilder, late: Container[Sequence] = ()) -> None:
-        """One token for each sequence that needs one, then what is left of the budget for prompts under way.
+        """One token for each sequence that needs one, then what is left of the budget for prompts under way."""
+        drafts = self._drafts_each()
+        others = self._plan_drafts(plan, late, drafts) if drafts else self._plan_singles(plan, late)
+        for sequence in others:
+            self._plan_longer(sequence, plan)
+
+    def _plan_singles(self, plan: PlanBuilder, late: Container[Sequence]) -> list[Sequence]:
+        """One token for each sequence that needs one. Returns the others, forced ones first.
 
         The hot loop: a sequence below ``plain_until`` needs no block, no copy and is not at its last token.
         """
         longer: list[Sequence] = []
+        forced: list[Sequence] = []
         step_id, room = plan.step_id, plan.room
         work, starts, sampled = plan.work, plan.starts, plan.sampled
         for sequence in self.roster.running:  # only its tail may be popped meanwhile (preemption)
@@ -137,20 +186,60 @@ class Planner:
             elif total - sequence.num_computed_tokens == 1 and self.limits.kv_caching and not sequence.sibling_rows:
                 plan.complete_plain_work()
                 self._plan_decode(sequence, plan)
+            elif _is_answering(sequence):
+                forced.append(sequence)
+                room -= 1  # it goes on in its turn, with as much as is left behind those who need one token
             else:
                 longer.append(sequence)
         plan.complete_plain_work()
-        for sequence in longer:
-            self._plan_longer(sequence, plan)
+        return forced + longer
+
+    def _drafts_each(self) -> int:
+        """Drafts of each sequence in this step: as many as are worth it, and as the budget has beside one token of each."""
+        running = len(self.roster.running)
+        if self.speculation is None or not running or not self.limits.kv_caching or self.limits.padded:
+            return 0
+        return max(0, min(self.speculation.length(running), self.limits.max_num_batched_tokens // running - 1))
+
+    def _plan_drafts(self, plan: PlanBuilder, late: Container[Sequence], most: int) -> list[Sequence]:
+        """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind it."""
+        longer: list[Sequence] = []
+        forced: list[Sequence] = []
+        for sequence in self.roster.running:
+            total = sequence.num_tokens
+            if sequence.structured and sequence in late:
+                continue
+            if total - sequence.num_computed_tokens != 1 or sequence.sibling_rows:
+                (forced if _is_answering(sequence) else longer).append(sequence)
+            elif sequence.drafts and total + most <= sequence.plain_until:
+                plan.add_drafting(sequence, total - 1, most)
+            elif not self._try_drafts(sequence, plan, most):
+                self._plan_decode(sequence, plan)
+        return forced + longer
+
+    def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
+        """Where it has an answer begun, needs a block or is near its end."""
+        most = min(most, sequence.max_num_tokens - sequence.num_tokens - 2)  # a draft is not its last token: who is fully planned has gone
+        if not sequence.drafts or most <= 0 or sequence.num_tokens <= sequence.num_prompt_tokens:
+            return False
+        self._trim(sequence, sequence.num_computed_tokens)
+        return self._try_plan(sequence, plan, 1 + most, most)
 
     def _plan_decode(self, sequence: Sequence, plan: PlanBuilder) -> None:
-        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail."""
-        self.cache.trim(sequence.kv, sequence.num_computed_tokens, sequence.last_step)
+        """One token that needs a block, a copy, or is the last: makes room by preempting from the tail. Whether it is the last is known once
+        drafts in flight are verified."""
+        if sequence.slack and sequence.num_tokens + 1 >= sequence.max_num_tokens:
+            return
+        self._trim(sequence, sequence.num_computed_tokens)
         while not self._try_plan(sequence, plan, 1):
             if self.cache.num_leaving:
                 return  # blocks are on their way back: waiting is cheaper than pushing anyone out
             if self.roster.preempt_last() is sequence:
                 return
+
+    def _trim(self, sequence: Sequence, start: int) -> None:
+        """Gives back what nobody sees any more, however many drafts in flight are refuted."""
+        self.cache.trim(sequence.kv, start - sequence.slack, sequence.last_step)
 
     def _plan_longer(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """A prompt under way takes what is free; it may push out a later sequence that this step does not name."""
@@ -187,24 +276,25 @@ class Planner:
         if not self.limits.kv_caching:
             sequence.num_computed_tokens = 0
         start = sequence.num_computed_tokens
-        count = self._chunk(sequence, start, plan)
+        count = self.chunk(sequence, start, plan)
         if count == 0:
             return True
-        self.cache.trim(sequence.kv, start, sequence.last_step)
+        self._trim(sequence, start)
         room = self.cache.tokens_available(sequence.kv) - start
         if room < count and not self.limits.kv_caching:
             return False  # a part would be forgotten before the next step
         return room > 0 and self._try_plan(sequence, plan, min(count, room))
 
-    def _chunk(self, sequence: Sequence, start: int, plan: PlanBuilder) -> int:
+    def chunk(self, sequence: Sequence, start: int, plan: PlanBuilder) -> int:
         """Tokens to compute from ``start`` within the budgets; 0 when a whole that must not be split does not fit."""
         whole = sequence.num_tokens - start
         count = min(whole, plan.room)
         if sequence.wants_scores:
             count = min(count, plan.logits_budget)
         if self.max_step_seconds is not None and count:
-            count = self._meter(plan, self.max_step_seconds).fits(start, count)
-        if count < whole and not (self.config.chunked_prefill and self.limits.kv_caching):
+            count = max(self._meter(plan, self.max_step_seconds).fits(start, count), int(_is_answering(sequence)))
+        splits = self.config.chunked_prefill or _is_answering(sequence)
+        if count < whole and not (splits and self.limits.kv_caching):
             return 0 if plan.work else whole  # alone, it may exceed the budget
         return count
 
@@ -220,20 +310,25 @@ class Planner:
         assert self._floors is not None, "checked at the start"
         return StepMeter(self._floors, self.roster.speed, seconds, starts)
 
-    def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int) -> bool:
-        """Plans ``count`` tokens if blocks suffice; samples when they are the last known ones."""
+    def _try_plan(self, sequence: Sequence, plan: PlanBuilder, count: int, drafts: int = 0) -> bool:
+        """Plans ``count`` tokens if blocks suffice, the last ``drafts`` of them to be proposed; samples when the others are the last known
+        ones."""
         start, kv = sequence.num_computed_tokens, sequence.kv
         end = start + count
         assert sequence.row is not None
         if not self.cache.try_prepare(kv, start, end, sequence.row, plan.edits, plan.step_id):
             return False
+        if sequence.row_lags:
+            plan.add_row(sequence)
         sequence.num_computed_tokens = end
         sequence.last_step = plan.step_id
         work_index = plan.add_work(sequence, start, count)
         if sequence.wants_scores and start < sequence.num_prompt_tokens - 1:
             plan.add_scores(work_index)
         self.cache.link(kv, sequence.token_ids, min(end, len(sequence.token_ids)), plan.step_id)
-        if end == sequence.num_tokens and end < sequence.max_num_tokens:
+        if end - drafts == sequence.num_tokens and end < sequence.max_num_tokens:
+            if drafts:
+                plan.add_drafts(work_index, sequence, drafts)
             self._plan_samples(sequence, plan, work_index)
         self.roster.refresh(sequence)
         return True
@@ -257,52 +352,107 @@ class Planner:
         plan.add_row(sequence)
         self.cache.describe(sequence.kv, sequence.row, plan.edits)
 
-    def restore_rows(self, plan: PlanBuilder) -> None:
-        """Rows are a cache on the workers' side: all of them, built again from this state."""
-        for sequence in self.roster.running:
-            self._send_row(sequence, plan)
+    def plan_those_who_run(self) -> PlanBuilder:
+        """The next step in numbers only, as far as those who wait get what others leave: whole prompts go before those who run."""
+        plan = PlanBuilder(self.roster.retired + 1, self.limits)
+        if not self.config.chunked_prefill:
+            return plan
+        left = [(each, each.num_tokens - each.num_computed_tokens) for each in self.roster.running]
+        for sequence, _ in (pair for pair in left if pair[1] == 1):
+            plan.add_work(sequence, sequence.num_computed_tokens, 1)
+        if self.max_step_seconds is not None:
+            plan.meter = self.create_meter(self.max_step_seconds, plan.starts)
+        for sequence, _ in (pair for pair in left if pair[1] > 1):
+            if count := self.chunk(sequence, sequence.num_computed_tokens, plan):
+                plan.add_work(sequence, sequence.num_computed_tokens, count)
+        return plan
 
     # --- those who wait
 
     def _plan_waiting(self, plan: PlanBuilder, now: float, idle: bool) -> None:
-        batch_is_open, log = self._batch_is_open(idle), self.roster.log
-        while (sequence := self.roster.waiting.peek()) is not None:
-            rows, request_id = len(self.roster.free_rows), sequence.request_id
-            if not batch_is_open:
-                return log.add_wait("waits_batch", request_id)
-            if plan.room <= 0:
-                return log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
-            if sequence.last_step > self.roster.retired:  # its last tokens are not known yet
-                return
-            if rows < rows_wanted(sequence):
-                return log.add_wait("waits_rows", request_id, rows_wanted(sequence), rows)
-            match = self.lookup(sequence)
-            if self._chunk(sequence, match.num_tokens, plan) == 0:
-                return self._say_out_of_budget(request_id, plan)
-            if not self._fits(sequence, match):
-                return log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
-            self._admit(match, plan, now)
-            self._try_chunk(sequence, plan)
+        if idle and self.batch_size is not None and not self.roster.running:
+            self.batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
+        is_open, waiting = self.batch_is_open, self.roster.waiting
+        before = self.nobody() if waiting.peek() is not None else None
+        aside: list[Sequence] = []
+        while (sequence := waiting.peek()) is not None and before is not None:
+            found = self.find_start(sequence, plan, before) if is_open else Wait("batch")
+            if not isinstance(found, Wait):
+                self._admit(found, plan, now, before)
+                self._try_chunk(sequence, plan)
+                continue
+            if not aside:
+                self._log_wait(sequence, found)
+            if found.kind != "adapter" or len(aside) == LOOKED_PAST:
+                break
+            aside.append(waiting.pop())  # others may go on meanwhile
+        for sequence in aside:
+            waiting.push(sequence)
 
-    def _say_out_of_budget(self, request_id: int, plan: PlanBuilder) -> None:
-        """Of tokens, or of time."""
-        seconds = self.max_step_seconds
-        if seconds is not None and plan.meter is not None and plan.meter.bound:
-            return self.roster.log.add_wait("waits_time", request_id, int(seconds * 1e6))
-        return self.roster.log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
+    def nobody(self) -> Starting:
+        """Before the first of those who wait."""
+        claims = None if self.residency is None else self.residency.claims(each.request.adapter for each in self.roster.running)
+        return Starting([0] * len(self.cache.pools), adapters=claims)
+
+    def find_start(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> PrefixMatch | Wait:
+        """How one that waits starts with this step: behind the prefix that is cached. Or what it is short of. Changes nothing."""
+        if plan.room <= 0:
+            return Wait("token_budget", 1)
+        if sequence.last_step > self.roster.retired:
+            return Wait("result")
+        wanted, free = rows_wanted(sequence), len(self.roster.free_rows) - before.rows
+        if free < wanted:
+            return Wait("rows", wanted, free)
+        if before.adapter_slot(sequence) is None:
+            return Wait("adapter", 1, self.limits.adapter_slots)
+        match = self.lookup(sequence)
+        if self.chunk(sequence, match.num_tokens, plan) == 0:
+            if self.max_step_seconds is not None and plan.meter is not None and plan.meter.bound:
+                return Wait("time", int(self.max_step_seconds * 1e3))
+            return Wait("token_budget", sequence.num_tokens - match.num_tokens, plan.room)
+        return self._blocks_short(sequence, match, before) or match
+
+    def _blocks_short(self, sequence: Sequence, match: PrefixMatch, before: Starting) -> Wait | None:
+        """Of the group with the least to spare."""
+        headroom = len(self.roster.running) + before.running if self.limits.paged_allocation else 0
+        spare, needed, have = min(
+            (pool.num_available - taken - wanted - headroom, wanted + headroom, pool.num_available - taken)
+            for pool, taken, wanted in zip(self.cache.pools, before.blocks, self.blocks_to_take(sequence, match, headroom), strict=True)
+        )
+        return Wait("blocks", needed, have) if spare < 0 else None
+
+    def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int) -> list[int]:
+        """By group, of those that nobody holds. Beside those who run, where prompts go whole, it wants its own all at once, those behind a
+        window too. (Alone it may go in parts.)"""
+        if not self.limits.paged_allocation:
+            return self.cache.blocks_to_take(match, sequence.max_num_tokens)
+        return self.cache.blocks_to_take(match, sequence.num_tokens, whole=headroom > 0 and not self.config.chunked_prefill)
+
+    def _log_wait(self, sequence: Sequence, wait: Wait) -> None:
+        log, request_id = self.roster.log, sequence.request_id
+        match wait.kind:
+            case "batch":
+                log.add_wait("waits_batch", request_id)
+            case "adapter":
+                log.add_wait("waits_adapter", request_id)
+            case "rows":
+                log.add_wait("waits_rows", request_id, wait.needed, wait.available)
+            case "token_budget":
+                log.add_wait("waits_budget", request_id, self.limits.max_num_batched_tokens)
+            case "time":
+                log.add_wait("waits_time", request_id, int((self.max_step_seconds or 0) * 1e6))
+            case "blocks":
+                log.add_wait("waits_blocks", request_id, sequence.num_tokens, self.cache.num_used_blocks, self.cache.num_blocks)
 
     @property
-    def admits(self) -> bool:
-        """Static batching does until its batch is formed, and again when that has ended."""
-        return self.config.continuous_batching or self.batch_quota > 0 or not self.roster.running
+    def batch_size(self) -> int | None:
+        """Of static batching."""
+        return None if self.config.continuous_batching else self.limits.max_num_seqs
 
-    def _batch_is_open(self, idle: bool) -> bool:
-        """Continuous batching admits at every step; static batching forms a batch only when the last one has ended."""
-        if self.config.continuous_batching:
-            return True
-        if idle and not self.roster.running:
-            self.batch_quota = min(len(self.roster.waiting), self.limits.max_num_seqs)
-        return self.batch_quota > 0
+    @property
+    def batch_is_open(self) -> bool:
+        """Continuous batching admits at every step; static batching until its batch is complete."""
+        return self.batch_size is None or self.batch_quota > 0
 
     def lookup(self, sequence: Sequence) -> PrefixMatch:
         """Scored prompts and recomputing engines cannot use a prefix: they need every position."""
@@ -310,24 +460,13 @@ class Planner:
             return NO_MATCH
         return self.cache.lookup(sequence.kv, sequence.token_ids)
 
-    def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        tokens, headroom, whole = self.claim_of(sequence)
-        return self.cache.can_admit(match, tokens, headroom, whole=whole)
-
-    def claim_of(self, sequence: Sequence) -> tuple[int, int, bool]:
-        """Tokens it wants blocks for; blocks to leave, one to grow for everyone running (who has none reserved); whether it wants its own
-        all at once, those behind a window too: where prompts go whole and before those who run. (Alone it may go in parts.)"""
-        if not self.limits.paged_allocation:
-            return sequence.max_num_tokens, 0, False
-        others = len(self.roster.running)
-        return sequence.num_tokens, others, others > 0 and not self.config.chunked_prefill
-
-    def _admit(self, match: PrefixMatch, plan: PlanBuilder, now: float) -> None:
+    def _admit(self, match: PrefixMatch, plan: PlanBuilder, now: float, before: Starting) -> None:
         head = self.roster.waiting.peek()
         assert head is not None
         sequence = self.roster.admit_head(rows_wanted(head))
         assert sequence.row is not None
         self.batch_quota -= 1
+        self._take_slot(sequence, plan, before)
         self.cache.attach(sequence.kv, match)
         sequence.num_computed_tokens = match.num_tokens
         if sequence.first_scheduled is None:
@@ -345,12 +484,23 @@ class Planner:
             self.cache.try_prepare(sequence.kv, match.num_tokens, sequence.max_num_tokens, sequence.row, plan.edits, plan.step_id)
         self.roster.refresh(sequence)
 
+    def _take_slot(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> None:
+        adapter, slot = sequence.request.adapter, before.adapter_slot(sequence)
+        if adapter is None or before.adapters is None or self.residency is None or slot is None:
+            return
+        sequence.adapter_slot = slot
+        before.adapters.take(adapter, slot)
+        if self.residency.place(adapter, slot, plan.step_id):
+            plan.adapters.append((slot, adapter))
+
     def _push_out(self, plan: PlanBuilder) -> None:
         """Lets waiting sequences of a better class take the places of the last ones running, where the policy says so: as many of these go as
         are needed for those who may begin when their room has come."""
         roster, head = self.roster, self.roster.waiting.peek()
-        if head is None or head.last_step > roster.retired or not self.admits:
+        if head is None or head.last_step > roster.retired or not (self.batch_is_open or not roster.running):
             return
+        if self.residency is not None and self.nobody().adapter_slot(head) is None:
+            return  # room would not help it
         budget = self.limits.max_num_batched_tokens * (plan.step_id - roster.retired)
         claims: dict[Sequence, _Claim] = {}
         while roster.running and self.policy.preempts(head, roster.running[-1]) and self._lacks_room(head, budget, claims):
@@ -360,7 +510,7 @@ class Planner:
         """Whether those who may push out the last one running want more rows or blocks than are free or on their way. Those whose prompts
         ``budget`` tokens are enough for: the others could not begin by then. ``claims``: of those that were looked at."""
         roster, last = self.roster, self.roster.running[-1]
-        rows = len(roster.free_rows) + roster.num_rows_leaving
+        rows = len(roster.free_rows) + len(roster.leaving_rows)
         blocks, known_to_come = [pool.num_available for pool in self.cache.pools], False
         headroom = len(roster.running) if self.limits.paged_allocation else 0
         for sequence in chain((head,), (each for each in roster.waiting if each is not head and self.policy.preempts(each, last))):
@@ -380,12 +530,16 @@ class Planner:
 
     def _claim(self, sequence: Sequence, *, exact: bool) -> _Claim:
         """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only one counts them.)"""
-        match = self.lookup(sequence)
-        tokens, _, whole = self.claim_of(sequence)
-        blocks = self.cache.blocks_wanted(match, tokens, whole=whole)
-        if exact:
-            blocks = [new + old for new, old in zip(blocks, self.cache.idle_blocks(match), strict=True)]
+        match, others = self.lookup(sequence), len(self.roster.running)
+        blocks = self.blocks_to_take(sequence, match, others)
+        if not exact:
+            blocks = [taken - idle for taken, idle in zip(blocks, self.cache.idle_blocks(match), strict=True)]
         return _Claim(blocks, sequence.num_tokens - match.num_tokens)
+
+
+def _is_answering(sequence: Sequence) -> bool:
+    """Where it has several tokens to compute they are forced ones: it goes before prompts, as those who need one token do."""
+    return sequence.structured and sequence.num_computed_tokens >= sequence.num_prompt_tokens
 
 
 def rows_wanted(sequence: Sequence) -> int:

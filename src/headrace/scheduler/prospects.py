@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.cost.speed import StepSpeed
-from headrace.scheduler.policies.protocol import Standing
+from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter
 from headrace.sequence import Sequence
 
@@ -71,7 +71,7 @@ class Past:
         return max(1.0, min(most, max(self.answer - sequence.num_output_tokens, self.answer / 4)))
 
 
-def prompt_pace(floors: StepFloors, standing: Standing, bound: float | None, context: int) -> PromptPace:
+def prompt_pace(floors: StepFloors, standing: Roster, bound: float | None, context: int) -> PromptPace:
     """How fast prompts are computed beside those who run now, each token seeing ``context`` before it."""
     starts = [each.num_tokens - 1 for each in standing.running if each.num_computed_tokens >= each.num_prompt_tokens]
     room = max(1, standing.limits.max_num_batched_tokens - len(starts))
@@ -80,7 +80,7 @@ def prompt_pace(floors: StepFloors, standing: Standing, bound: float | None, con
     return PromptPace(tokens, _seconds(standing.speed, meter.floor_with(context, tokens), alone=not starts))
 
 
-def left_of_prompts(standing: Standing) -> int:
+def left_of_prompts(standing: Roster) -> int:
     """Tokens of prompts under way that are not computed yet."""
     return sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in standing.running)
 
@@ -90,7 +90,7 @@ def _seconds(speed: StepSpeed, floor: float, *, alone: bool) -> float:
 
 
 def prospect(
-    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], floors: StepFloors, standing: Standing, past: Past, bound: float | None
+    sequence: Sequence, work: int, ahead: Iterable[tuple[Sequence, int]], floors: StepFloors, standing: Roster, past: Past, bound: float | None
 ) -> Prospect:
     """``work``: tokens of its prompt to compute; ``ahead``: those who go first, with theirs; ``bound``: seconds a step may take."""
     before = list(ahead)
@@ -100,7 +100,7 @@ def prospect(
     return Prospect(_place(sequence, work, before, standing, past, gap), others, own, gap, len(standing.running))
 
 
-def _own_seconds(work: int, pace: PromptPace, floors: StepFloors, standing: Standing, sequence: Sequence) -> float:
+def _own_seconds(work: int, pace: PromptPace, floors: StepFloors, standing: Roster, sequence: Sequence) -> float:
     """A short prompt takes one step, and that is shorter than a full one."""
     if work > pace.tokens:
         return pace.time(work)
@@ -113,7 +113,7 @@ def alone(work: int, start: int, floors: StepFloors, speed: StepSpeed) -> float:
     return _seconds(speed, meter.floor_with(start, max(1, work)), alone=True)
 
 
-def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFloors, standing: Standing) -> float:
+def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFloors, standing: Roster) -> float:
     """Seconds of a step once all of these write, as far as there are rows for them."""
     members = [*standing.running, *(each for each, _ in before), sequence]
     rows = min(len(members), standing.limits.max_num_seqs)
@@ -122,7 +122,7 @@ def _gap(sequence: Sequence, before: list[tuple[Sequence, int]], floors: StepFlo
     return standing.speed.decode.seconds(floors.floor_seconds(rows, rows, seen, seen)) + standing.speed.gap
 
 
-def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], standing: Standing, past: Past, gap: float) -> float:
+def _place(sequence: Sequence, work: int, before: list[tuple[Sequence, int]], standing: Roster, past: Past, gap: float) -> float:
     """Until enough of those who run have ended: of rows, of blocks, whichever takes longer."""
     running = standing.running
     if not running:

@@ -40,19 +40,30 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
     scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
     for j in result.errors:
         step.sampled[j].attentive = True
+    if step.plan.drafts:
+        _settle_drafts(roster, step, result)
     outputs = []
     step_id = result.step_id
     for j, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
         if sequence.ignore_through >= step_id:
             continue
         ids = sequence.token_ids
-        if sequence.attentive or len(ids) + 1 >= sequence.checkpoint or tokens[0] in sequence.stop_ids:
+        if sequence.attentive or len(ids) + len(tokens) >= sequence.checkpoint or not sequence.stop_ids.isdisjoint(tokens):
             outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
         else:
-            ids.append(tokens[0])
+            ids.extend(tokens)
             outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
     outputs.extend(SequenceOutput(s.request_id, s.index, (), prompt_logprobs=entries) for s, entries in scores.items())
     return outputs
+
+
+def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
+    """Counts of those whose drafts were refuted are what they really are."""
+    plan, drafts = step.plan, step.plan.drafts
+    for sequence, work, tokens in zip(step.sampled, plan.sample_work, result.tokens, strict=True):
+        drafted = drafts[work]
+        if drafted and sequence.ignore_through < plan.step_id:
+            roster.settle_drafts(sequence, drafted, drafted + 1 - max(1, len(tokens)))
 
 
 def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[int], now: float) -> Seq[SequenceOutput]:
@@ -72,14 +83,6 @@ def take_alike(roster: Roster, cohort: Cohort, result: StepResult, tokens: list[
     if all(output.finished is None for output in taken.values()):
         return outputs  # they are what they would have been without a thought
     return [taken.get(place, output) for place, output in enumerate(outputs)]
-
-
-def take_unseen(roster: Roster, cohort: Cohort, tokens: list[int]) -> None:
-    """``take_alike`` where nobody can end and nobody is told."""
-    heeded = cohort.due_to_take()
-    for place in heeded:
-        _append_plain(roster, cohort.settle(place), tokens[place])
-    cohort.take(tokens, heeded)
 
 
 def _only_fills_a_block(sequence: Sequence, token: int) -> bool:
@@ -129,7 +132,11 @@ def _accept(roster: Roster, sequence: Sequence, j: int, result: StepResult, scor
     first = sequence.first_token is None
     if first:
         sequence.first_token = now
-    accepted, finished = _append(sequence, result.tokens[j], roster.eos_token_ids, now)
+    tokens = result.tokens[j]
+    if sequence.certain:
+        assert tokens == sequence.certain[:1], "its mask allowed this token alone"
+        tokens, sequence.certain = sequence.certain, ()
+    accepted, finished = _append(sequence, tokens, roster.eos_token_ids, now)
     if finished is not None:
         roster.end(sequence)
     elif sequence.status is SequenceStatus.RUNNING:

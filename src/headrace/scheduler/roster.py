@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from headrace.cache.manager import CacheManager
 from headrace.cost.speed import StepSpeed
@@ -21,10 +23,12 @@ from headrace.request import Request, SequenceStatus
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.log import DecisionLog
-from headrace.scheduler.policies.protocol import DynamicPolicy
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.repetition import RepetitionDetector
 from headrace.sequence import ALWAYS, NEVER, Sequence
+
+if TYPE_CHECKING:
+    from headrace.scheduler.policies.protocol import DynamicPolicy
 
 
 def _order(sequence: Sequence) -> tuple[float, ...]:
@@ -56,7 +60,7 @@ class Roster:
         self.speed = StepSpeed()  # likewise
         self.log = DecisionLog(self._tenant_of)
         self._policy = policy
-        self._leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
+        self.leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for siblings in self.requests.values() for sequence in siblings)
@@ -64,10 +68,6 @@ class Roster:
     def _tenant_of(self, request_id: int) -> str:
         siblings = self.requests.get(request_id)
         return siblings[0].request.tenant if siblings else ""
-
-    @property
-    def num_rows_leaving(self) -> int:
-        return len(self._leaving_rows)
 
     # --- coming
 
@@ -109,6 +109,7 @@ class Roster:
                 twin.kv = self.cache.fork(sequence.kv, sequence.num_computed_tokens)
             twin.num_computed_tokens = sequence.num_computed_tokens
             twin.status, twin.row, twin.forked = SequenceStatus.RUNNING, row, True
+            twin.adapter_slot = sequence.adapter_slot
             twin.first_scheduled, twin.num_cached_tokens = sequence.first_scheduled, sequence.num_cached_tokens
             self.requests[sequence.request_id].append(twin)
             insort(self.running, twin, key=_order)
@@ -139,6 +140,30 @@ class Roster:
         """Lets others find the full blocks of its known tokens; what a step in flight is still writing is lost if that step fails."""
         written_by = sequence.last_step if sequence.last_step > self.retired else None
         self.cache.link(sequence.kv, sequence.token_ids, min(sequence.num_computed_tokens, len(sequence.token_ids)), written_by)
+
+    def foretell(self, sequence: Sequence, run: Seq[int]) -> None:
+        """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the answer is sampled."""
+        end = next((at for at, token in enumerate(run) if token in sequence.stop_ids), len(run))
+        run = run[: min(end, sequence.max_num_tokens - len(sequence.token_ids))]
+        if len(run) > 1:
+            sequence.certain = tuple(run)
+            sequence.num_tokens += len(run) - 1
+            sequence.row_lags = sequence.attentive = True
+            self.stale = self.stale or sequence.num_tokens == sequence.max_num_tokens
+
+    def settle_drafts(self, sequence: Sequence, drafted: int, refuted: int) -> None:
+        """A step has told how many tokens it sampled for a sequence: ``refuted`` fewer than it was planned for."""
+        sequence.slack -= drafted
+        if not refuted:
+            return
+        sequence.num_tokens -= refuted
+        if sequence.status is not SequenceStatus.RUNNING:
+            return  # preempted
+        sequence.num_computed_tokens -= refuted
+        wanted = sequence.num_tokens + drafted + 1  # by the next step, if it drafts as many
+        if sequence.kv.capacity >= wanted + self.cache.block_tokens and self.limits.paged_allocation:
+            self.cache.give_back(sequence.kv, wanted, sequence.last_step)
+            self.refresh(sequence)
 
     # --- going
 
@@ -189,7 +214,7 @@ class Roster:
         """Forgets what steps up to ``through`` would have told; whoever was running is computed anew."""
         for sequence in list(self):
             sequence.ignore_through = through
-            sequence.num_tokens = len(sequence.token_ids)
+            sequence.num_tokens, sequence.certain, sequence.slack = len(sequence.token_ids), (), 0
             if sequence.status is SequenceStatus.RUNNING:
                 self.requeue(sequence)
         self.running = []
@@ -198,7 +223,7 @@ class Roster:
         """A step was collected: what only it named comes back."""
         self.retired = step_id
         self.cache.retire(step_id)
-        if self._leaving_rows:
+        if self.leaving_rows:
             self._return_rows()
 
     def _give_back(self, sequence: Sequence) -> None:
@@ -206,14 +231,14 @@ class Roster:
         for row in [sequence.row, *sequence.sibling_rows]:
             if row is not None:
                 self.dropped_rows.append(row)
-                self._leaving_rows.append((sequence.last_step, row))
+                self.leaving_rows.append((sequence.last_step, row))
         sequence.row, sequence.sibling_rows = None, []
         self._return_rows()
 
     def _return_rows(self) -> None:
-        entries, self._leaving_rows = self._leaving_rows, []
+        entries, self.leaving_rows = self.leaving_rows, []
         for last_step, row in entries:
             if last_step <= self.retired:
                 self.free_rows.append(row)
             else:
-                self._leaving_rows.append((last_step, row))
+                self.leaving_rows.append((last_step, row))

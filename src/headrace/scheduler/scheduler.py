@@ -5,6 +5,7 @@ A sequence has tokens, some of them computed; each step gives it some more to co
     schedule(now, events) → StepPlan      decides; advances ``num_computed_tokens``; a sampled token is a placeholder until
     update(result, now)   → outputs       the result is collected, up to D steps later
     fail(message, now)    → outputs       the oldest step failed: its requests end, all others start over
+    foretell(runs)                        tokens that a grammar forces: known before the step in flight samples the first of them
 
 It reads no clock: ``now`` is an input, and so is how fast steps and masks have been going, so a journal of the calls replays exactly.
 
@@ -14,30 +15,30 @@ What lives here: the face of the control plane. What may not: its parts (planner
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from headrace.cache.manager import CacheManager, PrefixMatch
+from headrace.cache.manager import CacheManager
 from headrace.config import SchedulerConfig
 from headrace.cost.speed import StepSpeed
 from headrace.errors import ConfigError
+from headrace.lora.residency import Residency
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
 from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.log import DecisionLog, Kind
-from headrace.scheduler.longest_first import longest_first
 from headrace.scheduler.plan_builder import PlanBuilder
 from headrace.scheduler.planner import NO_MASKS, Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
-from headrace.scheduler.policies.fcfs import FirstComeFirstServed
-from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result, take_unseen
+from headrace.scheduler.policies.static import FirstComeFirstServed
+from headrace.scheduler.queue import longest_first
+from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
 from headrace.scheduler.roster import Roster
-from headrace.scheduler.step_budget import StepMeter
 from headrace.sequence import NEVER, Sequence
+from headrace.speculative.length import Speculation
 
 STEPS_ALIKE = 4  # before a cohort is made: that costs about what one step costs without
 
@@ -52,7 +53,9 @@ class Scheduler:
         cache: CacheManager,
         eos_token_ids: frozenset[int],
         forecast: Forecast | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        self.residency = Residency(limits.adapter_slots) if limits.adapter_slots else None
         self.limits = limits
         self.cache = cache
         if limits.max_step_seconds is not None and forecast is None:
@@ -64,84 +67,48 @@ class Scheduler:
             raise ConfigError("--max-step-ms needs prompts that may be split, and without kv_caching they are computed whole; leave one of them out.")
         self.policy = create_policy(config, forecast)
         self._dynamic = self.policy if isinstance(self.policy, DynamicPolicy) else None
-        self._roster = Roster(cache, limits, eos_token_ids, self._dynamic)
+        self.roster = Roster(cache, limits, eos_token_ids, self._dynamic)
         self.in_flight: deque[InFlight] = deque()
         self._longest_first = config.longest_first
         self.serves_by_arrival = isinstance(self.policy, FirstComeFirstServed) and config.continuous_batching
-        self._planner = Planner(config, limits, self._roster, cache, self.policy, forecast)
+        self.planner = Planner(config, limits, self.roster, cache, self.policy, forecast, self.residency)
+        self.speculation = self.planner.speculation = speculation
         self._next_step = 0
         self._num_requests = 0
-        self._rows_lost = False
         self._rejected: list[SequenceOutput] = []
         self._cohort: Cohort | None = None
         self._alike = 0  # steps in a row that planned one token for each that runs
 
-    @property
-    def roster(self) -> Roster:
-        """With every sequence's record as it should be."""
+    def settle(self) -> None:
+        """Makes up for all records, for whoever looks at how far sequences are."""
         if self._cohort is not None:
             self._cohort.settle_all()
-        return self._roster
 
     @property
     def requests(self) -> Mapping[int, list[Sequence]]:
-        """The live ones, by id; their sequences' records may lag behind."""
-        return self._roster.requests
+        """The live ones, by id; their sequences' records lag behind until ``settle``."""
+        return self.roster.requests
 
     @property
     def has_work(self) -> bool:
-        return bool(self._roster.requests or self.in_flight or self._rejected)
+        return bool(self.roster.requests or self.in_flight or self._rejected)
 
     @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that model and cache allow."""
-        return self._roster.max_sequence_tokens
+        return self.roster.max_sequence_tokens
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting)
-
-    @property
-    def admits(self) -> bool:
-        """Those who wait may start, as far as there is room."""
-        return self._planner.admits
-
-    def claim_of(self, sequence: Sequence) -> tuple[int, int, bool]:
-        """What one that waits must find before it is admitted: see Planner."""
-        return self._planner.claim_of(sequence)
-
-    @property
-    def continuous(self) -> bool:
-        return self._planner.config.continuous_batching
-
-    @property
-    def batch_quota(self) -> int:
-        """Static batching: how many the current batch still takes."""
-        return self._planner.batch_quota
-
-    @property
-    def chunked_prefill(self) -> bool:
-        return self._planner.config.chunked_prefill
-
-    @property
-    def max_step_seconds(self) -> float | None:
-        """As the step before was bounded."""
-        return self._planner.max_step_seconds
-
-    def meter(self, seconds: float, starts: Seq[int]) -> StepMeter:
-        """Of a step with single tokens at ``starts``."""
-        return self._planner.create_meter(seconds, starts)
-
-    def lookup(self, sequence: Sequence) -> PrefixMatch:
-        return self._planner.lookup(sequence)
+        return len(self.roster.waiting)
 
     def expected(self, request: Request, behind: int = 0) -> Sequence:
         """What a request would be that comes after so many others. It is not entered."""
-        return self._roster.create(request, 0, self.policy.order(request, self._num_requests + 1 + behind))
+        return self.roster.create(request, 0, self.policy.order(request, self._num_requests + 1 + behind))
 
     @property
     def num_running(self) -> int:
-        return sum(map(len, self._roster.requests.values())) - self.num_waiting
+        return sum(map(len, self.roster.requests.values())) - self.num_waiting
 
     @property
     def wants_speed(self) -> bool:
@@ -150,11 +117,11 @@ class Scheduler:
 
     @property
     def counters(self) -> SchedulerCounters:
-        return SchedulerCounters(self._num_requests, self._roster.num_preemptions, self._planner.prefix_queries, self._planner.prefix_hits)
+        return SchedulerCounters(self._num_requests, self.roster.num_preemptions, self.planner.prefix_queries, self.planner.prefix_hits)
 
     @property
     def log(self) -> DecisionLog:
-        return self._roster.log
+        return self.roster.log
 
     def batch_order(self, requests: Seq[Request]) -> Seq[Request]:
         """How requests are best added that are all there at once, if nobody reads along; another policy than arrival orders them by itself."""
@@ -172,44 +139,42 @@ class Scheduler:
 
         ``speed`` None: as before. ``mask_seconds``: what one mask is likely to take, of the requests that want some.
         """
-        self._roster.now = self._roster.log.now = now
+        self.roster.now = self.roster.log.now = now
         if speed is not None:
-            self._roster.speed = speed
+            self.roster.speed = speed
         again = self._repeat(self._cohort, now) if self._cohort is not None and not events else None
         if again is not None:
             return again
         self._dissolve()
         for event in events:
             self._apply(event, now)
-        self._roster.drop_ended()
+        self.roster.drop_ended()
         if self._dynamic is not None:
             self._consult(self._dynamic, now)
-        if not (self._roster.running or len(self._roster.waiting)):
-            self._rows_lost = False  # nobody has one
+        if not (self.roster.running or len(self.roster.waiting)):
             return None
         plan = self._begin_plan()
-        if self._rows_lost:
-            self._planner.restore_rows(plan)
-            self._rows_lost = False
         if self._dynamic is not None and self.limits.max_step_seconds is not None:
-            self._planner.max_step_seconds = min(self.limits.max_step_seconds, self._dynamic.max_step_seconds)
-        self._planner.fill(plan, now, idle=not self.in_flight, mask_seconds=mask_seconds)
+            self.planner.max_step_seconds = min(self.limits.max_step_seconds, self._dynamic.max_step_seconds)
+        self.planner.fill(plan, now, idle=not self.in_flight, mask_seconds=mask_seconds)
         return None if plan.is_empty else self._submit(plan)
 
     def _begin_plan(self) -> PlanBuilder:
-        limits = self.limits
-        return PlanBuilder(self._next_step, limits.max_num_batched_tokens, limits.max_logits_rows, padded=limits.padded)
+        plan = PlanBuilder(self._next_step, self.limits)
+        if any(step.plan.drafts for step in self.in_flight):
+            plan.drafts = {}  # how long sequences are is not known for sure
+        return plan
 
     def _submit(self, plan: PlanBuilder) -> StepPlan:
         plan.shared_tokens = self.cache.shared_tokens
-        built = plan.build(self._roster.dropped_rows)
+        built = plan.build(self.roster.dropped_rows)
         self._follow(InFlight(built, plan.work, plan.sampled))
         self._gather(plan)
         return built
 
     def _follow(self, step: InFlight) -> None:
-        self._roster.dropped_rows = []
-        self._roster.drop_ended()
+        self.roster.dropped_rows = []
+        self.roster.drop_ended()
         self._next_step += 1
         self.in_flight.append(step)
 
@@ -217,27 +182,30 @@ class Scheduler:
 
     def _repeat(self, cohort: Cohort, now: float) -> StepPlan | None:
         """The step before once more, each sequence a token further; None where it takes more thought."""
-        if self._roster.stale or self._rows_lost or not self._planner.can_repeat(len(cohort.members)):
+        if self.roster.stale or not self.planner.can_repeat(len(cohort.members)):
+            return None
+        if self.speculation is not None and self.speculation.length(len(cohort.members)):
             return None
         if self._dynamic is not None and now >= self._dynamic.wake:
             return None
         plan = self._begin_plan()
-        due = self._planner.repeat(cohort, plan, now)
+        due = self.planner.repeat(cohort, plan, now)
         if due is None:
             return None
         plan.shared_tokens = self.cache.shared_tokens
-        built = cohort.plan(due, plan, self._roster.dropped_rows)
-        if self._roster.stale:  # some are fully planned
+        built = cohort.plan(due, plan, self.roster.dropped_rows)
+        if self.roster.stale:  # some are fully planned
             self._dissolve()
         self._follow(InFlight(built, cohort.members, cohort.members))
         return built
 
     def _gather(self, plan: PlanBuilder) -> None:
         """Makes a cohort of those who run once their steps have been alike for a while, the ones in flight included."""
-        running = self._roster.running
+        running = self.roster.running
         alike = bool(running) and plan.work == running and plan.sampled == running and self.limits.kv_caching and not self.limits.padded
+        alike = alike and plan.drafts is None
         self._alike = self._alike + 1 if alike else 0
-        if self._alike <= STEPS_ALIKE or any(step.sampled != running for step in self.in_flight) or not self._planner.can_repeat(len(running)):
+        if self._alike <= STEPS_ALIKE or any(step.sampled != running for step in self.in_flight) or not self.planner.can_repeat(len(running)):
             return
         oldest = self.in_flight[0].plan.step_id
         if any(each.attentive or each.structured or each.ignore_through >= oldest or each.plain_until == NEVER for each in running):
@@ -249,64 +217,8 @@ class Scheduler:
     def _dissolve(self) -> None:
         """Everybody goes alone again, with a record that is as it should be."""
         if self._cohort is not None:
-            self._cohort.settle_all()
-            self._cohort = None
-            self._alike = 0
-
-    # --- many of them at once
-
-    def turns_alike(self) -> int:
-        """How many turns of ``schedule`` and ``update`` would be alike: nobody comes, starts or ends in them, whatever tokens there are."""
-        cohort, roster = self._cohort, self._roster
-        if cohort is None or not cohort.is_foreseeable or roster.stale or self._rows_lost:
-            return 0
-        return cohort.steps_to_last if self._planner.can_repeat(len(cohort.members)) else 0
-
-    @property
-    def wake(self) -> float:
-        """Turns that begin from then on are not alike: the policy wants to be asked."""
-        return self._dynamic.wake if self._dynamic is not None else math.inf
-
-    def next_starts(self) -> array[int]:
-        """Positions that the next step computes, if it is alike."""
-        assert self._cohort is not None, "turns are alike"
-        return self._cohort.starts()
-
-    @property
-    def alike_ids(self) -> list[int]:
-        """Of the requests whose sequences decode side by side, one for each."""
-        return self._cohort.request_ids if self._cohort is not None else []
-
-    def leap(self, columns: Iterable[list[int]]) -> int:
-        """So many of the ``turns_alike``, one for each column of tokens, the oldest step's first; fewer where blocks become scarce."""
-        cohort, depth = self._cohort, len(self.in_flight)
-        assert cohort is not None and not self._roster.dropped_rows, "turns are alike: whoever ended was told of with a plan"
-        turns = 0
-        for tokens in columns:
-            if not self._leap_one(cohort, tokens, depth):
-                break
-            turns += 1
-        for back in range(min(turns, depth), 0, -1):
-            self.in_flight.popleft()
-            plan = PlanBuilder(self._next_step - back, self.limits.max_num_batched_tokens, 0)
-            self.in_flight.append(InFlight(cohort.plan_behind(plan, back), cohort.members, cohort.members))
-        return turns
-
-    def _leap_one(self, cohort: Cohort, tokens: list[int], depth: int) -> bool:
-        due = self._planner.repeat(cohort, self._begin_plan(), self._roster.log.now) if cohort.some_may_be_due else []
-        if due is None:
-            self._dissolve()
-            return False
-        cohort.count_planned(due, self._next_step)
-        self._next_step += 1
-        self._roster.retire(self._next_step - 1 - depth)
-        take_unseen(self._roster, cohort, tokens)
-        return True
-
-    def rebuild_rows(self) -> None:
-        """The workers' rows were lost: the next plan builds them all from this state. Nothing may be in flight."""
-        assert not self.in_flight, "rows of a step in flight cannot be rebuilt: their last tokens are not known"
-        self._rows_lost = True
+            self.settle()
+            self._cohort, self._alike = None, 0
 
     # --- events
 
@@ -318,51 +230,55 @@ class Scheduler:
             self._add(event.request, now, Refusal(event.message, param=event.param))
             return
         if isinstance(event, ForgetPrefixes):
-            self.cache.forget_all(sequence.kv for sequences in self._roster.requests.values() for sequence in sequences)
+            self.cache.forget_all(sequence.kv for sequences in self.roster.requests.values() for sequence in sequences)
             return
-        if isinstance(event, AbortRequest) and event.request_id in self._roster.requests:
-            self._roster.log.add("aborted", event.request_id)
-        for sequence in list(self._roster.requests.get(event.request_id, ())):
+        if isinstance(event, AbortRequest) and event.request_id in self.roster.requests:
+            self.roster.log.add("aborted", event.request_id)
+        for sequence in list(self.roster.requests.get(event.request_id, ())):
             if isinstance(event, AbortRequest):
-                self._roster.end(sequence)
+                self.roster.end(sequence)
             elif sequence.index == event.index:
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
-                self._roster.end(sequence)
+                self.roster.end(sequence)
 
     def _add(self, request: Request, now: float, refusal: Refusal | None = None) -> None:
         self._num_requests += 1
-        sequence = self._roster.create(request, 0, self.policy.order(request, self._num_requests))
+        sequence = self.roster.create(request, 0, self.policy.order(request, self._num_requests))
         kind: Kind = "refused"
         refusal = refusal or self._refusal(request)
         if refusal is None and self._dynamic is not None:
-            self._roster.drop_ended()  # it looks at those who run
-            kind, refusal = "turned_away", self._dynamic.arrived(sequence, self._roster)
+            self.roster.drop_ended()  # it looks at those who run
+            kind, refusal = "turned_away", self._dynamic.arrived(sequence, self.roster)
         if refusal is None:
-            self._roster.enter(sequence)
+            self.roster.enter(sequence)
         else:
             self._reject(kind, sequence, refusal, now)
 
     def _consult(self, policy: DynamicPolicy, now: float) -> None:
         """Its say before a step: it may order anew those who run or wait, and turn away those who wait."""
-        for sequence, refusal in policy.consider(self._roster):
+        for sequence, refusal in policy.consider(self.roster):
             assert sequence.status is SequenceStatus.WAITING, "only who waits is turned away"
             self._reject("turned_away", sequence, refusal, now)
-            self._roster.end(sequence)
-        self._roster.sort()
+            self.roster.end(sequence)
+        self.roster.sort()
 
     def _reject(self, kind: Kind, sequence: Sequence, refusal: Refusal, now: float) -> None:
         """Its client is told; so are the clients of siblings that would have begun with its prompt."""
         request = sequence.request
-        self._roster.log.add(kind, request.request_id, len(request.prompt_token_ids), tenant=request.tenant)
+        self.roster.log.add(kind, request.request_id, len(request.prompt_token_ids), tenant=request.tenant)
         finished = sequence.finish_record(FinishReason.ERROR, now, message=refusal.message)
         finished = replace(finished, retry_after=refusal.retry_after, param=refusal.param)
         indices = (sequence.index, *siblings_to_come(sequence))
         self._rejected.extend(SequenceOutput(request.request_id, index, (), finished=finished) for index in indices)
 
+    def takes(self, request: Request) -> bool:
+        """As far as its numbers say: a policy may turn it away."""
+        return self._refusal(request) is None
+
     def _refusal(self, request: Request) -> Refusal | None:
         """Why a request can never run here; front ends check the same before they submit."""
         prompt = len(request.prompt_token_ids)
-        if request.request_id in self._roster.requests:
+        if request.request_id in self.roster.requests:
             return Refusal(f"request id {request.request_id} is in use")
         if not 1 <= prompt < self.max_sequence_tokens:
             return Refusal(f"the prompt has {prompt} tokens; this engine takes 1 to {self.max_sequence_tokens - 1}")
@@ -379,31 +295,41 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> Seq[SequenceOutput]:
         """Takes the oldest step's result: appends tokens, ends what has ended, returns what is new."""
-        self._roster.now = now
+        self.roster.now = now
         step = self.in_flight.popleft()
         assert step.plan.step_id == result.step_id, "results must be collected in order"
         for j in result.errors:
             self.cache.forget_written_since(step.sampled[j].kv, result.step_id)  # which may not hold it any more: aborted, preempted, slid
-        self._roster.retire(result.step_id)
+        self.roster.retire(result.step_id)
+        if self.speculation is not None:
+            self.speculation.observe(step.plan, result)
         cohort = self._cohort
         tokens = single_tokens(result) if cohort is not None and step.sampled is cohort.members else None
         if cohort is None or tokens is None:
             self._dissolve()
-            outputs: Seq[SequenceOutput] = take_result(self._roster, step, result, now)
+            outputs: Seq[SequenceOutput] = take_result(self.roster, step, result, now)
         else:
-            outputs = take_alike(self._roster, cohort, result, tokens, now)
-            if self._roster.stale:
+            outputs = take_alike(self.roster, cohort, result, tokens, now)
+            if self.roster.stale:
                 self._dissolve()
         return [*self.take_rejected(), *outputs] if self._rejected else outputs
+
+    def foretell(self, runs: Mapping[int, Seq[int]]) -> None:
+        """What samples of the one step in flight are bound to be, each with the tokens that must follow: all of them are known now."""
+        (step,) = self.in_flight
+        for j, run in runs.items():
+            self.roster.foretell(step.sampled[j], run)
 
     def fail(self, message: str, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed edits)."""
         self._dissolve()
-        self._roster.now = now
+        self.roster.now = now
         step = self.in_flight.popleft()
-        self._roster.log.add("failed", -1, len(step.work))
+        self.roster.log.add("failed", -1, len(step.work))
         self.cache.fail(step.plan.step_id)
-        outputs = self.take_rejected() + take_failure(self._roster, step, message, now)
-        self._roster.roll_back_all(through=self._next_step - 1)
-        self._roster.retire(step.plan.step_id)
+        if self.residency is not None:
+            self.residency.clear()
+        outputs = self.take_rejected() + take_failure(self.roster, step, message, now)
+        self.roster.roll_back_all(through=self._next_step - 1)
+        self.roster.retire(step.plan.step_id)
         return outputs

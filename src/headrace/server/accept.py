@@ -2,7 +2,7 @@
 
 One that holds more connections than another leaves it the next for a moment; who is slow, stopped or gone is not waited for.
 
-What lives here: accepting, and whose turn it is. What may not: HTTP (connection.py), how many there may be (crowd.py).
+What lives here: accepting, and whose turn it is. What may not: HTTP (connection.py), how many there may be.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
-from headrace.server.ledger import Page
+from headrace.server.frontends.counters import Page
 
 AT_ONCE = 64  # that one front end alone takes in one turn of its loop
-LEAVE_SECONDS = 0.001  # then it takes one, and twice as many each time that nobody else has
+LEAVE_SECONDS = 0.001  # then it takes one;
+PATIENCE = 16  # after so many in a row it takes twice as many each time: another that waits for a core still gets its share
 HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
 MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
 SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
@@ -45,7 +46,7 @@ class Acceptor:
         self._others = [each for each in pages if each is not page]
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
-        self._left = 1  # what it takes after having left the others the chance
+        self._left = 0  # times in a row that it has left the others the chance
         self._tasks: dict[asyncio.Task[None], None] = {}  # connections that are not made yet, oldest first
 
     def start(self) -> None:
@@ -62,10 +63,10 @@ class Acceptor:
         if not self._others:
             self._take(AT_ONCE)
         elif self._has_more():
-            self._rest(LEAVE_SECONDS, self._left)
-            self._left = min(2 * self._left, AT_ONCE)
+            self._left += 1
+            self._rest(LEAVE_SECONDS, 1 << min(max(self._left - PATIENCE, 0), AT_ONCE.bit_length()))
         else:
-            self._left = 1
+            self._left = 0
             self._take(1)
 
     def _has_more(self) -> bool:

@@ -1,22 +1,27 @@
-"""An answer on the wire, whole or in chunks: the shapes of chat completions and of completions.
+"""An answer on the wire, whole or in chunks: what all formats have, what those with choices share, and completions.
 
-What lives here: the two formats and what they add up. What may not: sending, timing, the engine.
+What lives here: formats and what they add up, log probabilities. What may not: the formats of one API (dialects/, parts.py), sending, the engine.
 
 A stream's constant JSON is rendered once a choice; a plain token then costs one look-up, one string escape and two joins.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from msgspec import Struct
+
 from headrace.engine.output import RequestDelta
 from headrace.request import TokenLogprobs
-from headrace.server.logprobs import LogprobFormat
-from headrace.server.wire import encode, encode_list, encode_object, joined_lists, quote
+from headrace.server.answer_types import CachedTokens, Usage
+from headrace.server.wire import HOLE, around, encode, encode_list, encode_object, quote
 
 Rendered = TypeVar("Rendered")
 
@@ -27,17 +32,20 @@ DONE = "data: [DONE]\n\n"
 class Shape:
     """What an answer carries besides text."""
 
-    model: str
-    fingerprint: str
-    logprobs: bool
-    prompt_logprobs: bool
-    token_ids: bool
-    include_usage: bool
+    model: str = ""
+    fingerprint: str = ""
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
     continuous_usage: bool = False  # in every chunk
 
     @property
     def plain(self) -> bool:
         return not (self.logprobs or self.token_ids)
+
+
+TEXT_ALONE = Shape()
 
 
 @dataclass(slots=True)
@@ -70,11 +78,6 @@ class ChoiceState:
     stop_reason: int | str | None = None
     num_tokens: int = 0
 
-    def add(self, delta: RequestDelta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-
     def count(self, delta: RequestDelta) -> None:
         """What every answer needs, streamed or whole."""
         self.num_tokens += len(delta.token_ids)
@@ -86,74 +89,87 @@ class ChoiceState:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class Answer(Protocol):
-    """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt."""
+class Answer(ABC):
+    """A format bound to one request. ``choices[i]``: prompt-major, n to a prompt. ``explained`` is set before the end, where it is asked for."""
 
-    id: str
-    choices: list[ChoiceState]
-    prompts: Sequence[PromptState]
-    explained: Mapping[str, Any] | None  # set before the end, where the request asked for it
+    prefix: str  # of its id
+    explained: Mapping[str, Any] | None = None
 
-    def usage(self) -> dict[str, Any]:
+    def __init__(self, shape: Shape, prompts: Sequence[PromptState], choices: Sequence[ChoiceState]) -> None:
+        self.shape, self.prompts, self.choices = shape, prompts, choices
+        self.created = int(time.time())
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def usage(self) -> Struct:
         """So far."""
+
+    def add(self, choice: int, delta: RequestDelta) -> None:
+        """Keeps a delta of an answer that is sent whole."""
+        state = self.choices[choice]
+        state.texts.append(delta.text)
+        state.token_ids.extend(delta.token_ids)
+        state.logprobs.extend(delta.logprobs)
 
     def opening(self) -> Iterable[str]:
         """Events before the first token."""
+        return ()
 
+    @abstractmethod
     def event(self, choice: int, delta: RequestDelta) -> str:
         """Events for one delta: one a token, and one for the end where the format wants it."""
 
+    @abstractmethod
     def closing(self) -> str:
         """Events after the last token."""
 
+    @abstractmethod
     def pieces(self) -> Iterator[bytes]:
         """The answer in one object of JSON. What it was made of may be gone afterwards."""
+
+    def extras(self) -> dict[str, Any]:
+        """What the API does not know, for those who asked for it."""
+        return {} if self.explained is None else {"explain": self.explained}
 
 
 _NO_USAGE = ',"usage":null}\n\n'  # at the end of an event: no text in it can read so, for its quotes are escaped
 
 
-def with_usage(events: str, usage: Mapping[str, Any]) -> str:
+def with_usage(events: str, usage: Struct) -> str:
     """Events that have a place for it, with usage in it."""
     return events.replace(_NO_USAGE, f',"usage":{encode(usage).decode()}}}\n\n')
 
 
-class _Base:
-    """What both formats share: identity, usage, and the constant beginning and end of every event."""
+class ChoicesAnswer(Answer):
+    """What chat completions and completions share: a list of choices, usage, and the constant beginning and end of every event."""
 
     kind: str
     chunk_kind: str
-    prefix: str
-    explained: Mapping[str, Any] | None = None
 
     def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any) -> None:
-        self.shape = shape
-        self.prompts = prompts
-        self.choices = [ChoiceState(prompt) for prompt in prompts for _ in range(n)]
+        super().__init__(shape, prompts, [ChoiceState(prompt) for prompt in prompts for _ in range(n)])
         self.format = LogprobFormat(tokenizer)
-        self.created = int(time.time())
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._head = (
-            f'data: {{"id":"{self.id}","object":"{self.chunk_kind}","created":{self.created},"model":{quote(shape.model)},'
-            f'"system_fingerprint":"{shape.fingerprint}","choices":['
-        )
-        self._tail = "]" + (',"usage":null' if shape.include_usage else "") + "}\n\n"
+        self._head, self._tail = self._around(HOLE)
 
-    def usage(self) -> dict[str, Any]:
+    def _around(self, choice: Any) -> list[str]:
+        """What every event of this kind begins and ends with."""
+        chunk = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": self.shape.model}
+        further = {"usage": None} if self.shape.include_usage else {}
+        parts = around({**chunk, "system_fingerprint": self.shape.fingerprint, "choices": [choice], **further})
+        parts[0] = f"data: {parts[0]}"
+        parts[-1] += "\n\n"
+        return parts
+
+    def usage(self) -> Usage:
         prompt = sum(len(state.token_ids) for state in self.prompts)
         completion = sum(choice.num_tokens for choice in self.choices)
         cached = sum(state.cached_tokens for state in self.prompts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
 
     def closing(self) -> str:
-        usage = f',"usage":{encode(self.usage()).decode()}' if self.shape.include_usage else ""
-        explain = f',"explain":{encode(self.explained).decode()}' if self.explained is not None else ""
-        return f"{self._head}]{usage}{explain}}}\n\n{DONE}" if usage or explain else DONE
+        told = {"usage": self.usage()} if self.shape.include_usage else {}
+        members = encode({**told, **self.extras()}).decode()
+        return f"{self._head}],{members[1:]}\n\n{DONE}" if members != "{}" else DONE
 
     def event_of(self, choice: dict[str, Any], **extra: Any) -> str:
         """An event that is not worth prerendering."""
@@ -170,7 +186,7 @@ class _Base:
             "system_fingerprint": self.shape.fingerprint,
             "choices": self._choice_pieces(),
             "usage": self.usage(),
-            **({} if self.explained is None else {"explain": self.explained}),
+            **self.extras(),
             **self._prompt_members(),
         }
         return encode_object(members)
@@ -182,9 +198,9 @@ class _Base:
             choice.logprobs, choice.texts = [], []
         yield b"]"
 
+    @abstractmethod
     def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         """Members of one choice; those that may be long are pieces of JSON."""
-        raise NotImplementedError
 
     def _prompt_members(self) -> dict[str, Any]:
         return {}
@@ -197,147 +213,75 @@ class _Base:
         yield prompt.once("ids", lambda: b"".join(encode_list(prompt.token_ids)))
 
 
-class ChatAnswer(_Base):
-    """chat.completion and chat.completion.chunk. ``echo``: what contents begin with, that the model did not write."""
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, shape: Shape, prompt: PromptState, n: int, tokenizer: Any, *, echo: str = "") -> None:
-        super().__init__(shape, [prompt], n, tokenizer)
-        self._echo = echo
-        self._plain_heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(n)]
-        self._plain_tail = '},"logprobs":null,"finish_reason":null}' + self._tail
+class TokenTexts(Protocol):
+    """What logprobs need of a tokenizer."""
 
-    def opening(self) -> Iterator[str]:
-        delta = {"role": "assistant", "content": self._echo}
-        extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
-        for index in range(len(self.choices)):
-            yield self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
+    def token_text(self, token_id: int) -> str: ...
 
-    def event(self, choice: int, delta: RequestDelta) -> str:
-        if self.shape.plain:
-            text = f"{self._plain_heads[choice]}{quote(delta.text)}{self._plain_tail}" if delta.text or delta.finish_reason is None else ""
-        else:
-            text = self._rich(choice, delta) if delta.text or delta.token_ids or delta.finish_reason is None else ""
-        return text if delta.finish_reason is None else text + self.end(choice, delta.finish_reason, delta.stop_reason)
+    def token_bytes(self, token_id: int) -> bytes: ...
 
-    def _rich(self, choice: int, delta: RequestDelta) -> str:
-        logprobs = self.format.chat(delta.logprobs) if self.shape.logprobs else None
-        shown: dict[str, Any] = {"index": choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
-        if self.shape.token_ids:
-            shown["token_ids"] = list(delta.token_ids)
-        return self.event_of(shown)
 
-    def end(self, choice: int, finish_reason: str, stop_reason: int | str | None) -> str:
-        return self.event_of({"index": choice, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason})
+class LogprobFormat:
+    """``tokenizer`` None: tokens are shown as ``token_id:N``."""
 
-    def _prompt_members(self) -> dict[str, Any]:
-        prompt, members = self.prompts[0], dict[str, Any]()
-        if self.shape.token_ids:
-            members["prompt_token_ids"] = self._prompt_ids(prompt)
-        if self.shape.prompt_logprobs:
-            members["prompt_logprobs"] = self._prompt_scores(prompt)
-        return members
+    def __init__(self, tokenizer: TokenTexts | None) -> None:
+        self._tokenizer = tokenizer
 
-    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": self._echo + "".join(choice.texts), "refusal": None},
-            "logprobs": self.format.chat_pieces(choice.logprobs) if self.shape.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+    def chat(self, entries: Iterable[TokenLogprobs]) -> dict[str, Any]:
+        """``choices[].logprobs`` of chat completions."""
+        return {"content": [self._chat_entry(entry) for entry in entries], "refusal": None}
+
+    def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
+        return {**self._token(*chosen), "top_logprobs": [self._token(*each) for each in best]}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer is not None else None
+        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": raw}
+
+    def chat_pieces(self, entries: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+        """As ``chat``, encoded."""
+        return encode_object({"content": encode_list(map(self._chat_entry, entries)), "refusal": None})
+
+    def completion(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, list[Any]]:
+        """``choices[].logprobs`` of completions. ``offset``: characters of text before. An entry of None is a prompt's first token."""
+        return {name: list(column) for name, column in self.columns(entries, offset, prompt_ids).items()}
+
+    def columns(self, entries: Sequence[TokenLogprobs | None], offset: int, prompt_ids: Iterable[int] = ()) -> dict[str, Iterable[Any]]:
+        first = next(iter(prompt_ids), 0)
+        texts = [self.text(first if entry is None else entry.token_ids[0]) for entry in entries]
+        return {
+            "text_offset": itertools.accumulate(map(len, texts[:-1]), initial=offset) if texts else (),
+            "token_logprobs": (None if entry is None else finite(entry.logprobs[0]) for entry in entries),
+            "tokens": texts,
+            "top_logprobs": (None if entry is None else self._by_text(entry) for entry in entries),
         }
-        if self.shape.token_ids:
-            shown["token_ids"] = encode_list(choice.token_ids)
-        return shown
+
+    def _by_text(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The k best and the chosen one; of tokens with equal text the more probable."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), (entry.token_ids[0], entry.logprobs[0])):
+            found.setdefault(self.text(token_id), finite(logprob))
+        return found
+
+    def prompt_pieces(self, entries: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+        """``prompt_logprobs``, encoded: nothing for the first token, then by token id: logprob, rank and text."""
+        return encode_list(itertools.chain([None], map(self._by_id, entries)))
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+        pairs = zip(entry.token_ids, entry.logprobs, strict=True)
+        found: dict[str, Any] = {}
+        for place, (token_id, logprob) in enumerate(pairs):
+            rank = place or entry.rank
+            found.setdefault(str(token_id), {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token_id)})
+        return found
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
 
-class CompletionAnswer(_Base):
-    """text_completion. ``echo`` puts the prompt first; ``discard`` shows nothing of what was generated (max_tokens 0)."""
-
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool) -> None:
-        super().__init__(shape, prompts, n, tokenizer)
-        self._n = n
-        self._echo = echo
-        self._discard = discard
-        self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
-        self._plain_heads = [f'{self._head}{{"index":{index},"text":' for index in range(len(self.choices))]
-        self._plain_tail = ',"logprobs":null,"finish_reason":null}' + self._tail
-
-    def opening(self) -> Iterator[str]:
-        if self._echo or self.shape.token_ids:
-            for index, choice in enumerate(self.choices):
-                yield self.event_of(self._opening_choice(index, choice))
-
-    def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        shown: dict[str, Any] = {"index": index, "text": choice.prompt.text if self._echo else "", "logprobs": None, "finish_reason": None}
-        if self.shape.token_ids:
-            shown["prompt_token_ids"] = list(choice.prompt.token_ids)
-        return shown
-
-    def event(self, choice: int, delta: RequestDelta) -> str:
-        if self._discard:
-            self.choices[choice].num_tokens = 0
-            return self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length")) if delta.finish_reason is not None else ""
-        if delta.finish_reason is not None:
-            return self._end(choice, delta)
-        if self.shape.plain:
-            return f"{self._plain_heads[choice]}{quote(delta.text)}{self._plain_tail}"
-        return self.event_of(self._rich(choice, delta))
-
-    def _end(self, choice: int, delta: RequestDelta) -> str:
-        return self.event_of({**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
-
-    def _rich(self, choice: int, delta: RequestDelta) -> dict[str, Any]:
-        logprobs = None
-        if self.shape.logprobs and delta.logprobs:
-            logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
-            self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-        shown: dict[str, Any] = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-        if self.shape.token_ids:
-            shown["token_ids"] = list(delta.token_ids)
-        return shown
-
-    def pieces(self) -> Iterator[bytes]:
-        if self._discard:
-            for choice in self.choices:
-                choice.texts, choice.token_ids, choice.logprobs, choice.num_tokens = [], [], [], 0
-                choice.finish_reason, choice.stop_reason = "length", None
-        return super().pieces()
-
-    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        prompt = choice.prompt
-        shown: dict[str, Any] = {
-            "index": index,
-            "text": self._text(choice),
-            "logprobs": encode_object(self._logprobs(choice)) if self.shape.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
-        if self.shape.prompt_logprobs:
-            shown["prompt_logprobs"] = self._prompt_scores(prompt)
-        if self.shape.token_ids:
-            shown["prompt_token_ids"], shown["token_ids"] = self._prompt_ids(prompt), encode_list(choice.token_ids)
-        return shown
-
-    def _text(self, choice: ChoiceState) -> Iterator[bytes]:
-        prompt = choice.prompt
-        yield b'"'
-        if self._echo:
-            yield prompt.once("text", lambda: encode(prompt.text)[1:-1])
-        yield encode("".join(choice.texts))[1:]
-
-    def _logprobs(self, choice: ChoiceState) -> dict[str, Any]:
-        prompt = choice.prompt
-        if not self._echo:
-            return {name: encode_list(column) for name, column in self.format.columns(choice.logprobs, 0).items()}
-        before, offset = prompt.once("columns", lambda: self._prompt_columns(prompt))
-        own = self.format.columns(choice.logprobs, offset)
-        return {name: joined_lists(before[name], b"".join(encode_list(own[name]))) for name in own}
-
-    def _prompt_columns(self, prompt: PromptState) -> tuple[dict[str, bytes], int]:
-        """And where the answer's own texts begin: behind those of the prompt's tokens, which need not be as long as its text."""
-        columns = self.format.columns([None, *prompt.logprobs], 0, prompt.token_ids)
-        return {name: b"".join(encode_list(column)) for name, column in columns.items()}, sum(map(len, columns["tokens"]))
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST

@@ -1,58 +1,88 @@
-"""Request bodies: received under limits of size, time and memory in all, then decoded and checked where nothing else waits for it.
+"""Request bodies: received under limits of size, time and memory in all, then decoded and checked where nothing else
+waits for it.
 
-What lives here: the way from ASGI messages to a parsed request. What may not: JSON itself (wire.py), fields (protocol/), answers.
+What lives here: the way from pieces of a body to a parsed request; threads for work that would keep the event loop
+from its streams, much work apart from little. What may not: JSON itself (wire.py), fields (protocol/), answers, whose
+turn it is (engine/lanes.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import re
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from headrace.engine.lanes import Lane
 from headrace.errors import Overloaded, PayloadTooLarge
-from headrace.server.exchange import Exchange, Message
-from headrace.server.fields import Field
-from headrace.server.http_errors import ClientLeft, RequestTimeout, UnsupportedMediaType
-from headrace.server.ignored_fields import IgnoredFields, split
-from headrace.server.threads import Threads
+from headrace.processes.sandbox import MAX_PROCESSES
+from headrace.server.exchange import Exchange
+from headrace.server.http_errors import RequestTimeout, UnsupportedMediaType
+from headrace.server.protocol.body import Body
 from headrace.server.wire import decode_object
+
+INLINE_BYTES = 4096  # up to here a thread costs more than it saves
+_LARGE_BYTES = 256 * 1024
+
+Result = TypeVar("Result")
+
+
+class Threads:
+    """A few threads; the rest of the machine's cores belong to the streams and the engine."""
+
+    def __init__(self) -> None:
+        cores = os.cpu_count() or 1
+        self._small = Lane(max(MAX_PROCESSES, cores // 4), "headrace-small")  # mostly they wait for a template's process
+        self._large = Lane(max(1, cores // 8), "headrace-large")
+
+    async def run(self, size: int, work: Callable[[], Result], tenant: str = "") -> Result:
+        """``work()`` on about ``size`` bytes, at once or in the lane for its size; dropped if the caller is cancelled before it began."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await (self._large if size > _LARGE_BYTES else self._small).run(work, tenant)
+
+    def close(self) -> None:
+        """Threads that work on are not waited for."""
+        for lane in (self._small, self._large):
+            lane.close()
+
 
 IDLE_SECONDS = 30.0  # between two pieces of a body
 WHOLE_SECONDS = 300.0  # for all of it
-HELD_BODIES = 8  # as many of the largest allowed may be in memory at once
+HELD_BODIES = 8  # as many of the largest allowed may be in memory at once, and one more in small ones
+_SHARE = 4  # times what it leaves free a key may hold
 _INLINE_BYTES = 64 * 1024  # decoding is faster than tokenising
 _PATIENT_BYTES = 256 * 1024  # what is longer waits its turn for every further piece
 
 Parsed = TypeVar("Parsed")
 
+MAX_NAMES = 64  # that are told by name
+_SHOWN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
-class _Turns:
-    """One waiter goes on in each turn of the event loop, so that a crowd of large bodies leaves most of every turn to the streams."""
+log = logging.getLogger("headrace.server")
 
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._calling = False
 
-    async def wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        if not self._calling:
-            self._calling = True
-            loop.call_soon(self._call, loop)
-        await turn
+class IgnoredFields:
+    """Where they are left out (``--unknown-fields ignore``), the operator is told: ``count`` how many, the log each
+    name once."""
 
-    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
-        called = False
-        while self._waiting and not called:
-            turn = self._waiting.popleft()
-            if called := not turn.done():
-                turn.set_result(None)
-        self._calling = bool(self._waiting)
-        if self._calling:
-            loop.call_soon(self._call, loop)
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+        self._told: set[tuple[str, str]] = set()
+
+    def note(self, route: str, names: Iterable[str]) -> None:
+        """A client chooses the names: few are shown, and none that is not one word."""
+        left_out = list(names)
+        self._count(len(left_out))
+        for name in left_out:
+            shown = name if _SHOWN.fullmatch(name) else "(no plain name)"
+            if (route, shown) not in self._told and len(self._told) < MAX_NAMES:
+                self._told.add((route, shown))
+                log.warning("The field %s is unknown to %s and left out of requests; this is told once.", shown, route)
 
 
 class Bodies:
@@ -66,8 +96,9 @@ class Bodies:
         self.max_bytes = max_bytes
         self._threads = threads
         self._limit = HELD_BODIES * max_bytes
-        self._turns = _Turns()
+        self._turn = asyncio.Lock()
         self._held: dict[Exchange, int] = {}
+        self._of_keys: Counter[str] = Counter()
         self._total = 0
 
     async def read(self, exchange: Exchange, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
@@ -77,14 +108,16 @@ class Bodies:
         size = len(body) if len(body) > _INLINE_BYTES else 0
         if self._ignored is None:
             return await self._threads.run(size, lambda: parse(decode_object(body, pack=True)), exchange.tenant)
-        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.fields, parse), exchange.tenant)
+        parsed, unknown = await self._threads.run(size, lambda: _parse_known(body, exchange.body or Body, parse), exchange.tenant)
         if unknown:
             self._ignored.note(exchange.route, unknown)
         return parsed
 
     def release(self, exchange: Exchange) -> None:
         """Nothing of its body is needed any more. May be called again."""
-        self._total -= self._held.pop(exchange, 0)
+        size = self._held.pop(exchange, 0)
+        self._total -= size
+        self._of_keys[exchange.tenant] -= size
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         too_large = PayloadTooLarge(f"The body is larger than {self.max_bytes} bytes; send less.", code="body_too_large")
@@ -96,11 +129,11 @@ class Bodies:
         deadline = time.perf_counter() + WHOLE_SECONDS
         while more:
             if received > _PATIENT_BYTES:
-                await self._turns.wait()
-            message = await _receive_piece(exchange, deadline)
-            piece: bytes = message["body"]
+                async with self._turn:  # one goes on in each turn of the event loop: a crowd of large bodies leaves most of it to the streams
+                    await asyncio.sleep(0)
+            piece = await _receive_piece(exchange, deadline)
             received += len(piece)
-            more = message["more_body"]
+            more = exchange.more_body
             if received <= self.max_bytes:
                 self._hold(exchange, len(piece))
                 body += piece
@@ -116,17 +149,22 @@ class Bodies:
         return 4 * self.max_bytes + 2**20
 
     def _hold(self, exchange: Exchange, size: int) -> None:
-        if self._total + size > self._limit:
-            raise Overloaded(f"Large bodies fill the {self._limit} bytes that are kept for them; try again in 1 s.", retry_after=1)
-        self._total += size
-        self._held[exchange] = self._held.get(exchange, 0) + size
+        held, total = self._held.get(exchange, 0) + size, self._total + size
+        of_key, limit = self._of_keys[exchange.tenant] + size, self._limit + (self.max_bytes if held <= _INLINE_BYTES else 0)
+        told = ""
+        if total > limit:
+            told = f"Bodies fill the {limit} bytes that are kept for them"
+        elif exchange.tenant and of_key > _SHARE * (limit - total):
+            told = f"Bodies of your key hold {of_key - size} of the {limit} bytes that are kept for bodies, and the rest is for others"
+        if told:
+            raise Overloaded(f"{told}; try again in 1 s.", retry_after=1)
+        self._held[exchange], self._total, self._of_keys[exchange.tenant] = held, total, of_key
 
 
-def _parse_known(
-    body: bytearray, fields: Iterable[Field], parse: Callable[[dict[str, Any]], Parsed]
-) -> tuple[Parsed, list[str]]:
-    known, unknown = split(decode_object(body, pack=True), fields)
-    return parse(known), unknown
+def _parse_known(body: bytearray, kind: type[Body], parse: Callable[[dict[str, Any]], Parsed]) -> tuple[Parsed, list[str]]:
+    """And the names of fields that were left out, for ``kind`` knows none of these."""
+    raw, known = decode_object(body, pack=True), kind.names()
+    return parse({name: value for name, value in raw.items() if name in known}), [name for name in raw if name not in known]
 
 
 def _check_kind(exchange: Exchange) -> None:
@@ -137,12 +175,9 @@ def _check_kind(exchange: Exchange) -> None:
         raise UnsupportedMediaType("Compressed bodies are not taken; send the JSON as it is.")
 
 
-async def _receive_piece(exchange: Exchange, deadline: float) -> Message:
+async def _receive_piece(exchange: Exchange, deadline: float) -> bytearray:
     try:
         async with asyncio.timeout(min(IDLE_SECONDS, max(deadline - time.perf_counter(), 0.0))):
-            message = await exchange.receive()
+            return await exchange.next_piece()
     except TimeoutError:
         raise RequestTimeout("The body did not arrive in time; send it at once.") from None
-    if message["type"] == "http.disconnect":
-        raise ClientLeft("The client left while sending its request.")
-    return message

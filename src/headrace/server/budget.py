@@ -1,7 +1,7 @@
 """What a request's answer may cost at most, known before it is admitted; and how much of that all answers may cost together.
 
 What lives here: prices in bytes, and the budget they are counted against. What may not: torch, rendering (answers.py), the number of
-requests (service.admit), the engine's own memory.
+requests (service.limits.admit), the engine's own memory.
 
 Bytes are those of the JSON; what is held to make it (scores above all) takes about as many. Text alone is priced for one answer and not held
 against the budget of all: how many tokens live at once is bounded by the KV cache.

@@ -1,78 +1,124 @@
-"""uvicorn's HTTP/1.1 connection with the limits it does not have: number of connections; size, number and time of headers;
-time that a client takes nothing; JSON errors; HTTP/1.0 without chunks; upgrades ignored, half-closed clients answered, early
-answers delivered.
+"""HTTP/1.1 over one connection: requests in, answers out in their order, one connection's limits, and how many
+connections there may be.
 
-What lives here: one protocol class. What may not: routes, bodies (bodies.py limits them), which connection has to go (crowd.py).
+Size, number and time of headers are limited, and the time that a client takes nothing; errors are JSON; HTTP/1.0 gets
+no chunks; upgrades are ignored, half-closed clients answered, early answers delivered. httptools reads the bytes.
+
+A connection that waits (for a request, or for the rest of one) costs its client nothing, so it is the first to go,
+the longest waiting before the others; one whose request is being answered stays. Thousands of idle or slow clients
+cannot lock anybody out.
+
+What lives here: connections, counting them, choosing who goes. What may not: routes, bodies (bodies.py limits them),
+accepting (accept.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
+import resource
 import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from headrace.errors import HeadraceError, Unavailable
-from headrace.server.crowd import Crowd
+from headrace.server.exchange import CLOSE, CONTINUE, PING, Exchange, head_of
+from headrace.server.frontends.counters import Page
 from headrace.server.http_errors import HeadersTooLarge, HttpError, RequestTimeout
-from headrace.server.stream import PING
 from headrace.server.wire import encode, error_object
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
-WRITE_BYTES = 64 * 1024  # that may wait for a client before its answer does
+WAITING_BYTES = 64 * 1024  # of a body that nobody takes, or of an answer for a client before its answer does
+KEEP_ALIVE_SECONDS = 60  # without a request
 HEADER_SECONDS = 20.0  # from a connection's or a request's first moment to the end of its headers
-UNREAD_SECONDS = 65.0  # in which a client has to take UNREAD_BYTES of what waits for it; streams have a limit of their own, just below
-UNREAD_BYTES = 32 * 1024
+UNREAD_SECONDS = 65.0  # and
+UNREAD_BYTES = 32 * 1024  # that a client has to take in these; streams have a limit of their own, just below
 LINGER_SECONDS = 5.0  # and
 LINGER_BYTES = 64 * 2**20  # that a client may go on sending after an answer that came before its request was whole
 PROBE_SECONDS = 0.05, 5.0  # between looks whether a client that ceased to send is still there: at first, and at most
 
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client passes over it
-_PING_CHUNK = b"%x\r\n%b\r\n" % (len(PING), PING)
+MAX_CONNECTIONS = 4096
+_OTHER_FILES = 128  # descriptors for what is no client, for a turn's new connections, and those that give way to them
+_FEWEST = 16
+_TURNED_AWAY = 16  # of those who found no room, that may stay until they have read it
 
 
-class Connection(HttpToolsProtocol):
-    """One client connection. ``scope["transport"]`` lets the server cut it without waiting for the client to read."""
+class Connection(asyncio.Protocol):
+    """One client's. ``answer`` is called for each of its requests, one after the other."""
 
-    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._crowd = crowd
+    transport: asyncio.Transport
+
+    def __init__(self, answer: Callable[[Exchange], Awaitable[None]], connections: Connections) -> None:
+        self._answer = answer
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._parser = self._create_parser()
+        self._url, self._headers = b"", list[tuple[bytes, bytes]]()  # of the request that is being read
         self._header_bytes = 0
         self._silent_bytes = 0  # received since anything of a body came out of them: trailers and chunk extensions
+        self._drained = 0  # bytes received while it lingers
         self._progress = False
         self._refusal: HttpError | None = None
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
-        self._probe_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
-        self._drained = 0  # bytes received while it lingers
+        self._read: Exchange | None = None  # the last whose headers have come
+        self._answered: Exchange | None = None  # whose turn it is
+        self._queue: deque[Exchange] = deque()  # behind it
+        self._paused = False  # reading is
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.lost = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.scheme == "https":
-            transport.set_write_buffer_limits(WRITE_BYTES)  # else half a megabyte for each client that does not read
-        if self._crowd.enter(self):
-            self._arm()
+    def _create_parser(self) -> Any:
+        parser = httptools.HttpRequestParser(self)
+        # The first of several pipelined requests may say close: it is answered.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(WAITING_BYTES)  # with TLS it would be half a megabyte
+        if self._connections.enter(self):
+            self._await_headers()
         else:
-            self._refuse(Unavailable(f"All {self._crowd.limit} connections of this server are in use; try again in 5 s.", retry_after=5))
+            told = f"All {self._connections.limit} connections of this server are in use; try again in 5 s."
+            self._refuse(Unavailable(told, retry_after=5))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        self._stop_unread_timer()
-        for timer in (self._probe_timer, self._linger_timer):
-            if timer is not None:
-                timer.cancel()
-        self._crowd.leave(self)
-        super().connection_lost(exc)
-        if self.cycle is not None:
-            self.cycle.transport = self.transport  # not this object, which would hold itself
+        self.lost = True
+        self._stop(*self._timers)
+        self._connections.leave(self)
+        self._writable.set()
+        if self._answered is not None:
+            self._answered.leave()
+        self._queue.clear()
+        self._read = self._answered = self._parser = None  # they hold this connection, which is to be gone at once
 
-    def evict(self) -> None:
+    def abort(self) -> None:
         self.transport.abort()
+
+    def shut_down(self) -> None:
+        """No further request is answered."""
+        if self._answered is None:
+            self.transport.close()
+        else:
+            self._answered.keep_alive = False
+
+    # --- timers, by name
+
+    def _after(self, name: str, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
+        self._stop(name)
+        self._timers[name] = self._loop.call_later(seconds, call, *arguments)
+
+    def _stop(self, *names: str) -> None:
+        for name in names:
+            if (timer := self._timers.pop(name, None)) is not None:
+                timer.cancel()
 
     # --- what the client sends
 
@@ -80,47 +126,51 @@ class Connection(HttpToolsProtocol):
         # Names and values reach on_header only when complete; a single endless one is counted here.
         if self.transport.is_closing():
             return
-        if self._linger_timer is not None:
+        if "linger" in self._timers:
             self._drained += len(data)
             if self._drained > LINGER_BYTES:
-                self.transport.abort()
+                self.abort()
             return
-        if self._header_timer is not None:
+        too_large = HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer.")
+        if "headers" in self._timers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data:
-                self._refuse_headers()
+                self._refuse(too_large)
                 return
         self._progress = False
-        self._unset_keepalive_if_required()
         self._parse(data)
         self._silent_bytes = 0 if self._progress else self._silent_bytes + len(data)
         if self._silent_bytes > 2 * MAX_HEADER_BYTES:
-            self._refuse_headers()
+            self._refuse(too_large)
 
     def _parse(self, data: bytes) -> None:
         rest = memoryview(data)
         while True:
             try:
-                self.parser.feed_data(rest)
+                self._parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
                 self._ignore_upgrade()
             except httptools.HttpParserError:
-                self.send_400_response("")
+                told = "The bytes received are not a valid HTTP/1.1 request; check the client."
+                self._refuse(self._refusal or HttpError(told, code="invalid_http"))
                 return
 
     def _ignore_upgrade(self) -> None:
-        """The parser takes what follows for another protocol. A new one reads the same head without the offer, and then the body."""
-        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
-        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode(), b"".join(lines))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.parser.feed_data(head)
+        """The parser takes what follows for another protocol. A new one reads the same head without the offer, and
+        then the body."""
+        lines = [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(lines))
+        self._parser = self._create_parser()
+        self._parser.feed_data(head)
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent its request and will send no more still gets its answer, where TCP can tell that from leaving."""
-        if self.scheme == "https" or self._linger_timer is not None or self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+    def eof_received(self) -> bool:
+        """A client that has sent its request and will send no more still gets its answer, where TCP can tell that
+        from leaving."""
+        tls, asked = self.transport.get_extra_info("sslcontext"), self._read
+        if tls is not None or "linger" in self._timers or asked is None or asked.complete or asked.more_body:
             return False
         self._probe(PROBE_SECONDS[0])
         return True
@@ -128,156 +178,249 @@ class Connection(HttpToolsProtocol):
     def _probe(self, seconds: float) -> None:
         """One that has left altogether answers with a reset, and only if it is sent something."""
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
+            self.abort()
             return
-        if not self.cycle.response_started and self.scope["http_version"] != "1.0":
-            self.transport.write(_CONTINUE)
-        elif self.cycle.chunked_encoding and not self.cycle.response_complete:  # only streams of events come in chunks
-            self.transport.write(_PING_CHUNK)
-        self._probe_timer = self.loop.call_later(seconds, self._probe, min(2 * seconds, PROBE_SECONDS[1]))
+        if self._answered is not None and self._answered.begun:
+            self._answered.comment(PING)
+        elif self._answered is not None and self._answered.http_version != "1.0":
+            self.write(CONTINUE)
+        self._after("probe", seconds, self._probe, min(2 * seconds, PROBE_SECONDS[1]))
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._progress = True
-        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["transport"] = self.transport
-        if self._header_timer is None:
-            self._arm()
+        self._url, self._headers, self._progress = b"", [], True
+        self._stop("idle")
+        if "headers" not in self._timers:
+            self._await_headers()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
+        self._headers.append((name.lower(), value))
+        if len(self._headers) > MAX_HEADERS:
             self._refusal = HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers; send fewer.")
             raise self._refusal
 
     def on_headers_complete(self) -> None:
         self._progress = True
-        if self.parser.get_method() == b"CONNECT":
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        if method == b"CONNECT":
             self._refusal = HttpError("This server is no proxy; send the request itself.", code="invalid_http")
             raise self._refusal
-        if self.parser.should_upgrade():
+        if self._parser.should_upgrade():
             return
-        self._disarm()
-        super().on_headers_complete()
-        self.cycle.transport = self  # type: ignore[assignment]  # which hears of its close
-        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        if scope["http_version"] == "1.0":  # only where it is needed: a connection that holds itself waits for the garbage collector
-            scope["unframe"] = self._unframe
-        self.headers = []  # trailers, which nobody reads, are not added to what has been judged
+        self._stop("headers")
+        url = httptools.parse_url(self._url)
+        path = unquote(url.path.decode("ascii"))
+        exchange = Exchange(self, method.decode("ascii"), path, url.query or b"", self._headers, version)
+        exchange.keep_alive = version != "1.0" and self._parser.should_keep_alive()
+        self._headers = []  # trailers, which nobody reads, are not added to what has been judged
+        self._read = exchange
+        if self._answered is None:
+            self._start(exchange)
+        else:
+            self._pause_reading()
+            self._queue.append(exchange)
 
     def on_body(self, body: bytes) -> None:
         self._progress = True
-        super().on_body(body)
+        if self._read is not None and not self._read.complete:
+            self._read.take(body, more=True)
+            if len(self._read.received) > WAITING_BYTES:
+                self._pause_reading()
 
     def on_message_complete(self) -> None:
         self._progress = True
-        if self.parser.should_upgrade():
+        if not self._parser.should_upgrade() and self._read is not None and not self._read.complete:
+            self._read.take(b"", more=False)
+            self._connections.work(self)
+
+    def _pause_reading(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
+
+    # --- one request
+
+    def _start(self, exchange: Exchange) -> None:
+        self._answered = exchange
+        exchange.task = self._loop.create_task(self._serve(exchange))
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            await self._answer(exchange)
+        finally:
+            if not exchange.complete and not self.lost:  # a clean end would look like success
+                self._close()
+
+    def answered(self, exchange: Exchange) -> None:
+        """The next may have its turn."""
+        if self.lost:
             return
-        super().on_message_complete()
-        if not self.cycle.response_complete:
-            self._crowd.work(self)
+        self._answered = None
+        if not exchange.keep_alive:
+            self._close()
+        elif not self.transport.is_closing() and "linger" not in self._timers:
+            self._go_on()
+        if self._answered is None:
+            self._connections.wait(self)
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_reader()
 
-    def send_400_response(self, msg: str) -> None:
-        """What the parser could not read: JSON as everywhere."""
-        self._refuse(self._refusal or HttpError("The bytes received are not a valid HTTP/1.1 request; check the client.", code="invalid_http"))
+    def _go_on(self) -> None:
+        self.resume_reading()
+        if self._queue:
+            self._start(self._queue.popleft())
+        elif "probe" in self._timers:
+            self.transport.close()
+        else:
+            self._after("idle", KEEP_ALIVE_SECONDS, self._end_idle)
 
-    # --- what the client reads
+    def _end_idle(self) -> None:
+        """What waits after so long waits for a client that does not read."""
+        self.abort() if self.transport.get_write_buffer_size() else self.transport.close()
 
-    # What a cycle asks of its transport: is_closing, write and close.
-
-    def is_closing(self) -> bool:
-        return self.transport.is_closing()
-
-    def write(self, data: bytes) -> None:
-        self.transport.write(data)
-
-    def close(self) -> None:
-        if self.cycle.more_body:
+    def _close(self) -> None:
+        if self._read is not None and self._read.more_body:
             self._linger()
         else:
             self.transport.close()
 
     def _linger(self) -> None:
-        """Closes when the client has: closing on data that nobody has read is a reset, which destroys an answer on its way."""
-        if not self._crowd.may_linger(self):
+        """Closes when the client has: closing on data that nobody has read is a reset, which destroys an answer on
+        its way."""
+        if not self._connections.may_linger(self):
             self.transport.close()
-        elif self._linger_timer is None:
-            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
-            self.flow.resume_reading()
+        elif "linger" not in self._timers:
+            self._after("linger", LINGER_SECONDS, self.abort)
+            self.resume_reading()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
 
-    def on_response_complete(self) -> None:
-        if self._linger_timer is None:
-            super().on_response_complete()
-            if self._probe_timer is not None and self.cycle.response_complete:
-                self.transport.close()
-        if not self.pipeline:
-            self._crowd.wait(self)
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self._start_unread_timer()
+    # --- what the client reads
+
+    def write(self, data: bytes) -> None:
+        if data and not (self.lost or self.transport.is_closing() or "linger" in self._timers):
+            self.transport.write(data)
+
+    async def drain(self) -> None:
+        """Returns when the client has taken nearly all, or left."""
+        await self._writable.wait()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_unread_timer()
+        self._writable.clear()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         if not self.transport.is_closing():
-            self._stop_unread_timer()
-        super().resume_writing()
+            self._stop("unread")
+        self._writable.set()
 
-    def timeout_keep_alive_handler(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()  # after so long it waits for a client that does not read
-        else:
-            super().timeout_keep_alive_handler()
-
-    def _start_unread_timer(self) -> None:
-        if self._unread_timer is None:
-            self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reader, self.transport.get_write_buffer_size())
+    def _watch_reader(self) -> None:
+        if "unread" not in self._timers:
+            self._after("unread", UNREAD_SECONDS, self._check_reader, self.transport.get_write_buffer_size())
 
     def _check_reader(self, before: int) -> None:
-        self._unread_timer = None
+        self._stop("unread")
         if self.transport.get_write_buffer_size() > before - UNREAD_BYTES:
-            self.transport.abort()
+            self.abort()
         else:
-            self._start_unread_timer()
+            self._watch_reader()
 
-    def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+    # --- refusals
 
-    def _unframe(self) -> None:
-        """HTTP/1.0 knows no chunks: the next body of unknown length ends with the connection."""
-        self.cycle.chunked_encoding = False
-        self.cycle.expected_content_length = math.inf  # type: ignore[assignment]
-
-    # --- ends
-
-    def _arm(self) -> None:
+    def _await_headers(self) -> None:
+        late = RequestTimeout(f"The headers did not arrive within {HEADER_SECONDS:.0f} s; send them at once.")
         self._header_bytes = 0
-        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._expire)
-
-    def _disarm(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _expire(self) -> None:
-        self._refuse(RequestTimeout(f"The headers did not arrive within {HEADER_SECONDS:.0f} s; send them at once."))
-
-    def _refuse_headers(self) -> None:
-        self._refuse(HeadersTooLarge(f"The headers are longer than {MAX_HEADER_BYTES} bytes; send fewer."))
+        self._after("headers", HEADER_SECONDS, self._refuse, late)
 
     def _refuse(self, error: HeadraceError) -> None:
-        self._disarm()
-        if self.transport.is_closing() or self._linger_timer is not None:
+        self._stop("headers")
+        if self.transport.is_closing() or "linger" in self._timers:
             return
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self._read is None or self._read.complete or not self._read.begun:
             body = encode(error_object(error))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-            if isinstance(error, Unavailable):
-                head += b"retry-after: %d\r\n" % error.retry_after
-            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
+            about = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
+            retry = ((b"retry-after", b"%d" % error.retry_after),) if isinstance(error, Unavailable) else ()
+            self.write(head_of(error.status, (*about, *retry)) + body)
         self._linger()
+
+
+class Connections:
+    """Those of one front end."""
+
+    def __init__(self, limit: int, page: Page) -> None:
+        """``page``: where the number is to be read by others."""
+        self.limit = limit
+        self._page = page
+        self._members: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
+        self._turned_away: set[Connection] = set()
+
+    def enter(self, member: Connection) -> bool:
+        """Takes a connection in, at the cost of another if need be; False when all are at work."""
+        if len(self._members) >= self.limit and not self._make_room():
+            return False
+        self._members.add(member)
+        self._waiting[member] = None
+        self._page.connections = len(self._members)
+        return True
+
+    def _make_room(self) -> bool:
+        longest = next(iter(self._waiting), None)
+        if longest is None:
+            return False
+        self.leave(longest)
+        longest.abort()
+        return True
+
+    def wait(self, member: Connection) -> None:
+        """Its request has been answered; the next one may take its time."""
+        if member in self._members:
+            self._waiting.pop(member, None)
+            self._waiting[member] = None
+
+    def work(self, member: Connection) -> None:
+        """It has sent a whole request."""
+        self._waiting.pop(member, None)
+
+    def may_linger(self, member: Connection) -> bool:
+        """It has its answer and is still sending: it is the next to go, or one of few that never were in."""
+        if member not in self._members and len(self._turned_away) < _TURNED_AWAY:
+            self._turned_away.add(member)
+        self.wait(member)
+        return member in self._members or member in self._turned_away
+
+    def leave(self, member: Connection) -> None:
+        self._members.discard(member)
+        self._turned_away.discard(member)
+        self._waiting.pop(member, None)
+        self._page.connections = len(self._members)
+
+    async def close(self, seconds: float) -> None:
+        """Those that wait end at once, the others when their last words have left, or after ``seconds``."""
+        for member in [*self._members]:
+            member.shut_down()
+        deadline = time.monotonic() + seconds
+        while self._members and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for member in [*self._members, *self._turned_away]:
+            member.abort()
+
+
+def connection_limit(max_queue: int) -> int:
+    """As many as the queue can use and then as many again, within what the system lets this process open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(MAX_CONNECTIONS, 2 * max_queue)
+    if soft != resource.RLIM_INFINITY and soft < wanted + _OTHER_FILES:
+        raised = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else min(wanted + _OTHER_FILES, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+        wanted = min(wanted, soft - _OTHER_FILES)
+    return max(wanted, _FEWEST)

@@ -14,20 +14,22 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headrace.engine.process import SERIAL_SHIFT
-from headrace.errors import EngineDead, InvalidRequest
+from msgspec import Meta, Struct, structs
+
+from headrace.engine.frames import SERIAL_SHIFT
+from headrace.errors import EngineDead
+from headrace.server.auth import is_own, sees_all
 from headrace.server.exchange import Exchange
-from headrace.server.exposition import ServerMetrics
-from headrace.server.tenants import is_own, sees_all
+from headrace.server.exposition import FINE, ServerMetrics
+from headrace.server.protocol.body import read_query
+from headrace.server.requests import SENTENCES
 from headrace.server.wire import encode
 from headrace.techniques import TECHNIQUES
 
 if TYPE_CHECKING:  # they hold our History
-    from headrace.server.commons import Asked
+    from headrace.server.frontends.link import FindEngine
     from headrace.server.service import Service
 
 SAMPLE_SECONDS = 1.0
@@ -45,27 +47,27 @@ SAMPLE_COLUMNS = (
     "measured_seconds", "floor_seconds", "idle_seconds", "energy_joules", "energy_seconds",
 )  # fmt: skip
 STEP_COLUMNS = ("step_id", "kind", "rows", "tokens", "begin", "measured_seconds", "predicted_seconds", "floor_seconds", "fraction", "failed")
-CURSORS = ("sample", "step", "decision")
-MAX_CURSOR = 2**53 - 1  # what JSON's readers keep exact
+_Cursor = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what JSON's readers keep exact
 ABOUT_ALL = ("failed", "overfull")  # decisions that are about no one request
-_MAX_FIELDS = 8
+
+_CACHED = {"admitted": "found in", "resumed": "still in"}
 
 Row = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A histogram's counts at a moment; the difference of two is what was observed between them."""
+class Cursors(Struct, forbid_unknown_fields=True):
+    """The last that a page has of each."""
 
-    ttft: tuple[int, ...]
-    tpot: tuple[int, ...]
+    sample: _Cursor = -1
+    step: _Cursor = -1
+    decision: _Cursor = -1
 
 
 class Samples:
-    """The last SAMPLES rows, numbered from 1, in one block that is there from the start: ten minutes of objects would look like a leak."""
+    """The last SAMPLES rows, numbered from 1; as many are there from the start: ten minutes of growth would look like a leak."""
 
     def __init__(self) -> None:
-        self._cells = array("d", bytes(8 * len(SAMPLE_COLUMNS) * SAMPLES))
+        self._rows = deque((array("d", bytes(8 * len(SAMPLE_COLUMNS))) for _ in range(SAMPLES)), maxlen=SAMPLES)
         self._newest = 0
 
     def __len__(self) -> int:
@@ -73,19 +75,16 @@ class Samples:
 
     def add(self, values: Row) -> None:
         """``values`` of all columns but the number."""
-        place = len(SAMPLE_COLUMNS) * (self._newest % SAMPLES)
         self._newest += 1
-        row = (self._newest, *(math.nan if value is None else value for value in values))
-        self._cells[place : place + len(SAMPLE_COLUMNS)] = array("d", row)
+        self._rows.append(array("d", (self._newest, *(math.nan if value is None else value for value in values))))
 
     def after(self, number: int) -> list[Row]:
         """Rows with higher numbers, oldest first."""
-        return [self._row(each) for each in range(max(number, self._newest - SAMPLES, 0), self._newest)]
+        return [tuple(map(_plain, row)) for row in self._rows if row[0] > max(number, 0)]
 
-    def _row(self, number: int) -> Row:
-        place = len(SAMPLE_COLUMNS) * (number % SAMPLES)
-        cells = self._cells[place : place + len(SAMPLE_COLUMNS)]
-        return tuple(None if math.isnan(cell) else int(cell) if cell.is_integer() else cell for cell in cells)
+
+def _plain(cell: float) -> float | None:
+    return None if math.isnan(cell) else int(cell) if cell.is_integer() else cell
 
 
 class History:
@@ -96,9 +95,9 @@ class History:
         self.steps: deque[Row] = deque(maxlen=STEPS)
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS)
         self.stats: Mapping[str, Any] = {}
-        self._marks: deque[Mark] = deque(maxlen=WINDOW)
+        self._marks: deque[list[tuple[int, ...]]] = deque(maxlen=WINDOW)  # the histograms' counts, of which differences are taken
 
-    async def run(self, find_engine: Callable[[], Asked | None], metrics: Callable[[], ServerMetrics]) -> None:
+    async def run(self, find_engine: FindEngine, metrics: Callable[[], ServerMetrics]) -> None:
         """Samples for ever. An engine in a long step is asked again a second later."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
@@ -128,10 +127,12 @@ class History:
         self.stats = {name: value for name, value in stats.items() if name not in ("records", "decisions")}
         self.steps.extend(_step_row(record) for record in stats["records"])
         self.decisions.extend(_decision(*entry) for entry in stats["decisions"])
-        mark = Mark(tuple(metrics.first_tokens.counts), tuple(metrics.inter_token.counts))
-        before = self._marks[0] if self._marks else Mark((0,) * len(mark.ttft), (0,) * len(mark.tpot))
+        shown = [metrics.histograms[name] for name in (FINE, "inter_token_latency_seconds")]
+        mark = [tuple(each.counts) for each in shown]
+        before = self._marks[0] if self._marks else [(0,) * len(each) for each in mark]
         self._marks.append(mark)
-        self.samples.add((round(now, 3), *_gauges(metrics, stats), *_latencies(metrics, before, mark), *_sums(stats)))
+        latencies = (quantile(each.bounds, old, new, share) for each, old, new in zip(shown, before, mark, strict=True) for share in QUANTILES)
+        self.samples.add((round(now, 3), *_gauges(metrics, stats), *latencies, *_sums(stats)))
 
 
 def _decision(number: int, at: float, kind: str, request: int, values: Sequence[int], tenant: str) -> dict[str, Any]:
@@ -148,18 +149,12 @@ def _step_row(record: Mapping[str, Any]) -> Row:
 def _gauges(metrics: ServerMetrics, stats: Mapping[str, Any]) -> Row:
     counters = stats["counters"]
     return (
-        metrics.prompt_tokens, metrics.generation_tokens,
+        metrics.totals["prompt_tokens_total"], metrics.totals["generation_tokens_total"],
         stats["num_prefilling"], stats["num_running"] - stats["num_prefilling"],
         stats["num_waiting"] - stats["num_preempted"], stats["num_preempted"],
         stats["num_used_blocks"], stats["num_cached_blocks"],
         counters["prefix_queries"], counters["prefix_hits"], counters["preemptions"],
     )  # fmt: skip
-
-
-def _latencies(metrics: ServerMetrics, before: Mark, mark: Mark) -> Row:
-    ttft, tpot = metrics.first_tokens, metrics.inter_token
-    first = [quantile(ttft.bounds, before.ttft, mark.ttft, share) for share in QUANTILES]
-    return (*first, *(quantile(tpot.bounds, before.tpot, mark.tpot, share) for share in QUANTILES))
 
 
 def _sums(stats: Mapping[str, Any]) -> Row:
@@ -183,37 +178,10 @@ def quantile(bounds: Sequence[float], before: Sequence[int], after: Sequence[int
 
 def sentence(kind: str, request: int, values: Sequence[int]) -> str:
     """One entry of the scheduler's log in words. Requests go by the engine's own numbers."""
-    who = _name(request)
-    match kind, tuple(values):
-        case "admitted", (prompt, cached, waited):
-            found = f", {cached:,} of them found in the cache" if cached else ""
-            return f"{who} admitted after {_duration(waited)}: {prompt:,} prompt tokens{found}."
-        case "resumed", (tokens, cached):
-            found = f", {cached:,} of them still in the cache" if cached else ""
-            return f"{who} admitted again after preemption: {tokens:,} tokens{found}."
-        case "preempted", (tokens, used, blocks):
-            return f"{who} preempted to make room ({used:,} of {blocks:,} blocks in use): its {tokens:,} tokens will be computed again."
-        case "waits_blocks", (tokens, used, blocks):
-            return f"{who} waits for blocks: its {tokens:,} tokens do not fit beside the {used:,} of {blocks:,} blocks in use."
-        case "waits_rows", (wanted, free):
-            return f"{who} waits for a place in the batch: it needs {wanted}, {free} are free."
-        case "waits_budget", (budget,):
-            return f"{who} waits for the next step: this one's {budget:,} tokens are given out."
-        case "waits_time", (budget,):
-            return f"{who} waits for the next step: this one's {_duration(budget)} are given out."
-        case "overfull", (rows, budget):
-            return f"{rows:,} answers together take longer than the {_duration(budget)} that a step may take: prompts get little beside them."
-        case "waits_batch", ():
-            return f"{who} waits for the running batch to end: continuous batching is off."
-        case "refused", (prompt,):
-            return f"{who} refused: a prompt of {prompt:,} tokens cannot run here."
-        case "turned_away", (prompt,):
-            return f"{who} turned away: with its prompt of {prompt:,} tokens it could not be served in time."
-        case "aborted", ():
-            return f"{who} aborted: its client left."
-        case "failed", (rows,):
-            return f"A step failed: its {rows} sequences end with an error, all others start over."
-    return f"{who}: {kind.replace('_', ' ')}."
+    text, found = SENTENCES["decisions"].get(kind, "{who}: " + kind.replace("_", " ") + "."), ""
+    if kind in _CACHED and values[1]:
+        found = f", {values[1]:,} of them {_CACHED[kind]} the cache"
+    return text.format(*values, who=_name(request), found=found, times=[_duration(value) for value in values])
 
 
 def _name(request: int) -> str:
@@ -231,27 +199,10 @@ def _duration(microseconds: int) -> str:
 
 async def data(service: Service, exchange: Exchange) -> None:
     """Everything after the cursors that the page has; what never changes only to a page that has nothing yet."""
-    cursors = _cursors(exchange.scope.get("query_string", b""))
-    news = await service.commons.dashboard(*(cursors.get(name, -1) for name in CURSORS))
-    answer = _answer(service, news, None if sees_all(service.config, exchange.key_name) else exchange.key_name, first="sample" not in cursors)
+    cursors = read_query(exchange.query, Cursors)
+    news = await service.observed.shared.dashboard(*structs.astuple(cursors))
+    answer = _answer(service, news, None if sees_all(service.config, exchange.key_name) else exchange.key_name, first=cursors.sample < 0)
     await exchange.reply(200, encode(answer), headers=((b"cache-control", b"no-store"),))
-
-
-def _cursors(query: bytes) -> dict[str, int]:
-    try:
-        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
-    except ValueError:
-        raise InvalidRequest(f"The query has more than {_MAX_FIELDS} parameters; use {', '.join(CURSORS)}.", param="query") from None
-    cursors: dict[str, int] = {}
-    for name, text in pairs:
-        if name not in CURSORS:
-            raise InvalidRequest(f"There is no query parameter {name[:40]!r} here; use {', '.join(CURSORS)}.", param=name[:40])
-        if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= MAX_CURSOR):
-            raise InvalidRequest(f"{name} is {text[:40]!r}; give an integer from 0 to {MAX_CURSOR}.", param=name)
-        if name in cursors:
-            raise InvalidRequest(f"{name} is given more than once; give it once.", param=name)
-        cursors[name] = int(text)
-    return cursors
 
 
 def seen(decisions: Sequence[Mapping[str, Any]], key: str | None) -> list[dict[str, Any]]:
@@ -266,12 +217,12 @@ def _answer(service: Service, news: Mapping[str, Any], key: str | None, *, first
         "object": "dashboard",
         "version": service.version,
         "created": service.created,
-        "state": service.state.value,
+        "state": service.model.state.value,
         "now": round(time.perf_counter(), 3),
         "sample_seconds": SAMPLE_SECONDS,
         "window_seconds": WINDOW * SAMPLE_SECONDS,
         "num_blocks": news["num_blocks"],
-        "finished": dict(service.total_metrics().finished),
+        "finished": dict(service.observed.total().finished),
         "totals": news["totals"],
         "samples": {"columns": SAMPLE_COLUMNS, "rows": news["samples"]},
         "steps": {"columns": STEP_COLUMNS, "rows": news["steps"]},
@@ -287,21 +238,15 @@ def _totals(steps: Mapping[str, Any]) -> dict[str, float]:
 
 def _engine(service: Service) -> dict[str, Any] | None:
     """What was decided at start, and stays."""
-    if service.found_engine is None:
+    if service.model.found is None:
         return None
-    info = service.found_engine.info
+    info = service.model.found.info
+    plain = ("device", "dtype", "max_sequence_tokens", "max_num_seqs", "max_num_batched_tokens", "memory")
+    told = ("name", "improves", "off_means", "source")
+    known = [each for each in TECHNIQUES if each.name in info.techniques]
     return {
         "model": info.served_names[0],
-        "device": info.device,
-        "dtype": info.dtype,
-        "max_sequence_tokens": info.max_sequence_tokens,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "memory": info.memory,
+        **{name: getattr(info, name) for name in plain},
         "decisions": [{"name": each.name, "value": str(each.value), "reason": each.reason} for each in info.decisions],
-        "techniques": [
-            {"name": each.name, "state": info.techniques[each.name], "improves": each.improves, "off_means": each.off_means, "source": each.source}
-            for each in TECHNIQUES
-            if each.name in info.techniques
-        ],
+        "techniques": [{**{name: getattr(each, name) for name in told}, "state": info.techniques[each.name]} for each in known],
     }

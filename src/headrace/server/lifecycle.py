@@ -2,7 +2,8 @@
 
 What lives here: signals, the engine's birth and death, the order of shutting down. What may not: routes, requests.
 
-Exit status: 0 after a SIGTERM, SIGHUP or Ctrl-C, 1 when the engine could not start or died, or a second signal cut the draining short.
+Exit status: 0 after a SIGTERM, SIGHUP or Ctrl-C, 1 when the engine could not start or died, or a second signal cut
+the draining short.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, EngineDead, HeadraceError, Unavailable
 from headrace.server.accept import Acceptor
+from headrace.server.app import App
 from headrace.server.auth import Guard
-from headrace.server.service import Engine, Service, State
+from headrace.server.connection import Connection, Connections, connection_limit
+from headrace.server.service import Service, State
 from headrace.server.tls import create_context, follow_files
 
 if TYPE_CHECKING:
-    import uvicorn
+    from headrace.engine.client import AsyncLLM
+    from headrace.engine.connection import EngineConnection
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 60
 WATCH_SECONDS = 0.2  # between looks at the engine
 HANG_SECONDS = 20.0  # that an engine without progress gets to come back: clients know within 30 s of its last turn
 ENGINE_EXIT_SECONDS = 0.5  # for the engine's process to end by itself, once nothing is wanted of it
@@ -39,8 +41,9 @@ LAST_WORDS_SECONDS = 1.0  # for error events to leave before connections are cut
 
 log = logging.getLogger("headrace.server")
 
-CreateEngine = Callable[[], Awaitable[Engine]]
+CreateEngine = Callable[[], Awaitable["AsyncLLM"]]
 Announce = Callable[[str], None]
+Loaded = TypeVar("Loaded")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -128,11 +131,49 @@ class Signals:
         self.came.set()
 
 
+async def loaded(loading: asyncio.Future[Loaded], signals: Signals, *hopeless: asyncio.Future[None]) -> Loaded | None:
+    """What has loaded; None where a signal came first. Raises what ``loading``, or one of the others, raises."""
+    stop = asyncio.create_task(signals.came.wait())
+    try:
+        awaited: list[asyncio.Future[Any]] = [loading, stop, *hopeless]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        for each in hopeless:
+            if each.done():
+                each.result()
+        return loading.result() if loading.done() else None
+    finally:
+        stop.cancel()
+        if not loading.done():
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, HeadraceError):
+                await loading
+
+
+async def goes_on(engine: AsyncLLM | EngineConnection, signals: Signals, look: Callable[[], None] = lambda: None) -> bool:
+    """Until a signal comes, True, or the engine has died or hangs, False. ``look`` is called again and again."""
+    hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
+    while not engine.dead and hung < HANG_SECONDS:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.came.wait(), WATCH_SECONDS)
+        if signals.count:
+            return True
+        look()
+        hung = 0.0 if engine.alive else hung + WATCH_SECONDS
+    return False
+
+
+async def until(done: Callable[[], bool], seconds: float) -> None:
+    """Returns once it is so, or after that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
 class Lifecycle:
     """One server. ``announce`` gets lines for people, ``ready`` is called once with the engine."""
 
     def __init__(
-        self, service: Service, guard: Guard, sock: socket.socket, create_engine: CreateEngine, announce: Announce, ready: Callable[[Engine], None]
+        self, service: Service, guard: Guard, sock: socket.socket, create_engine: CreateEngine, announce: Announce, ready: Callable[[AsyncLLM], None]
     ) -> None:
         self._service = service
         self._guard = guard
@@ -145,15 +186,14 @@ class Lifecycle:
     async def run(self) -> int:
         with self._signals.handled():
             loading = asyncio.ensure_future(self._create_engine())
-            # The web stack is imported beside the engine's start, not before it.
-            server = await asyncio.to_thread(_create_server, self._service, self._guard)
-            serving = asyncio.create_task(server.serve(sockets=[]))  # accepting is ours
             service = self._service
+            app = App(service, self._guard)
+            page, pages, observed = service.limits.page, service.limits.counters.pages, service.observed
+            connections = Connections(connection_limit(service.config.max_queue), page)
             tls = create_context(service.config)
-            create = partial(_create_connection, server)
-            acceptor = Acceptor(self._sock, create, service.page, service.ledger.pages, tls)
+            acceptor = Acceptor(self._sock, lambda: Connection(app.answer, connections), page, pages, tls)
             acceptor.start()
-            forever = (service.pulse.run(), service.commons.run(), service.page.stamp(), follow_files(tls, service.config))
+            forever = (observed.pulse.run(), observed.shared.run(), page.stamp(), follow_files(tls, service.config))
             beside = [asyncio.create_task(each) for each in forever]
             try:
                 return await self._live(loading)
@@ -161,128 +201,46 @@ class Lifecycle:
                 for each in beside:
                     each.cancel()
                 acceptor.close()
-                await self._close(server, serving)
-                self._service.threads.close()
+                await connections.close(LAST_WORDS_SECONDS)
+                self._service.limits.threads.close()
 
-    async def _live(self, loading: asyncio.Future[Engine]) -> int:
-        stop = asyncio.create_task(self._signals.came.wait())
-        try:
-            await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                return await self._give_up(loading)
-            engine = loading.result()
-        finally:
-            stop.cancel()
+    async def _live(self, loading: asyncio.Future[AsyncLLM]) -> int:
+        engine = await loaded(loading, self._signals)
+        if engine is None:
+            self._announce("Stopped while the engine was loading.")
+            return 0
         try:
             if engine.tokenizer is not None:
-                await asyncio.to_thread(self._service.learn_dialect, engine.tokenizer)
+                await asyncio.to_thread(self._service.model.learn_dialect, engine.tokenizer)
             self._service.attach(engine)
             self._ready(engine)
-            return await self._serve(engine)
+            return await (self._drain(engine) if await goes_on(engine, self._signals) else self._bury(engine))
         finally:
             await engine.shutdown(kill_after=ENGINE_EXIT_SECONDS)
 
-    async def _give_up(self, loading: asyncio.Future[Engine]) -> int:
-        """A signal while the engine loads."""
-        self._service.state = State.DRAINING
-        loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError, HeadraceError):
-            await loading
-        self._announce("Stopped while the engine was loading.")
-        return 0
-
-    async def _serve(self, engine: Engine) -> int:
-        hung = 0.0  # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen nothing
-        while not engine.dead and hung < HANG_SECONDS:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signals.came.wait(), WATCH_SECONDS)
-            if self._signals.count:
-                return await self._drain(engine)
-            hung = 0.0 if engine.alive else hung + WATCH_SECONDS
-        return await self._bury(engine)
-
-    async def _drain(self, engine: Engine) -> int:
+    async def _drain(self, engine: AsyncLLM) -> int:
         """New requests get 503 from now on; those that run may finish."""
         service = self._service
-        service.state = State.DRAINING
-        running = len(service.exchanges)
+        service.model.state = State.DRAINING
+        running = len(service.limits.exchanges)
         limit = service.config.shutdown_timeout
         if running:
             self._announce(f"Stopping: {running} running requests get up to {limit:g} s (press again to end them now).")
-        deadline = time.monotonic() + limit
-        while service.exchanges and time.monotonic() < deadline and self._signals.count < 2 and not engine.dead:
-            await asyncio.sleep(0.02)
+        await until(lambda: not service.limits.exchanges or self._signals.count > 1 or engine.dead, limit)
         if engine.dead:
             return await self._bury(engine)
         forced = self._signals.count >= 2
         await self._cut(Unavailable("The server is shutting down and could not wait for this request; send it to another."))
         return 1 if forced else 0
 
-    async def _bury(self, engine: Engine) -> int:
-        self._service.state = State.DEAD
-        if len(self._service.ledger.pages) == 1:  # of several front ends, their parent says it
+    async def _bury(self, engine: AsyncLLM) -> int:
+        self._service.model.state = State.DEAD
+        if self._service.limits.counters.fd < 0:  # of front ends below a parent, that says it
             log.error("The engine has died or hangs, and the server ends: %s", engine.ailment)
         await self._cut(EngineDead("The engine has died; the answer is incomplete. Send the request again."))
         return 1
 
     async def _cut(self, cause: HeadraceError) -> None:
         """Every request that still runs ends with ``cause``, in its stream or as its answer."""
-        self._service.end_all(cause)
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while self._service.exchanges and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-
-    async def _close(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
-        server.should_exit = True
-        _, late = await asyncio.wait((serving,), timeout=LAST_WORDS_SECONDS)
-        for connection in list(server.server_state.connections) if late else ():
-            connection.transport.abort()
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
-
-
-def _create_server(service: Service, guard: Guard) -> uvicorn.Server:
-    """uvicorn around our application and our connection class; signals and logs stay ours."""
-    import uvicorn
-
-    from headrace.server.api import RouteTable
-    from headrace.server.app import App
-    from headrace.server.connection import Connection
-    from headrace.server.crowd import Crowd, connection_limit
-
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # a body that we break off on purpose is no error
-    config = uvicorn.Config(
-        App(service, guard, RouteTable()),
-        http=partial(Connection, crowd=Crowd(connection_limit(service.config.max_queue), service.page)),  # type: ignore[arg-type]
-        ws="none",
-        loop="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=1,
-    )
-    config.load()
-    return _unsignalled(uvicorn.Server)(config)
-
-
-def _create_connection(server: uvicorn.Server) -> asyncio.Protocol:
-    connection: asyncio.Protocol = server.config.http_protocol_class(config=server.config, server_state=server.server_state, app_state={})  # type: ignore[call-arg]
-    return connection
-
-
-def _unsignalled(server_class: type[uvicorn.Server]) -> type[uvicorn.Server]:
-    """uvicorn's server without its signal handlers: they would stop listening before the last request has ended."""
-
-    class Unsignalled(server_class):  # type: ignore[misc, valid-type]
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return Unsignalled
+        self._service.limits.end_all(cause)
+        await until(lambda: not self._service.limits.exchanges, LAST_WORDS_SECONDS)

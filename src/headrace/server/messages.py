@@ -1,63 +1,258 @@
-"""The conversation of a chat request, checked and put into the shape that chat templates expect.
+"""The conversation of a request, checked and put into the shape that chat templates expect: messages, tools, and what the model may do with
+these: as it likes, none, some call, or one named call.
 
-What lives here: messages, tools and template variables. What may not: templates themselves (engine/template.py), answers.
+What lives here: messages and tools, what blocks and items become, tool_choice; custom tools as functions: what the model hands these is a text,
+free or of a grammar. What may not: templates themselves (engine/template.py), schemas that force a call (tools.py), answers.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Annotated, Any, Literal
 
-from headrace.engine.contents import joined
+from msgspec import Meta, Struct
+
+from headrace.engine.template import joined
 from headrace.errors import InvalidRequest
-from headrace.server.custom import Grammar, read_custom
 from headrace.server.parsing.texts import INPUT
 from headrace.server.wire import decode_object
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
-MAX_TEMPLATE_KWARGS = 64
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# What a template gets from us; a request cannot replace it.
-_RESERVED = frozenset(
-    ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "bos_token", "eos_token")
-)
+Tool = Mapping[str, Any]
 
 
-def read_messages(value: list[Any]) -> list[dict[str, Any]]:
-    """Content becomes a text, a list of several text parts, or for the assistant None; tool arguments become an object, ``developer``
-    ``system``. Raises InvalidRequest.
+class Grammar(Struct, frozen=True):
+    """What a text must be."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+Customs = Mapping[str, Grammar | None]
+
+
+class Mode(Enum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those offered may be called.
+
+    ``places``: of each tool that is offered, what the client calls its schema. ``customs``: those that take a text.
     """
-    if not value:
-        raise InvalidRequest("messages is empty; give at least one message.", param="messages")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages holds {len(value)} messages; send at most {MAX_MESSAGES}.", param="messages")
-    return [_read_message(f"messages[{index}]", message) for index, message in enumerate(value)]
+
+    mode: Mode = Mode.AUTO
+    name: str = ""
+    parallel: bool = True
+    only: bool = False
+    places: tuple[str, ...] = ()
+    customs: Customs = field(default_factory=dict)
+
+    @property
+    def shown(self) -> bool:
+        """The chat template gets the tools."""
+        return self.mode is not Mode.NONE
+
+    @property
+    def forced(self) -> bool:
+        return self.mode in (Mode.REQUIRED, Mode.NAMED)
+
+    def place(self, index: int) -> str:
+        """What the client calls the schema of the tool that is offered at ``index``."""
+        return self.places[index] if self.places else f"tools[{index}]"
 
 
-def _read_message(where: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} must be an object with role and content.", param=where, code="invalid_type")
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role is {_excerpt(role)}; give one of {', '.join(ROLES)}.", param=f"{where}.role")
-    read = {name: value for name, value in message.items() if value is not None}
-    read["role"] = "system" if role == "developer" else role
-    read["content"] = _read_content(f"{where}.content", message.get("content"), optional=role == "assistant")
-    if "tool_calls" in read:
-        read["tool_calls"] = _read_tool_calls(f"{where}.tool_calls", read["tool_calls"])
-    return read
+def offer(
+    asked: ToolChoice,
+    tools: Sequence[dict[str, Any]] | None,
+    *,
+    allowed: Collection[str] | None = None,
+    place: str = "function.parameters",
+    customs: Customs | None = None,
+) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    """What the model is shown, and what is made of it. Raises InvalidRequest.
+
+    ``place``: of a function's schema in a tool. Tools that are not ``allowed`` are not shown: what a model has not read of it does not call.
+    """
+    given = list(enumerate(tools or ()))
+    if allowed is not None:
+        for name in allowed:
+            _check_offered(name, tools)
+        given = [(index, tool) for index, tool in given if name_of(tool) in allowed]
+    if asked.forced and not tools:
+        raise InvalidRequest("tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice")
+    if asked.mode is Mode.NAMED:
+        _check_offered(asked.name, tools)
+    of_custom = "custom.format" if "." in place else "format"
+    places = tuple(f"tools[{index}].{of_custom if name_of(tool) in (customs or ()) else place}" for index, tool in given)
+    shown = [tool for _, tool in given] if asked.shown else []
+    twice = next((name for name in customs or () if names_of(tools).count(name) > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"tools holds more than one of the name {twice[:100]!r}; rename the others.", param="tools")
+    return shown or None, replace(asked, only=allowed is not None, places=places, customs=customs or {})
 
 
-def _excerpt(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else "missing" if value is None else "not a string"
+def _check_offered(name: str, tools: Sequence[Tool] | None) -> None:
+    if name not in names_of(tools):
+        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
+
+
+def name_of(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def names_of(tools: Sequence[Tool] | None) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools or ())
+
+
+class TextPart(Struct, tag="text"):
+    text: str
+
+
+class RefusalPart(Struct, tag="refusal"):
+    refusal: str
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any] = {}
+
+
+class CalledCustom(Struct):
+    name: str
+    input: str
+
+
+class ChatCall(Struct):
+    """Of a custom tool where its type says so, else of a function."""
+
+    id: Any = None
+    type: Any = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+
+Contents = str | list[TextPart | RefusalPart]
+
+
+class SystemMessage(Struct, tag_field="role", tag="system", kw_only=True):
+    content: Contents
+    tool_calls: Annotated[list[ChatCall], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class DeveloperMessage(SystemMessage, tag="developer"):
+    pass
+
+
+class UserMessage(SystemMessage, tag="user"):
+    pass
+
+
+class ToolMessage(SystemMessage, tag="tool"):
+    pass
+
+
+class AssistantMessage(SystemMessage, tag="assistant"):
+    content: Contents | None = None  # type: ignore[assignment]
+
+
+class Function(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    parameters: dict[str, Any] = {}
+
+
+class ChatFunction(Struct, tag="function"):
+    function: Function
+
+
+class FreeText(Struct, tag="text"):
+    pass
+
+
+class ChatGrammar(Struct, tag="grammar"):
+    grammar: Grammar
+
+
+class Custom(Struct):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    format: FreeText | ChatGrammar | None = None
+
+
+class ChatCustom(Struct, tag="custom"):
+    custom: Custom
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | AssistantMessage
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[ChatFunction | ChatCustom], Meta(max_length=MAX_TOOLS)]
+
+
+def read_messages(given: list[Any], messages: list[Message]) -> list[dict[str, Any]]:
+    """``given``: as they were written. Content becomes a text, a list of several text parts, or for the assistant None; tool arguments
+    become an object, ``developer`` ``system``; what else a client wrote is the template's. Raises InvalidRequest.
+    """
+    return [_message(f"messages[{index}]", raw, message) for index, (raw, message) in enumerate(zip(given, messages, strict=True))]
+
+
+def read_tools(given: list[Any], tools: list[ChatFunction | ChatCustom]) -> tuple[list[dict[str, Any]], Customs]:
+    """Custom tools as functions; and their grammars."""
+    customs = {tool.custom.name: _grammar(tool.custom) for tool in tools if isinstance(tool, ChatCustom)}
+    return [_function(raw, tool) for raw, tool in zip(given, tools, strict=True)], customs
+
+
+def _grammar(custom: Custom) -> Grammar | None:
+    return custom.format.grammar if isinstance(custom.format, ChatGrammar) else None
+
+
+def _function(given: dict[str, Any], tool: ChatFunction | ChatCustom) -> dict[str, Any]:
+    return custom_function(tool.custom.name, tool.custom.description, _grammar(tool.custom)) if isinstance(tool, ChatCustom) else given
+
+
+def _message(where: str, given: dict[str, Any], message: Message) -> dict[str, Any]:
+    shown = {name: value for name, value in given.items() if value is not None}
+    content = message.content
+    if isinstance(content, list):
+        content = content_of([part.refusal if isinstance(part, RefusalPart) else part.text for part in content])  # type: ignore[assignment]
+    shown |= {"role": "system" if isinstance(message, DeveloperMessage) else given["role"], "content": content}
+    if message.tool_calls is not None:
+        calls = enumerate(zip(given["tool_calls"], message.tool_calls, strict=True))
+        shown["tool_calls"] = [_call(f"{where}.tool_calls[{index}]", raw, call) for index, (raw, call) in calls]
+    return shown
+
+
+def _call(where: str, given: dict[str, Any], call: ChatCall) -> dict[str, Any]:
+    if call.type == "custom" and call.custom is not None:
+        return {"id": call.id, "type": "function", "function": {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}}
+    if call.function is None:
+        raise InvalidRequest(f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type")
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = read_arguments(f"{where}.function.arguments", arguments)
+    return {**given, "function": {**given["function"], "arguments": arguments}}
+
+
+def read_arguments(where: str, text: str) -> dict[str, Any]:
+    """A call's arguments come as a string of JSON; templates want the object."""
+    try:
+        return decode_object(text.encode()) if text.strip() else {}
+    except InvalidRequest:
+        raise InvalidRequest(f"{where} is not a JSON object; send valid JSON.", param=where) from None
 
 
 Content = str | list[dict[str, str]] | None
 
 
 def content_of(texts: list[str]) -> Content:
-    """A message's content from its pieces. How several are joined is the template's affair (engine/contents.py)."""
+    """A message's content from its pieces. How several are joined is the template's affair (engine/template.py)."""
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
@@ -65,92 +260,30 @@ def text_of(content: Content) -> str:
     return content or "" if content is None or isinstance(content, str) else joined(content)
 
 
-def _read_content(where: str, content: Any, *, optional: bool) -> Content:
-    if isinstance(content, str) or (content is None and optional):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of text parts.", param=where, code="invalid_type")
-    return content_of([_read_part(f"{where}[{index}]", part) for index, part in enumerate(content)])
+Chat = list[dict[str, Any]]
 
 
-def _read_part(where: str, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(f"{where} must be an object with a type.", param=where, code="invalid_type")
-    if part["type"] not in ("text", "refusal"):
-        raise InvalidRequest(f"{where} is of type {part['type'][:40]!r}, but this server takes text only.", param=where, code="unsupported_content")
-    text = part.get(part["type"])
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{where}.{part['type']} must be a string.", param=f"{where}.{part['type']}", code="invalid_type")
-    return text
+def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _read_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
-        raise InvalidRequest(f"{where} must be a list of at most {MAX_TOOLS} calls.", param=where)
-    return [_read_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+def function_tool(name: str, description: str | None, schema: dict[str, Any] | None, strict: Any) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    given = {"name": name, "description": description, "parameters": schema, "strict": strict is True or None}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-def _read_tool_call(where: str, call: Any) -> dict[str, Any]:
-    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
-    if isinstance(custom, dict) and isinstance(custom.get("name"), str) and isinstance(custom.get(INPUT), str):
-        return {"id": call.get("id"), "type": "function", "function": {"name": custom["name"], "arguments": {INPUT: custom[INPUT]}}}
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{where} must be an object with function.name and function.arguments.", param=where, code="invalid_type")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _decode_arguments(where, arguments)
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{where}.function.arguments must be a JSON object.", param=f"{where}.function.arguments", code="invalid_type")
-    return {**call, "function": {**function, "arguments": arguments}}
+def check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name} holds {count} entries; send at most {most}.", param=name)
 
 
-def _decode_arguments(where: str, arguments: str) -> dict[str, Any]:
-    """OpenAI sends a string of JSON; templates want the object."""
-    try:
-        return decode_object(arguments.encode()) if arguments.strip() else {}
-    except InvalidRequest:
-        raise InvalidRequest(f"{where}.function.arguments is not a JSON object; send valid JSON.", param=f"{where}.function.arguments") from None
-
-
-def read_tools(value: list[Any] | None) -> list[dict[str, Any]] | None:
-    """None where there are none: templates test for that."""
-    if not value:
-        return None
-    if len(value) > MAX_TOOLS:
-        raise InvalidRequest(f"tools holds {len(value)} tools; send at most {MAX_TOOLS}.", param="tools")
-    return [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(value)]
-
-
-def read_customs(value: list[Any] | None) -> dict[str, Grammar | None]:
-    """The custom tools among those that ``read_tools`` has read, by name."""
-    found = [read_custom(f"tools[{index}].custom", tool["custom"]) for index, tool in enumerate(value or ()) if tool["type"] == "custom"]
-    return {function["function"]["name"]: grammar for function, grammar in found}
-
-
-def _read_tool(where: str, tool: Any) -> dict[str, Any]:
-    if isinstance(tool, dict) and tool.get("type") == "custom":
-        return read_custom(f"{where}.custom", tool.get("custom"))[0]
-    _check_tool(where, tool)
-    return cast(dict[str, Any], tool)
-
-
-def _check_tool(where: str, tool: Any) -> None:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidRequest(f"{where} must be an object of type function or custom.", param=where, code="invalid_type")
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise InvalidRequest(f"{where}.function must be an object with a name.", param=f"{where}.function", code="invalid_type")
-    if not isinstance(function.get("parameters", {}), dict):
-        raise InvalidRequest(f"{where}.function.parameters must be a JSON schema object.", param=f"{where}.function.parameters", code="invalid_type")
-
-
-def check_template_kwargs(value: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables for the template, none of which is ours."""
-    given = value or {}
-    if len(given) > MAX_TEMPLATE_KWARGS:
-        raise InvalidRequest(f"chat_template_kwargs holds {len(given)} entries; send at most {MAX_TEMPLATE_KWARGS}.", param="chat_template_kwargs")
-    taken = next((name for name in given if name in _RESERVED or name.startswith("_")), None)
-    if taken is not None:
-        raise InvalidRequest(f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs")
-    return given
+def custom_function(name: str, description: str | None, grammar: Grammar | None) -> dict[str, Any]:
+    """A custom tool as a function."""
+    schema: dict[str, Any] = {"type": "string"}
+    if grammar is not None:
+        schema["description"] = f"A text of this {grammar.syntax} grammar:\n{grammar.definition}"
+    if grammar is not None and grammar.syntax == "regex":
+        schema["pattern"] = f"^(?:{grammar.definition})$"
+    parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}

@@ -1,6 +1,9 @@
-"""The description of the server that /openapi.json gives: OpenAPI 3.1, written from the route table and the field tables.
+"""The description of the server that /openapi.json gives: OpenAPI 3.1, written from the route table and the structs that bodies are read as.
 
-What lives here: the document. What may not: facts that are not in the tables or checked by the tests of what is described.
+What lives here: the document. What may not: facts that are not in these or checked by the tests of what is described.
+
+A schema says what a field takes by itself. What depends on other fields, on the model or on the length of the prompt is not in it and
+answered with 400 as everything else.
 """
 
 from __future__ import annotations
@@ -9,26 +12,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headrace.server.answer_schemas import ANTHROPIC_ERROR, ERROR
-from headrace.server.anthropic import AnthropicErrors
-from headrace.server.dashboard import MAX_CURSOR
-from headrace.server.route import Route
-from headrace.server.schemas import EXAMPLES, Schema, body_schema
+from msgspec import UNSET, structs
+from msgspec.json import schema_components
 
-_STATUSES: Mapping[int, str] = {
-    400: "a field's name, type or value; a prompt that does not fit; JSON or HTTP that cannot be read",
-    401: "no key, or a wrong one",
-    403: "a foreign Host or Origin",
-    404: "an unknown model, name or file",
-    405: "a method that this route does not take",
-    408: "headers or body came too slowly",
-    413: "the body is too large",
-    415: "the body is not plain application/json",
-    429: "the queue, or the room for large bodies, is full; Retry-After says how long",
-    431: "the headers are too large",
-    500: "the request failed in the engine or the server",
-    503: "loading, draining, no connection free, or the engine has died; Retry-After says how long",
-}
+from headrace.server import answer_types
+from headrace.server.answer_types import AnthropicError, Error
+from headrace.server.dialects.messages import AnthropicErrors
+from headrace.server.protocol.body import TOLD, Body
+from headrace.server.protocol.sampling import NUMBERS
+from headrace.server.route import Route
+
+Schema = dict[str, Any]
+
+NO_MEANING = "accepted; changes nothing in the answer"
 _ALWAYS = (400, 403, 405, 408, 431, 500, 503)
 _WITH_BODY = (404, 413, 415, 429)
 _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
@@ -37,9 +33,12 @@ _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}]
 def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool = True) -> dict[str, Any]:
     """``keys``: whether this server asks for one. ``closed``: it refuses fields that are not named here."""
     paths: dict[str, dict[str, Any]] = {}
+    bodies, parts = body_schemas(route.body for route in routes if route.body)
+    answers, further = _answer_schemas(route.answer for route in routes if route.answer)
+    schemas = {**bodies, **answers}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, keys, closed)
-    components: dict[str, Any] = {"schemas": {"Error": ERROR, "AnthropicError": ANTHROPIC_ERROR}}
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas, keys, closed)
+    components: dict[str, Any] = {"schemas": {**parts, **further}}
     if keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -49,32 +48,83 @@ def document(routes: Iterable[Route], version: str, *, keys: bool, closed: bool 
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: Route, keys: bool, closed: bool) -> dict[str, Any]:
+def body_schemas(bodies: Iterable[type[Body]]) -> tuple[dict[type[Body], Schema], dict[str, Schema]]:
+    """What each route takes, and the structs in it by name."""
+    kinds = tuple(bodies)
+    _, parts = schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for part in parts.values():
+        if part.get("additionalProperties") is False:  # see OBJECTS
+            part["additionalProperties"] = {"type": "null"}
+    if "ChatCall" in parts:
+        parts["ChatCall"]["anyOf"] = [{"required": ["function"]}, {"required": ["type", "custom"], "properties": {"type": {"const": "custom"}}}]
+    if "MessageItem" in parts:  # which needs no type
+        parts["MessageItem"]["required"].remove("type")
+        parts["MessageItem"]["properties"]["type"]["enum"].append(None)
+    return {kind: _body_schema(kind, parts.pop(kind.__name__)) for kind in kinds}, parts
+
+
+def _body_schema(kind: type[Body], given: Schema) -> Schema:
+    """One that is required cannot be null; of all others null says the same as leaving them out."""
+    required = given["required"]
+    properties = {name: _described(kind, name, schema, name in required) for name, schema in given["properties"].items()}
+    for name, refused in kind.refused.items():
+        properties[name] = {"enum": [None, *refused.unless], "description": f"Not supported: {refused.instead}.", "deprecated": True}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    if required:
+        schema["required"] = required
+    if kind.one_of:
+        schema["oneOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in kind.one_of]
+    return schema
+
+
+def _described(kind: type[Body], name: str, schema: Schema, required: bool) -> Schema:
+    schema.pop("default", None)
+    own, bounds = schema.get("anyOf", [schema])[0], NUMBERS.get(name)
+    if bounds is not None and own.get("type") in ("integer", "number") and "minimum" not in own:
+        own["exclusiveMinimum" if bounds.open_low else "minimum"], own["maximum"] = bounds.low, bounds.high
+    meaning = TOLD["meanings"].get(kind.__name__, {}).get(name, TOLD["meanings"][name])
+    optional = {"type": "null"} not in schema.get("anyOf", ()) and not required
+    return {**({"anyOf": [schema, {"type": "null"}]} if optional else schema), "description": meaning or NO_MEANING}
+
+
+def _answer_schemas(answers: Iterable[type]) -> tuple[dict[type, Schema], dict[str, Schema]]:
+    """Where what each route answers is described, and the structs by name."""
+    kinds = [*dict.fromkeys([*answers, Error, AnthropicError])]
+    schemas, parts = schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for name, part in parts.items():
+        members = structs.fields(getattr(answer_types, name))
+        part["required"] = [member.name for member in members if member.default is not UNSET]
+    return dict(zip(kinds, schemas, strict=True)), parts
+
+
+def _operation(route: Route, schemas: Mapping[type, Schema], keys: bool, closed: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path).strip('_') or 'root'}",
         "summary": route.summary,
-        "responses": {**_success(route), **_failures(route, keys)},
+        "responses": {**_success(route, schemas), **_failures(route, keys)},
     }
-    name = re.search(r"{(\w+)}", route.path)
-    if name:
-        operation["parameters"] = [{"name": name[1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    names = re.findall(r"{(\w+)}", route.path)
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
     if route.query:
-        integer = {"type": "integer", "minimum": 0, "maximum": MAX_CURSOR}
-        operation["parameters"] = [{"name": each, "in": "query", "required": False, "schema": integer} for each in route.query]
+        ((_, described),) = schema_components([route.query])[1].items()
+        for name, schema in described["properties"].items():
+            parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
     if route.body:
-        schema = body_schema(route.path, route.body) | ({} if closed else {"additionalProperties": True})
-        content = {"schema": schema, "example": EXAMPLES[route.path]}
+        schema = schemas[route.body] | ({} if closed else {"additionalProperties": True})
+        content = {"schema": schema, "example": TOLD["examples"][route.body.__name__]}
         operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if keys:
         operation["security"] = [] if route.open else _SECURITY
     return operation
 
 
-def _success(route: Route) -> dict[str, Any]:
+def _success(route: Route, schemas: Mapping[type, Schema]) -> dict[str, Any]:
     if route.answer is None:
         return {}
-    content: dict[str, Any] = {kind: {"schema": route.answer} for kind in route.content_types}
-    if any(field.name == "stream" for field in route.body):
+    content: dict[str, Any] = {kind: {"schema": schemas[route.answer]} for kind in route.content_types}
+    if route.body and "stream" in route.body.__struct_fields__:
         content["text/event-stream"] = {"schema": {"type": "string", "description": "with stream: data: {JSON} one a line, blank lines between"}}
     return {"200": {"description": "as asked", "content": content}}
 
@@ -90,7 +140,7 @@ def _failures(route: Route, keys: bool) -> dict[str, Any]:
 
 
 def _failure(status: int, schema: Schema) -> dict[str, Any]:
-    failure: dict[str, Any] = {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
+    failure: dict[str, Any] = {"description": TOLD["statuses"][str(status)], "content": {"application/json": {"schema": schema}}}
     if status in (429, 503):
         failure["headers"] = {"Retry-After": {"schema": {"type": "string"}, "description": "seconds, 1 to 30"}}
     return failure

@@ -6,15 +6,18 @@ how text is parsed (parsing/).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from msgspec import Struct
+
 from headrace.engine.output import RequestDelta
-from headrace.server.answers import ChoiceState, PromptState, Shape
-from headrace.server.parsing.segments import Content, OutputParser, Reasoning, Segment, ToolCallStart
+from headrace.server.answers import Answer, ChoiceState, PromptState, Shape
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallStart
 from headrace.server.wire import encode
 
 
@@ -40,45 +43,24 @@ class Part:
         return "".join(self.pieces)
 
 
-class _PlainParser:
-    """All text is content."""
-
-    def push(self, text: str) -> list[Segment]:
-        return [Content(text)]
-
-    def finish(self, reason: str = "stop") -> list[Segment]:
-        return []
-
-    def end_reason(self, reason: str) -> str:
-        return reason
-
-
-class PartsAnswer(ABC):
+class PartsAnswer(Answer):
     """One answer that is made of parts; a format says how each change of them reads.
 
     Whole answers come from the same changes as streams do. An answer always has a part: an empty text where the model said nothing.
     ``end_reason``: how it ended, once it has. ``reasoning_tokens``: to within those at its edges, whose text comes with the next ones.
     """
 
-    explained: Mapping[str, Any] | None = None
-
     def __init__(self, shape: Shape, prompt: PromptState, parser: OutputParser | None) -> None:
-        self.shape = shape
-        self.prompts: Sequence[PromptState] = [prompt]
-        self.choices: list[ChoiceState] = [_Choice(prompt, self)]
+        super().__init__(shape, [prompt], [ChoiceState(prompt)])
         self.parts: list[Part] = []
         self.end_reason = ""
         self.reasoning_tokens = 0
-        self._parser: OutputParser = parser or _PlainParser()
+        self._parser = parser
         self._begun = False
 
     @property
     def choice(self) -> ChoiceState:
         return self.choices[0]
-
-    def extras(self) -> dict[str, Any]:
-        """What the API does not know, for those who asked for it."""
-        return {} if self.explained is None else {"explain": self.explained}
 
     # --- what a format says
 
@@ -96,35 +78,31 @@ class PartsAnswer(ABC):
     def close(self, index: int, part: Part) -> str: ...
 
     @abstractmethod
-    def closing(self) -> str:
-        """Events after the last part."""
-
-    @abstractmethod
-    def whole(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def usage(self) -> dict[str, Any]: ...
+    def whole(self) -> Struct: ...
 
     def pieces(self) -> Iterator[bytes]:
         yield encode(self.whole())
 
     # --- what the engine says
 
-    def opening(self) -> Iterable[str]:
-        return ()  # the first event tells how much of the prompt was cached, which is known with the first token
+    def add(self, choice: int, delta: RequestDelta) -> None:
+        """Of an answer that is not streamed nothing is kept but its parts."""
+        self.event(choice, delta)
 
     def event(self, choice: int, delta: RequestDelta) -> str:
+        """The first one tells how much of the prompt was cached, which is known with the first token."""
+        parser, reason = self._parser, delta.finish_reason
         events = "" if self._begun else self.begin()
         self._begun = True
-        events += self._changes(self._parser.push(delta.text))
+        events += self._changes([Content(delta.text)] if parser is None else parser.push(delta.text))
         if self.parts and self.parts[-1].kind is Kind.REASONING:
             self.reasoning_tokens += len(delta.token_ids)
-        return events if delta.finish_reason is None else events + self._last_changes()
-
-    def _last_changes(self) -> str:
-        events = self._changes(self._parser.finish(self.choice.finish_reason or ""))
-        self.end_reason = self._parser.end_reason(self.choice.finish_reason or "")
-        return events + (self._close_last() if self.parts else self._enter(Part(Kind.TEXT)) + self._close_last())
+        if reason is None:
+            return events
+        if parser is not None:
+            events += self._changes(parser.finish(reason))
+        self.end_reason = reason if parser is None else parser.end_reason(reason)
+        return events + ("" if self.parts else self._enter(Part(Kind.TEXT))) + self._close_last()
 
     def _changes(self, segments: Sequence[Segment]) -> str:
         return "".join([self._change(segment) for segment in segments])
@@ -156,14 +134,5 @@ class PartsAnswer(ABC):
         return self.close(len(self.parts) - 1, part)
 
 
-class _Choice(ChoiceState):
-    """The one choice. Of an answer that is not streamed nothing is kept but its parts."""
-
-    __slots__ = ("_answer",)
-
-    def __init__(self, prompt: PromptState, answer: PartsAnswer) -> None:
-        super().__init__(prompt)
-        self._answer = answer
-
-    def add(self, delta: RequestDelta) -> None:
-        self._answer.event(0, delta)
+def event_of(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {encode({'type': kind, **fields}).decode()}\n\n"

@@ -1,6 +1,8 @@
-"""``GET /v1/requests`` and ``GET /v1/requests/{id}``: where a request stands, why it waits, and when it may start.
+"""The requests that are being answered, and the last that were; ``GET /v1/requests`` and ``GET /v1/requests/{id}``:
+where each stands, why it waits, when it may start and, once it has ended (or asks: ``explain``), where its time went.
 
-What lives here: asking the engine, and the words for its numbers. What may not: the reasons themselves (scheduler/explain.py).
+What lives here: a bounded register, asking the engine, the words for its numbers. What may not: the reasons
+themselves (scheduler/explain.py).
 """
 
 from __future__ import annotations
@@ -8,43 +10,155 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import Any
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, NotFound
-from headrace.request import StepAccount
+from headrace.request import Request, RequestTimes, StepAccount
+from headrace.server.answers import Answer, ChoiceState, PromptState
 from headrace.server.exchange import Exchange
-from headrace.server.inflight import Job
-from headrace.server.service import Service
+
+if TYPE_CHECKING:  # which holds our register
+    from headrace.server.service import Service
+
+MAX_ENDED = 256  # requests that have ended and can still be asked about
 
 ASK_SECONDS = 1.0  # that an answer waits for an engine in a long step
 MAX_ASKED = 64  # prompts of one request that the engine is asked about
 
-_WAITS = {
-    "next_step": "It starts with the next step.",
-    "batch": "Static batching: it waits for the running batch ({available} sequences) to end.",
-    "result": "It was pushed out a moment ago and waits for the result of a step that still computes it.",
-    "rows": "The first that cannot start needs {needed} of the rows for running sequences (--max-num-seqs), and {available} are free.",
-    "token_budget": "Those who run take all tokens of a step (--max-num-batched-tokens); the others get what they leave.",
-    "time": "Steps beside answers may take {needed} ms (--max-step-ms), and prompts before it take all tokens that fit in those.",
-    "blocks": "The first that cannot start needs {needed} KV blocks, and {available} can be had.",
-    "grammar": "Its grammar is being compiled.",
-}
+SENTENCES: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(slots=True)
+class Job:
+    """One request. ``streams`` are the engine's, one a prompt, each with n choices; ``ids`` are ours, never the
+    client's."""
+
+    ids: tuple[str, ...]
+    tenant: str
+    route: str
+    prompts: Sequence[PromptState]
+    choices: Sequence[ChoiceState]
+    streams: Sequence[Any]
+    prompt_tokens: int
+    structured: bool  # a grammar is compiled before it can start
+    explain: bool
+    client_request_id: str | None = None  # for the client to tell its requests apart; it is never a key
+    created: int = field(default_factory=lambda: int(time.time()))
+    arrival: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+    times: dict[int, RequestTimes] = field(default_factory=dict)  # by choice
+    accounts: dict[int, StepAccount] = field(default_factory=dict)  # by stream
+
+    @property
+    def n(self) -> int:
+        return len(self.choices) // len(self.streams)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def take(self, choice: int, delta: RequestDelta) -> None:
+        """The last delta of a choice."""
+        if delta.times is not None:
+            self.times[choice] = delta.times
+        if delta.account is not None:
+            self.accounts[choice // self.n] = delta.account
+
+    def end(self) -> None:
+        """Only numbers are kept."""
+        self.ended = time.perf_counter()
+        self.prompts = [PromptState((), cached_tokens=prompt.cached_tokens) for prompt in self.prompts]
+        self.choices = [ChoiceState(self.prompts[0], num_tokens=each.num_tokens, finish_reason=each.finish_reason) for each in self.choices]
+        self.streams = [None] * len(self.streams)
+
+    def explained(self) -> dict[str, Any]:
+        """Where the time went: of the whole request, from the first of its answers to begin to the last to end."""
+        times, accounts = list(self.times.values()), list(self.accounts.values())
+        arrival = min((each.arrival for each in times), default=None)
+        scheduled, first = _least(each.first_scheduled for each in times), _least(each.first_token for each in times)
+        finished = max((each.finished for each in times if each.finished is not None), default=None)
+        shares = [(each.limit_share, each.steps) for each in accounts if each.limit_share is not None]
+        weight = sum(steps for _, steps in shares)
+        return {
+            "queue_seconds": _between(arrival, scheduled),
+            "prefill_seconds": _between(scheduled, first),
+            "decode_seconds": _between(first, finished),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": sum(prompt.cached_tokens for prompt in self.prompts),
+            "completion_tokens": self.completion_tokens,
+            "preemptions": sum(each.preemptions for each in accounts) if accounts else None,
+            "steps": sum(each.steps for each in accounts) if accounts else None,
+            "limit_share": sum(share * steps for share, steps in shares) / weight if weight else None,
+        }
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else max(0.0, end - begin)
+
+
+class Inflight:
+    """Requests by our own ids. Those that run are bounded by the queue, those that have ended by MAX_ENDED."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._ended: list[Job] = []  # oldest first
+
+    @contextlib.contextmanager
+    def follow(self, exchange: Exchange, answer: Answer, streams: Sequence[Any], requests: Sequence[Request]) -> Iterator[Job]:
+        """Known from now on; ended when the block is left."""
+        ids = (answer.id,) if exchange.client_named else (answer.id, exchange.request_id)
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        structured = requests[0].params.structured_outputs is not None
+        job = Job(ids, exchange.tenant, exchange.route, answer.prompts, answer.choices, streams, prompt_tokens, structured, requests[0].explain)
+        job.client_request_id = exchange.request_id if exchange.client_named else None
+        self._jobs.update(dict.fromkeys(ids, job))
+        try:
+            yield job
+        finally:
+            job.end()
+            self._ended.append(job)
+            for old in self._ended[:-MAX_ENDED]:
+                for name in old.ids:
+                    self._jobs.pop(name, None)
+            del self._ended[:-MAX_ENDED]
+
+    def find(self, name: str, tenant: str) -> Job | None:
+        """None for an unknown one, and alike for somebody else's."""
+        job = self._jobs.get(name)
+        return job if job is not None and job.tenant == tenant else None
+
+    def running(self, tenant: str) -> list[Job]:
+        """Those of one tenant that have not ended, oldest first."""
+        return [job for name, job in self._jobs.items() if name == job.ids[0] and job.tenant == tenant and job.ended is None]
+
+
+# --- the routes
 
 
 async def list_requests(service: Service, exchange: Exchange) -> None:
-    shown = [*running(service, exchange.tenant), *await service.commons.list_requests(exchange.tenant)]
+    others = await service.observed.shared.others("list_requests", exchange.tenant)
+    shown = [*running(service, exchange.tenant), *(each for other in others for each in other)]
     await exchange.reply_json({"object": "list", "data": sorted(shown, key=lambda each: -float(each["seconds"]))})
 
 
 def running(service: Service, tenant: str) -> list[dict[str, Any]]:
     """One tenant's, of this front end."""
-    return [_head(job) for job in service.inflight.running(tenant)]
+    return [_head(job) for job in service.observed.inflight.running(tenant)]
 
 
 async def show_request(service: Service, exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/requests/")
-    shown = await standing(service, name, exchange.tenant) or await service.commons.find_request(name, exchange.tenant)
+    shown = await standing(service, name, exchange.tenant)
+    shown = shown or next(iter(await service.observed.shared.others("find_request", name, exchange.tenant)), None)
     if shown is None:
         raise NotFound(f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests.", param="id", code="request_not_found")
     await exchange.reply_json(shown)
@@ -52,25 +166,33 @@ async def show_request(service: Service, exchange: Exchange) -> None:
 
 async def standing(service: Service, name: str, tenant: str) -> dict[str, Any] | None:
     """A request of this front end; None for an unknown one, and alike for somebody else's."""
-    job = service.inflight.find(name, tenant)
+    job = service.observed.inflight.find(name, tenant)
     if job is None:
         return None
     if job.ended is not None:
         return {**_head(job), "explain": job.explained()}
-    return {**_head(job), **_standing(job, await _ask(service, job))}
+    left = [stream for index, stream in enumerate(job.streams) if any(c.finish_reason is None for c in job.choices[index * job.n :][: job.n])]
+    states = await _ask(service, left[:MAX_ASKED], "requests")
+    return {**_head(job), **_standing(job, [state for state in states if state is not None])}
 
 
 async def explained(service: Service, job: Job) -> dict[str, Any] | None:
-    """Where a request's time went, if it asked. An answer that ended at a stop string does not bring its steps: the engine knows them."""
+    """Where a request's time went, if it asked. An answer that ended at a stop string does not bring its steps: the
+    engine knows them."""
     if not job.explain:
         return None
     missing = [index for index in range(len(job.streams)) if index not in job.accounts][:MAX_ASKED]
-    with contextlib.suppress(TimeoutError, EngineDead):
-        if missing and service.found_engine is not None:
-            answer = await asyncio.wait_for(service.found_engine.explain([job.streams[index] for index in missing]), ASK_SECONDS)
-            found = zip(missing, answer["accounts"], strict=True)
-            job.accounts.update({index: StepAccount(**account) for index, account in found if account is not None})
+    accounts = await _ask(service, [job.streams[index] for index in missing], "accounts")
+    job.accounts.update({index: StepAccount(**each) for index, each in zip(missing, accounts, strict=False) if each is not None})
     return job.explained()
+
+
+async def _ask(service: Service, streams: Sequence[Any], what: str) -> list[Mapping[str, Any] | None]:
+    """What the engine says of each; nothing when it is in a step that takes long."""
+    with contextlib.suppress(TimeoutError, EngineDead):
+        if streams and service.model.found is not None:
+            return list((await asyncio.wait_for(service.model.found.explain(streams), ASK_SECONDS))[what])
+    return []
 
 
 def _head(job: Job) -> dict[str, Any]:
@@ -89,17 +211,6 @@ def _head(job: Job) -> dict[str, Any]:
     }
 
 
-async def _ask(service: Service, job: Job) -> list[Mapping[str, Any]]:
-    """What the engine says of those prompts that have not ended; nothing when it is in a step that takes long."""
-    n = job.n
-    left = [stream for index, stream in enumerate(job.streams) if any(c.finish_reason is None for c in job.choices[index * n : index * n + n])]
-    with contextlib.suppress(TimeoutError, EngineDead):
-        if left and service.found_engine is not None:
-            answer = await asyncio.wait_for(service.found_engine.explain(left[:MAX_ASKED]), ASK_SECONDS)
-            return [each for each in answer["requests"] if each is not None]
-    return []
-
-
 def _standing(job: Job, states: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Of several prompts the first that waits stands for all."""
     waiting = [state for state in states if not state["running"]]
@@ -113,6 +224,8 @@ def _standing(job: Job, states: list[Mapping[str, Any]]) -> dict[str, Any]:
         "cached_tokens": sum(state["num_cached"] for state in states),
         "preemptions": sum(state["num_preemptions"] for state in states),
     }
+    if drafts := states[0].get("drafts"):
+        shown["speculation"] = drafts
     return {**shown, **_queued(waiting[0])} if waiting else shown
 
 
@@ -126,7 +239,7 @@ def _queued(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wait(kind: str, numbers: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    text = _WAITS[kind].format_map({"needed": 0, "available": 0, **numbers})
+    text = SENTENCES["waits"][kind].format_map({"needed": 0, "available": 0, **numbers})
     others = state["position"] - 1 if state is not None else 0
     if others and state is not None:
         policy = f", {state['later_first']} of which came later (policy)" if state["later_first"] else ""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec import Struct
 
 from headrace.server.exchange import Exchange
-from headrace.server.fields import Field
+from headrace.server.protocol.body import Body
 from headrace.server.service import Service
 from headrace.server.wire import ErrorShape
 
@@ -21,8 +22,8 @@ Handler = Callable[[Service, Exchange], Awaitable[None]]
 class Route:
     """One route. ``path`` may end in ``{name}``, which takes the rest.
 
-    ``open``: needs no key. ``body``: its request fields. ``answer``: the JSON schema of what a success says, in one of
-    ``content_types``; None: it never succeeds. ``errors``: how they read. ``query``: names of integers that a query may hold.
+    ``open``: needs no key. ``body``: what a request holds. ``answer``: what a success says, in one of
+    ``content_types``; None: it never succeeds. ``errors``: how they read. ``query``: what a query may hold.
     """
 
     method: str
@@ -30,8 +31,8 @@ class Route:
     handler: Handler
     summary: str
     open: bool = False
-    body: tuple[Field, ...] = ()
-    answer: dict[str, Any] | None = field(default_factory=dict)
+    body: type[Body] | None = None
+    answer: type | None = dict
     content_types: tuple[str, ...] = ("application/json",)
     errors: ErrorShape = field(default_factory=ErrorShape)
-    query: tuple[str, ...] = ()
+    query: type[Struct] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -15,22 +16,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace import logs
 from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
+from headrace.observe import logs
 from headrace.portability import missing
 from headrace.server.api import ROUTES
-from headrace.server.auth import Guard
-from headrace.server.household import Household
-from headrace.server.ledger import Page
-from headrace.server.lifecycle import CreateEngine, Lifecycle, address_of, bind
-from headrace.server.moderation.watch import Moderator
-from headrace.server.service import Engine, Service
-from headrace.server.supervisor import Supervisor
-from headrace.server.tenants import check_operators, check_weights
+from headrace.server.auth import Guard, check_operators, check_weights
+from headrace.server.frontends.counters import Counters
+from headrace.server.frontends.link import Launch
+from headrace.server.frontends.parent import FrontEnds, supervise
+from headrace.server.lifecycle import CreateEngine, Lifecycle, Signals, address_of, bind
+from headrace.server.moderation.watch import moderating
+from headrace.server.service import Service
 from headrace.server.tls import create_context
+
+if TYPE_CHECKING:
+    from headrace.engine.client import AsyncLLM
 
 SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
 
@@ -52,7 +55,7 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
 
     Raises ConfigError before anything has started, and what ``create_engine`` raises.
     """
-    guard, me = Guard(config), os.getpid()
+    guard = Guard(config)
     create_context(config)  # files that cannot be used are found out before anything starts
     check_weights(engine_config.scheduler, config)
     check_operators(config)
@@ -61,18 +64,13 @@ def run_server(engine_config: EngineConfig, config: ServerConfig, version: str, 
     logs.configure(config.log_format)
     sock = bind(config)
 
-    def live(started: Callable[[], None], since: float) -> Coroutine[Any, Any, int]:
-        life = _Life(engine_config, config, version, guard, sock, since, started)
-        return life.house() if config.api_server_count > 1 else life.serve(create_engine)
-
+    life = _Life(engine_config, config, version, guard, sock, time.time() if began is None else began)
     try:
-        if config.supervise:
-            supervisor = Supervisor(lambda ready: run_loop(_stamping(live(ready, time.time()), supervisor.page)))
-            return supervisor.run()
-        return run_loop(live(lambda: None, time.time() if began is None else began))
+        below = config.supervise or config.api_server_count > 1
+        return run_loop(life.serve_below() if below else life.serve(create_engine))
     finally:
         sock.close()
-        if config.uds is not None and os.getpid() == me:
+        if config.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(config.uds)
 
@@ -90,18 +88,9 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
-async def _stamping(main: Coroutine[Any, Any, int], page: Page) -> int:
-    """Whoever reads the page sees that this event loop turns."""
-    stamp = asyncio.create_task(page.stamp())
-    try:
-        return await main
-    finally:
-        stamp.cancel()
-
-
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """A server from its socket to its end. ``began``: on time.time(). ``started`` is called when it can serve."""
+    """A server from its socket to its end. ``began``: on time.time()."""
 
     engine_config: EngineConfig
     config: ServerConfig
@@ -109,48 +98,47 @@ class _Life:
     guard: Guard
     sock: socket.socket
     began: float
-    started: Callable[[], None]
 
-    async def house(self) -> int:
-        """Several front ends, each in a process of its own. What none of them could have is found out once."""
+    async def serve_below(self) -> int:
+        """Front ends in processes of their own. What none of them could have is found out once."""
         await _check_template(self.engine_config.model.chat_template)
-        await (await self._moderator()).close()
-        greeting = _Greeting(self)
+        async with moderating(self.config, self.engine_config.model.model):
+            pass
+        signals, counters = Signals(), Counters.create(self.config.api_server_count)
+        began = itertools.chain([self.began], iter(time.time, None))  # of each life
 
-        def ready(lines: Sequence[str]) -> None:
-            greeting.ready(lines)
-            self.started()
+        def begin() -> FrontEnds:
+            greeting = _Greeting(self, next(began))
+            launch = Launch(
+                self.engine_config, self.config, self.version, self.guard.secret, created=int(time.time()), listener=self.sock.fileno(),
+                counters=counters.fd, parent=os.getpid(), log_level=logging.getLevelName(logging.getLogger("headrace").level),
+            )  # fmt: skip
+            return FrontEnds(launch, signals, greeting.say, greeting.ready)
 
-        return await Household(self.engine_config, self.config, self.version, self.guard.secret, self.sock, greeting.say, ready).run()
+        with signals.handled():
+            return await (supervise(begin, signals) if self.config.supervise else begin().run())
 
     async def serve(self, create_engine: CreateEngine) -> int:
         routes = [route.path for route in ROUTES]
         service = Service(self.config, self.version, routes, engine_config=self.engine_config)
         await _check_template(self.engine_config.model.chat_template)
-        service.moderator = await self._moderator()
-        greeting = _Greeting(self)
+        faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
 
-        def ready(engine: Engine) -> None:
-            greeting.ready(describe(engine, service.decisions))
-            self.started()
+        def ready(engine: AsyncLLM) -> None:
+            greeting.ready(describe(engine, service.model.decisions))
             faults.append(asyncio.ensure_future(warn_of_template(engine, greeting.say)))
 
-        faults: list[asyncio.Future[None]] = []  # held, so that it is not collected before it has ended
-        try:
+        async with moderating(self.config, self.engine_config.model.model) as service.moderator:
+            greeting = _Greeting(self, self.began)  # once all that is known to be wrong has been said
             return await Lifecycle(service, self.guard, self.sock, create_engine, greeting.say, ready).run()
-        finally:
-            await service.moderator.close()
-
-    async def _moderator(self) -> Moderator:
-        return await Moderator.start(self.config, model_folders(self.engine_config.model.model))
 
 
 class _Greeting:
     """What a start says to the person who started it."""
 
-    def __init__(self, life: _Life) -> None:
+    def __init__(self, life: _Life, began: float) -> None:
         self.say = tell if life.config.log_format == "json" else say
-        self._began = life.began
+        self._began = began
         self._address, self._unix = address_of(life.sock, "https" if life.config.ssl_certfile else "http"), life.config.uds is not None
         self._open = not life.config.api_key
         self._any_page = self._open and "*" in life.config.allowed_origins
@@ -181,7 +169,7 @@ async def _check_template(value: str | None) -> None:
         raise ConfigError(error.message.replace("the model's chat template", "--chat-template", 1)) from None
 
 
-async def warn_of_template(engine: Engine, announce: Callable[[str], None]) -> None:
+async def warn_of_template(engine: AsyncLLM, announce: Callable[[str], None]) -> None:
     """The model's own may be broken, or refuse what everybody sends; completions work all the same."""
     fault = None if engine.tokenizer is None else await asyncio.to_thread(engine.tokenizer.template_fault)
     if fault is not None:
@@ -191,15 +179,7 @@ async def warn_of_template(engine: Engine, announce: Callable[[str], None]) -> N
         announce(f"Warning: {mixed}: special tokens that a client writes in messages are read as such. Give another template with --chat-template.")
 
 
-def model_folders(model: str | None) -> tuple[str, ...]:
-    """Where models lie: the one that is served, and the hub's cache."""
-    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    if model is None or not os.path.exists(model):
-        return (hub,)
-    return (model if os.path.isdir(model) else os.path.dirname(model) or ".", hub)
-
-
-def describe(engine: Engine, decisions: Sequence[Decision] = ()) -> list[str]:
+def describe(engine: AsyncLLM, decisions: Sequence[Decision] = ()) -> list[str]:
     """The model and every automatic choice (``decisions``: the server's own) with its reason; kernels, of which there are many, only by number."""
     info = engine.info
     lines = [f"  {', '.join(info.served_names)}: {info.dtype} on {info.device}, up to {info.max_sequence_tokens:,} tokens a sequence"]

@@ -1,4 +1,5 @@
-"""What all handlers share: the engine once it is there, the state of the server, the queue bound, the names of the model.
+"""What handlers are given: the model with its engine, the limits of all requests together, and what is observed of
+them.
 
 What lives here: state. What may not: HTTP, parsing, processes and signals (lifecycle.py changes the state).
 """
@@ -13,64 +14,35 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.config import Decision, EngineConfig, ServerConfig
-from headrace.engine.info import EngineInfo
-from headrace.engine.inputs import InputProcessor, ParsedPrompt
 from headrace.engine.output import RequestDelta
 from headrace.errors import EngineDead, HeadraceError, InvalidRequest, NotFound, Overloaded, Unavailable
-from headrace.garbage import freeze_start
+from headrace.processes.garbage import freeze_start
 from headrace.request import Request
-from headrace.sampling_params import NO_EXPECTATIONS, Expectations, SamplingParams, StructuredOutputs
-from headrace.server.bodies import Bodies
+from headrace.sampling_params import SamplingParams, StructuredOutputs
+from headrace.server.auth import cell_of
+from headrace.server.bodies import INLINE_BYTES, Bodies, IgnoredFields, Threads
 from headrace.server.budget import Budget
-from headrace.server.commons import Alone, Commons
-from headrace.server.exchange import Exchange
+from headrace.server.exchange import Exchange, Pulse
 from headrace.server.exposition import ServerMetrics
 from headrace.server.forced import hold
-from headrace.server.ignored_fields import IgnoredFields
-from headrace.server.inflight import Inflight
-from headrace.server.ledger import Ledger, most_places
+from headrace.server.frontends.counters import Counters, Page, most_places
+from headrace.server.frontends.link import SharedAnswers
+from headrace.server.messages import Tool, ToolChoice
 from headrace.server.moderation.watch import Moderator
 from headrace.server.parsing import Form, form_of
 from headrace.server.parsing.choice import dialect_of
 from headrace.server.parsing.formats import Dialect, ReasoningFormat
-from headrace.server.parsing.segments import OutputParser
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.requests import Inflight
 from headrace.server.stored import StoredResponses
-from headrace.server.stream import Pulse
-from headrace.server.tenants import cell_of
-from headrace.server.threads import INLINE_BYTES, Threads
-from headrace.server.tools import Tool, ToolChoice, functions_of
+from headrace.server.tools import functions_of
 
-
-class Tokenizer(Protocol):
-    """What the routes need of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]: ...
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """Its configuration, as JSON."""
-
-    def is_special(self, text: str) -> bool:
-        """It is one token that decoding leaves out."""
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Any] | None, add_generation_prompt: bool) -> str: ...
-
-    def warm_up(self) -> None: ...
-
-    def boundary_fault(self) -> str | None: ...
-
-    def template_fault(self) -> str | None:
-        """Why conversations will be refused; may take a second."""
+if TYPE_CHECKING:  # loaded beside the engine's start, not before it
+    from headrace.engine.client import AsyncLLM
+    from headrace.engine.tokenizer import Tokenizer
 
 
 _BEFORE, _AFTER = "Thinking of it.", "Having thought."  # in a conversation that shows what stands between
@@ -93,62 +65,6 @@ class EngineStream(DeltaStream, Protocol):
         """Nothing more of this answer comes, nor is computed."""
 
 
-class Engine(Protocol):
-    """What the server needs of AsyncLLM."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def inputs(self) -> InputProcessor: ...
-
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-
-    @property
-    def alive(self) -> bool:
-        """It makes progress."""
-
-    @property
-    def ailment(self) -> str | None:
-        """Why it makes none."""
-
-    @property
-    def dead(self) -> bool:
-        """It is gone for good."""
-
-    def stream(
-        self,
-        prompt: ParsedPrompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        explain: bool = False,
-        tenant: str = "",
-        expects: Expectations = NO_EXPECTATIONS,
-        whole: bool = False,
-    ) -> EngineStream:
-        """Submits at once. ``whole``: nothing of it is shown before its end. The stream raises EngineDead when the engine is gone."""
-
-    async def stats(self) -> Mapping[str, Any]: ...
-
-    async def recent(self, step: int, decision: int) -> Mapping[str, Any]:
-        """``stats()`` with the steps and decisions that came after these."""
-
-    async def explain(self, streams: Sequence[Any]) -> Mapping[str, Any]:
-        """Where these streams' requests stand, and the steps of those that asked: AsyncLLM.explain."""
-
-    async def reset_prefix_cache(self) -> None:
-        """Requests that begin from now on reuse nothing that was computed before."""
-
-    async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:
-        """Ends its process, by force after ``kill_after`` seconds."""
-
-
 class State(Enum):
     LOADING = "loading"
     READY = "ready"
@@ -156,72 +72,47 @@ class State(Enum):
     DEAD = "dead"
 
 
-class Service:
-    """One front end's state."""
+class Model:
+    """The model that is served: its engine once it is there, its names, what it writes."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        version: str,
-        routes: Sequence[str],
-        *,
-        engine_config: EngineConfig | None = None,
-        ledger: Ledger | None = None,
-        number: int = 0,
-    ) -> None:
-        """``number``: which of the ledger's pages is its own."""
-        self.config = config
-        self.version = version
-        self.engine_config = engine_config or EngineConfig()
+    def __init__(self, config: ServerConfig, engine_config: EngineConfig, version: str, threads: Threads) -> None:
+        self._config = config
+        self._version = version
+        self._threads = threads
+        self.engine_config = engine_config
         self.state = State.LOADING
-        self.ledger = ledger or Ledger.private()
-        self.page = self.ledger.pages[number]
-        self.metrics = ServerMetrics(routes, self.page)
-        self.commons: Commons = Alone(lambda: self._engine, self.total_metrics)
-        self.pulse = Pulse()
-        self.threads = Threads()
-        ignored = IgnoredFields(self.metrics.count_ignored) if config.unknown_fields == "ignore" else None
-        share = config.max_answers_bytes // len(self.ledger.pages)
-        self.budget = Budget(config.max_answer_bytes, share, config.max_queue)
-        self.bodies = Bodies(config.max_body_bytes, self.threads, ignored)
-        self.inflight = Inflight()
-        self.moderator = Moderator()
-        self.stored = StoredResponses()
-        self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
-        self.created = int(time.time())
         self.fingerprint = f"headrace-{version}"
-        self.max_queue = config.max_queue
         self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
         self._dialect = Dialect()
         self._special_markers: frozenset[str] = frozenset()
         self._closing: str | None = None  # of reasoning, once somebody has asked
-        self._engine: Engine | None = None
-        self._mean_seconds = 1.0  # of recent requests, for Retry-After
+        self.found: AsyncLLM | None = None  # the engine, whatever its state; None while it loads
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: AsyncLLM) -> None:
         """The engine has loaded."""
-        self._engine = engine
-        facts = repr((self.version, engine.info.model, engine.info.dtype, engine.info.device, engine.info.vocab_size))
-        self.fingerprint = f"headrace-{self.version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+        self.found = engine
+        facts = repr((self._version, engine.info.model, engine.info.dtype, engine.info.device, engine.info.vocab_size))
+        self.fingerprint = f"headrace-{self._version}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
         if engine.tokenizer is not None:
             engine.tokenizer.warm_up()
         self.state = State.READY
-        freeze_start()
 
     def learn_dialect(self, tokenizer: Tokenizer) -> None:
         """How the model writes calls and reasoning. Renders its template: not for an event loop."""
-        self._dialect, self.decisions = dialect_of(tokenizer, self.config.tool_call_parser, self.config.reasoning_parser)
+        self._dialect, self.decisions = dialect_of(tokenizer, self._config.tool_call_parser, self._config.reasoning_parser)
         self._special_markers = frozenset(filter(tokenizer.is_special, self._dialect.names))
 
     def form(
         self, prompt: str, tools: Sequence[Tool] | None, choice: ToolChoice, wanted: StructuredOutputs | None, continued: str | None = None
     ) -> tuple[Form, StructuredOutputs | None]:
-        """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on with. Raises InvalidRequest."""
+        """What answers to ``prompt`` are made of, and what they are held to. ``continued``: a text that they go on
+        with. Raises InvalidRequest."""
         reasoning = self._dialect.reasoning
         if continued is not None and reasoning is not None:  # a text outside of reasoning is past it
             prompt = reasoning.begin if continued.rfind(reasoning.begin) > continued.rfind(reasoning.end) else reasoning.end
-        form = form_of(self._dialect, prompt, functions_of(tools), parallel=choice.parallel, only=choice.only)
-        return hold(form, tools, choice, wanted, self._special_markers)
+        form = form_of(self._dialect, prompt, functions_of(tools) if tools else {}, parallel=choice.parallel, only=choice.only)
+        asked = wanted is not None or choice.forced or choice.customs
+        return hold(form, tools, choice, wanted, self._special_markers) if asked else (form, None)
 
     @property
     def reasons(self) -> bool:
@@ -235,7 +126,7 @@ class Service:
             render = partial(self.any_engine().inputs.chat_prompt, said, add_generation_prompt=False)
             shown = ""
             with contextlib.suppress(InvalidRequest):
-                shown = (await self.threads.run(INLINE_BYTES + 1, render)).text or ""
+                shown = (await self._threads.run(INLINE_BYTES + 1, render)).text or ""
             between = shown.partition(_BEFORE)[2].partition(_AFTER)[0]
             self._closing = between if reasoning.end in between else f"\n{reasoning.end}\n\n"
         return self._closing
@@ -250,90 +141,164 @@ class Service:
         return self.engine_config.scheduler.scheduling_policy
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AsyncLLM:
         """Raises Unavailable while loading or draining, EngineDead after the engine's death."""
         if self.state is State.DRAINING:
             raise Unavailable("The server is shutting down and takes no new requests; try another or wait.", retry_after=5)
         return self.any_engine()
 
-    def any_engine(self) -> Engine:
+    def any_engine(self) -> AsyncLLM:
         """As ``engine``, while draining too."""
-        if self._engine is None:
+        if self.found is None:
             raise Unavailable("The model is still loading; wait for /ready.", retry_after=2)
-        if self.state is State.DEAD or not self._engine.alive:
+        if self.state is State.DEAD or not self.found.alive:
             raise EngineDead("The engine does not answer; if it does not recover, the server ends.")
-        return self._engine
+        return self.found
 
     @property
-    def found_engine(self) -> Engine | None:
-        """Whatever its state; None while it loads."""
-        return self._engine
-
-    def total_metrics(self) -> ServerMetrics:
-        """What all front ends have counted."""
-        return self.metrics if len(self.ledger.pages) == 1 else self.metrics.summed(self.ledger.pages)
-
-    @property
-    def model_name(self) -> str:
+    def name(self) -> str:
         """The name that is reported."""
-        return self._engine.info.served_names[0] if self._engine is not None else ""
+        return self.found.info.served_names[0] if self.found is not None else ""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
         """What holds where a request says nothing: the model's own, and the server's."""
         model = self.any_engine().generation_defaults
-        return {**model, "repetition_detection": True} if self.config.repetition_detection else model
+        return {**model, "repetition_detection": True} if self._config.repetition_detection else model
 
     def check_model(self, name: str | None) -> str:
         """The model's name as answers show it. Raises NotFound for one that is not served."""
         served = self.any_engine().info.served_names
         if name is None:
             return served[0]
-        if name not in served:
+        if name not in served and self.adapter_of(name) is None:
             raise NotFound(f"The model {name[:100]!r} is not served here; use {' or '.join(served)}.", param="model", code="model_not_found")
         return name
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request's model names; None: it names the base."""
+        engine = self.any_engine()
+        if name is None or name in engine.info.served_names or not self.engine_config.adapters.slots:
+            return None
+        return name if engine.has_adapter(name) else None
+
+    async def learn(self, name: str | None) -> None:
+        """Where the name is not known here, another front end may have loaded it."""
+        engine = self.any_engine()
+        if name is not None and name not in engine.info.served_names and self.engine_config.adapters.slots and not engine.has_adapter(name):
+            await engine.adapters()
+
+
+class Limits:
+    """What all requests together may take of this front end, and of the queue, which is everybody's."""
+
+    def __init__(self, config: ServerConfig, counters: Counters, page: Page, ignored: IgnoredFields | None) -> None:
+        self._config = config
+        self.counters = counters
+        self.page = page
+        self.threads = Threads()
+        self.budget = Budget(config.max_answer_bytes, config.max_answers_bytes // len(counters.pages), config.max_queue)
+        self.bodies = Bodies(config.max_body_bytes, self.threads, ignored)
+        self.max_queue = config.max_queue
+        self.exchanges: set[Exchange] = set()  # those that hold requests of the engine
+        self._mean_seconds = 1.0  # of recent requests, for Retry-After
 
     @contextlib.contextmanager
     def admit(self, exchange: Exchange, count: int, user: str = "") -> Iterator[None]:
         """Holds ``count`` places of the queue. Raises Overloaded when there are not so many for this tenant."""
-        cell = cell_of(self.config, exchange.key_name, user)
+        cell = cell_of(self._config, exchange.key_name, user)
         most = most_places(self.max_queue, cell)
         if count > most:
             whose = "the whole queue takes" if cell is None else "one client gets of the queue"
             raise InvalidRequest(f"{count} prompts are more than {whose} ({most}); send fewer at once.", param="prompt")
-        if not self.ledger.try_hold(self.page, count, self.max_queue, cell):
+        if not self.counters.try_hold(self.page, count, self.max_queue, cell):
             raise self._overloaded(cell)
         begun = time.perf_counter()
         self.exchanges.add(exchange)
         try:
             yield
         finally:
-            self.ledger.give_back(self.page, count, cell)
+            self.counters.give_back(self.page, count, cell)
             self.exchanges.discard(exchange)
             self._mean_seconds += 0.1 * (time.perf_counter() - begun - self._mean_seconds)
 
     def _overloaded(self, cell: int | None) -> Overloaded:
         """Of this tenant's own share, where the queue itself has room."""
-        wait, live = min(max(math.ceil(self._mean_seconds), 1), 30), self.ledger.live
-        held = 0 if cell is None else self.ledger.held_by(cell)
+        wait, live = min(max(math.ceil(self._mean_seconds), 1), 30), self.counters.live
+        held = 0 if cell is None else self.counters.held_by(cell)
         told = f"The queue is full ({live} of {self.max_queue} requests)"
         if held and live < self.max_queue:
             told = f"Your share of the queue is full ({held} of {self.max_queue} requests are yours, {live} in all; the rest is kept for others)"
         return Overloaded(f"{told}; try again in {wait} s.", retry_after=wait)
 
+    def end_all(self, cause: HeadraceError) -> None:
+        for exchange in list(self.exchanges):
+            exchange.end(cause)
+
+
+class Observed:
+    """What is counted and told of requests. ``routes``: of the route table."""
+
+    def __init__(self, routes: Sequence[str], counters: Counters, page: Page, find_engine: Callable[[], AsyncLLM | None]) -> None:
+        self._pages = counters.pages
+        self.metrics = ServerMetrics(routes, page)
+        self.shared = SharedAnswers(find_engine, self.total)
+        self.inflight = Inflight()
+        self.pulse = Pulse()
+
+    def total(self) -> ServerMetrics:
+        """What all front ends have counted."""
+        return self.metrics if len(self._pages) == 1 else self.metrics.summed(self._pages)
+
+
+class Service:
+    """One front end: what handlers are given."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        version: str,
+        routes: Sequence[str],
+        *,
+        engine_config: EngineConfig | None = None,
+        counters: Counters | None = None,
+        number: int = 0,
+    ) -> None:
+        """``number``: which of the counters' pages is its own."""
+        counters = counters or Counters.private()
+        page = counters.pages[number]
+        self.config = config
+        self.version = version
+        self.created = int(time.time())
+        self.observed = Observed(routes, counters, page, lambda: self.model.found)
+        ignored = IgnoredFields(self.observed.metrics.count_ignored) if config.unknown_fields == "ignore" else None
+        self.limits = Limits(config, counters, page, ignored)
+        self.model = Model(config, engine_config or EngineConfig(), version, self.limits.threads)
+        self.moderator: Moderator | None = None  # where answers are judged
+        self.stored = StoredResponses()
+
+    def attach(self, engine: AsyncLLM) -> None:
+        """The engine has loaded."""
+        self.model.attach(engine)
+        self.limits.page.served = True
+        freeze_start()
+
+    def check_ready(self) -> None:
+        """Raises what ``engine`` does, and Unavailable until every front end has served: one that is replaced later
+        speaks for itself alone."""
+        _ = self.model.engine
+        if not all(page.served for page in self.limits.counters.pages):
+            raise Unavailable("Another front end is still loading; wait for /ready.", retry_after=2)
+
     def judged(self, stream: EngineStream, request: Request) -> DeltaStream:
         """The stream as moderation lets it through."""
 
         async def prompt_text() -> str:
-            tokenizer, ids = self.any_engine().tokenizer, request.prompt_token_ids
-            return "" if tokenizer is None else await self.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
+            tokenizer, ids = self.model.any_engine().tokenizer, request.prompt_token_ids
+            return "" if tokenizer is None else await self.limits.threads.run(len(ids), lambda: tokenizer.decode(ids, False))
 
-        return self.moderator.watch(stream, request, prompt_text)
+        return stream if self.moderator is None else self.moderator.watch(stream, request, prompt_text)
 
     def cache_salt(self, exchange: Exchange, salt: str) -> str:
         """The namespace of cached prefixes: the tenant's, within it the one that the client asks for."""
         return f"{exchange.tenant}:{salt}" if exchange.tenant and self.config.prefix_sharing == "key" else salt
-
-    def end_all(self, cause: HeadraceError) -> None:
-        for exchange in list(self.exchanges):
-            exchange.end(cause)

@@ -1,6 +1,6 @@
 """Responses that were answered, for a while: what ``previous_response_id`` goes on from and ``GET /v1/responses/{id}`` shows again.
 
-What lives here: a bounded register in memory. What may not: what a response is (responses.py), other front ends' (commons.py).
+What lives here: a bounded register in memory. What may not: what a response is (responses.py), other front ends' (frontends/link.py).
 
 What one client stores may push out its own older responses, never another's that stores less.
 """

@@ -145,6 +145,7 @@ class _Answer:
         self._newest = RequestDelta(0, "", ())
         self._settled = False
         self._start = 0 if bound.opened else None  # tokens before the reasoning
+        self._blank = 0  # tokens of white space that the answer begins with
 
     def push(self, delta: RequestDelta) -> None:
         if not self._settled:
@@ -170,8 +171,10 @@ class _Answer:
 
     def _has_started(self) -> bool:
         """An answer that does not begin with reasoning has none."""
-        for count in range(1, len(self.ids) + 1) if self._start is None else ():
-            text = self._decode(self.ids[:count]).lstrip()
+        for count in range(self._blank + 1, len(self.ids) + 1) if self._start is None else ():
+            text = self._decode(self.ids[self._blank : count]).lstrip()
+            if not text:
+                self._blank = count
             if text.startswith(self._bound.begin):
                 self._start = count
                 break

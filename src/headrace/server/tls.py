@@ -6,9 +6,11 @@ What lives here: files to an ssl context, and what is wrong with them. What may 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
+from collections.abc import Iterator
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError
@@ -33,14 +35,14 @@ def create_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 async def follow_files(context: ssl.SSLContext | None, config: ServerConfig) -> None:
-    """For as long as the server runs: a renewed certificate serves new connections; one that cannot be used is logged."""
+    """For as long as the server runs: a renewed certificate serves new connections; an unusable one is logged."""
     if context is None or config.ssl_certfile is None:
         return
     paths = [path for path in (config.ssl_certfile, config.ssl_keyfile) if path is not None]
-    seen = _stamps(paths)
+    seen = [*map(_stamp, paths)]
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        now = _stamps(paths)
+        now = [*map(_stamp, paths)]
         if now == seen:
             continue
         seen = now
@@ -50,10 +52,6 @@ async def follow_files(context: ssl.SSLContext | None, config: ServerConfig) -> 
             log.info("The certificate's files have changed; new connections get the new one.")
         except ConfigError as error:
             log.error("The certificate's files have changed and cannot be used; the old one goes on. %s", error.message)
-
-
-def _stamps(paths: list[str]) -> list[tuple[int, int] | None]:
-    return [_stamp(path) for path in paths]
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
@@ -70,56 +68,39 @@ def _check(config: ServerConfig) -> None:
         if given is not None:
             raise ConfigError(f"{given} is given, but no certificate to serve HTTPS with; add --ssl-certfile.")
     elif bool(config.ssl_ca_certs) != bool(config.ssl_cert_reqs):
-        given, missing = (
-            ("ssl_ca_certs", "--ssl-cert-reqs 2 (or 1)")
-            if config.ssl_ca_certs
-            else ("ssl_cert_reqs", "--ssl-ca-certs FILE")
-        )
-        raise ConfigError(
-            f"{given} alone asks no client for a certificate that could be judged; add {missing}, or leave it out."
-        )
+        given, missing = "ssl_ca_certs", "--ssl-cert-reqs 2 (or 1)"
+        if not config.ssl_ca_certs:
+            given, missing = "ssl_cert_reqs", "--ssl-ca-certs FILE"
+        asks = "alone asks no client for a certificate that could be judged"
+        raise ConfigError(f"{given} {asks}; add {missing}, or leave it out.")
 
 
 def _load_certificate(context: ssl.SSLContext, certificate: str, key: str | None) -> None:
     def refuse() -> str:
-        raise ConfigError(
-            f"--ssl-keyfile {key or certificate} is encrypted; give the key without a passphrase, readable by the server alone."
-        )
+        told = "is encrypted; give the key without a passphrase, readable by the server alone."
+        raise ConfigError(f"--ssl-keyfile {key or certificate} {told}")
 
     files = f"--ssl-certfile {certificate}" + (f" --ssl-keyfile {key}" if key is not None else "")
-    try:
+    remedy = "give the certificate with its chain, and the key that it was made for"
+    with _explained(files, "no certificate and private key in PEM", remedy, certificate, key or certificate):
         context.load_cert_chain(certificate, key, refuse)
-    except ssl.SSLError as error:
-        reason = (
-            "they do not belong together"
-            if "MISMATCH" in (error.reason or "")
-            else f"no certificate and private key in PEM ({error.reason})"
-        )
-        raise ConfigError(
-            f"{files}: {reason}; give the certificate with its chain, and the key that it was made for."
-        ) from None
-    except OSError as error:
-        unreadable = next((path for path in (certificate, key or certificate) if not _can_read(path)), certificate)
-        raise ConfigError(
-            f"{files}: {unreadable}: {(error.strerror or str(error)).lower()}; give files that the server can read."
-        ) from None
 
 
 def _load_authorities(context: ssl.SSLContext, path: str) -> None:
-    try:
+    remedy = "give those that clients' certificates were signed with"
+    with _explained(f"--ssl-ca-certs {path}", "no certificates in PEM", remedy, path):
         context.load_verify_locations(path)
-    except ssl.SSLError as error:
-        reason = f"no certificates in PEM ({error.reason}); give those that clients' certificates were signed with"
-        raise ConfigError(f"--ssl-ca-certs {path}: {reason}.") from None
-    except OSError as error:
-        raise ConfigError(
-            f"--ssl-ca-certs {path}: {(error.strerror or str(error)).lower()}; give a file that the server can read."
-        ) from None
 
 
-def _can_read(path: str) -> bool:
+@contextlib.contextmanager
+def _explained(files: str, wrong: str, remedy: str, *paths: str) -> Iterator[None]:
+    """What OpenSSL has against these files, in words: a ConfigError."""
     try:
-        with open(path, "rb"):
-            return True
-    except OSError:
-        return False
+        yield
+    except ssl.SSLError as error:
+        reason = "they do not belong together" if "MISMATCH" in (error.reason or "") else f"{wrong} ({error.reason})"
+        raise ConfigError(f"{files}: {reason}; {remedy}.") from None
+    except OSError as error:
+        unreadable = next((path for path in paths if not (os.path.isfile(path) and os.access(path, os.R_OK))), paths[0])
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{files}: {unreadable}: {reason}; give files that the server can read.") from None

@@ -1,139 +1,22 @@
-"""What a request lets the model do with its tools: as it likes, none, some call, or one named call.
+"""JSON schemas of functions and of calls: what parameters may be, and what forces a call that is written as plain JSON (a list of calls, or
+one function's arguments).
 
-What lives here: tool_choice, and the JSON schema that forces a call. What may not: reading tools (messages.py), parsing answers (parsing/).
-
-The schema is for calls that are written as plain JSON: a list of them, or one function's arguments (forced.py has the families' ways).
+What lives here: schemas. What may not: tool_choice (messages.py), the families' own ways of calling (forced.py), parsing answers (parsing/).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from headrace.errors import InvalidRequest
-from headrace.server.custom import Customs, Grammar
+from headrace.server.messages import Grammar, Mode, Tool, ToolChoice, name_of
 from headrace.server.parsing.formats import FORCED_CALLS, Style, ToolFormat
-
-Tool = Mapping[str, Any]
 
 _PLACES = ("$defs", "definitions")  # of what a schema refers to
 # At most a space between the parts of a call, as models write them: small ones lose themselves where more is allowed.
 _SPACING = {"whitespace_pattern": " ?", "coerce_one_of": True}
-
-
-class Mode(Enum):
-    AUTO = "auto"
-    NONE = "none"
-    REQUIRED = "required"
-    NAMED = "named"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """``name``: with NAMED, the function. ``parallel``: more than one call is welcome. ``only``: no function but those offered may be called.
-
-    ``places``: of each tool that is offered, what the client calls its schema. ``customs``: those that take a text.
-    """
-
-    mode: Mode = Mode.AUTO
-    name: str = ""
-    parallel: bool = True
-    only: bool = False
-    places: tuple[str, ...] = ()
-    customs: Customs = field(default_factory=dict)
-
-    @property
-    def shown(self) -> bool:
-        """The chat template gets the tools."""
-        return self.mode is not Mode.NONE
-
-    @property
-    def forced(self) -> bool:
-        return self.mode in (Mode.REQUIRED, Mode.NAMED)
-
-    def place(self, index: int) -> str:
-        """What the client calls the schema of the tool that is offered at ``index``."""
-        return self.places[index] if self.places else f"tools[{index}]"
-
-
-def offer(
-    choice: Any,
-    tools: Sequence[dict[str, Any]] | None,
-    *,
-    parallel: bool = True,
-    place: str = "function.parameters",
-    customs: Customs | None = None,
-) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
-    """What the model is shown, and what is made of it. ``choice`` is as OpenAI's routes have it. Raises InvalidRequest.
-
-    ``place``: of a function's schema in a tool. Tools that are not allowed are not shown: what a model has not read of it does not call.
-    """
-    allowed, mode = _allowed(choice)
-    given = list(enumerate(tools or ()))
-    if allowed is not None:
-        for name in allowed:
-            _check_offered(name, tools)
-        given = [(index, tool) for index, tool in given if _name_of(tool) in allowed]
-    read = _read_choice(mode, tools, parallel)
-    of_custom = "custom.format" if "." in place else "format"
-    places = tuple(f"tools[{index}].{of_custom if _name_of(tool) in (customs or ()) else place}" for index, tool in given)
-    shown = [tool for _, tool in given] if read.shown else []
-    twice = next((name for name in customs or () if names_of(tools).count(name) > 1), None)
-    if twice is not None:
-        raise InvalidRequest(f"tools holds more than one of the name {twice[:100]!r}; rename the others.", param="tools")
-    return shown or None, replace(read, only=allowed is not None, places=places, customs=customs or {})
-
-
-def _allowed(choice: Any) -> tuple[set[str] | None, Any]:
-    """The names of ``allowed_tools`` (chat completions nest them, responses do not), and what else is said."""
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return None, choice
-    nested = choice.get("allowed_tools", choice)
-    mode, entries = (nested.get("mode", "auto"), nested.get("tools")) if isinstance(nested, dict) else (None, None)
-    names = [_entry_name(each) for each in entries] if isinstance(entries, list) else []
-    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
-        wanted = "a mode (auto or required) and tools, a list of functions by name"
-        raise InvalidRequest(f"tool_choice of type allowed_tools must hold {wanted}.", param="tool_choice")
-    return set(names), mode
-
-
-def _entry_name(entry: Any) -> Any:
-    """Of ``{"type": …, "name": …}``, or of one whose name is inside of an object called as its type."""
-    if not isinstance(entry, dict) or entry.get("type") not in ("function", "custom"):
-        return None
-    inner = entry.get(entry["type"], entry)
-    return inner.get("name") if isinstance(inner, dict) else None
-
-
-def _read_choice(choice: Any, tools: Sequence[Tool] | None, parallel: bool) -> ToolChoice:
-    if choice in ("auto", "none"):
-        return ToolChoice(Mode(choice), parallel=parallel)
-    name = None if choice == "required" else _entry_name(choice)
-    if choice != "required" and not isinstance(name, str):
-        wanted = 'auto, none, required, {"type": "function", "function": {"name": …}} or allowed_tools'
-        raise InvalidRequest(f"tool_choice must be {wanted}.", param="tool_choice", code="unsupported_parameter")
-    if not tools:
-        raise InvalidRequest("tool_choice asks for a call, but there are no tools; give tools or leave it out.", param="tool_choice")
-    if name is None:
-        return ToolChoice(Mode.REQUIRED, parallel=parallel)
-    _check_offered(name, tools)
-    return ToolChoice(Mode.NAMED, name, parallel=False)
-
-
-def _check_offered(name: str, tools: Sequence[Tool] | None) -> None:
-    if name not in names_of(tools):
-        raise InvalidRequest(f"tool_choice names the function {name[:100]!r}, which is not among the tools.", param="tool_choice")
-
-
-def _name_of(tool: Tool) -> str:
-    return str(tool["function"]["name"])
-
-
-def names_of(tools: Sequence[Tool] | None) -> tuple[str, ...]:
-    return tuple(tool["function"]["name"] for tool in tools or ())
 
 
 def functions_of(tools: Sequence[Tool] | None) -> dict[str, dict[str, frozenset[str]]]:
@@ -195,7 +78,7 @@ def parameters_of(tool: Tool) -> Mapping[str, Any]:
 
 def grammar_of(tools: Sequence[Tool], choice: ToolChoice) -> tuple[str, Grammar] | None:
     """The one tool that must be called, and the grammar of its text, where JSON cannot hold it. Raises InvalidRequest where others may, too."""
-    offered = [_name_of(tool) for tool in tools if not choice.name or _name_of(tool) == choice.name]
+    offered = [name_of(tool) for tool in tools if not choice.name or name_of(tool) == choice.name]
     held = [(name, grammar) for name in offered if (grammar := choice.customs.get(name)) is not None and grammar.syntax == "lark"]
     if held and len(offered) > 1:
         reason = f"no call can be held to the lark grammar of {held[0][0][:100]!r} where another tool may be called instead"

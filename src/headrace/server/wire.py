@@ -1,6 +1,6 @@
 """JSON on the wire: bytes in become plain objects, plain objects become bytes that every client can read.
 
-What lives here: decoding under limits, encoding, the error body. What may not: fields of any route (fields.py), HTTP.
+What lives here: decoding under limits, encoding, the error body. What may not: fields of any route (protocol/), HTTP.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError, InvalidRequest
+from headrace.server.answer_types import Error, ErrorDetail
 
 MAX_DEPTH = 64  # nested lists and objects in a body
 MAX_CONTAINERS = 100_000  # lists and objects
@@ -139,8 +140,23 @@ def check_depth(value: Any) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Compact ASCII JSON. Raises ValueError for NaN and Infinity: they would end a client's stream."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    """Compact ASCII JSON. NaN and Infinity, which would end a client's stream, become null."""
+    try:
+        data = msgspec.json.encode(value)
+        if data.isascii():
+            return data
+    except (OverflowError, UnicodeEncodeError):  # integers of more than 64 bits, lone surrogates
+        pass
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+HOLE = "\x00"
+_HOLE_JSON = '"\\u0000"'  # in no other text, for its quotes would be escaped
+
+
+def around(value: Any) -> list[str]:
+    """JSON before, between and behind the HOLEs in a value: what is written once for many events. Quoted text joins it."""
+    return encode(value).decode().split(_HOLE_JSON)
 
 
 def encode_object(members: Mapping[str, Any]) -> Iterator[bytes]:
@@ -186,6 +202,6 @@ class ErrorShape:
         return b"data: " + self.body(error) + b"\n\n"
 
 
-def error_object(error: HeadraceError) -> dict[str, Any]:
+def error_object(error: HeadraceError) -> Error:
     """The one shape of an error, at every status and in streams."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    return Error(ErrorDetail(error.message, error.type, error.param, error.code))

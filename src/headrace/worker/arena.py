@@ -1,49 +1,97 @@
-"""The activation arena: results of a step's operations lie in one buffer, at places planned by how long each of them lives.
+"""The activation arena: results of a step's operations lie in one buffer, at places planned by how long each of them
+lives.
 
-A step asks for the same results in the same order as the last one of its kind; only their rows differ. So one step is recorded on torch's
-allocator: what is asked for, and when the memory of each result is let go (a weak reference to the storage says so; views keep it alive).
-From then on steps like it are handed places in one buffer, whose views are kept: asking again costs a comparison in place of an allocation.
+A step asks for the same results in the same order as the last one of its kind; only their rows differ. So one step is
+recorded on torch's allocator: what is asked for, and when the memory of each result is let go (a weak reference to the
+storage says so; views keep it alive). From then on steps like it are handed places in one buffer, whose views are kept:
+asking again costs a comparison in place of an allocation.
 
     operation --empty(shape, dtype)--> Arena --- no step, another thread --------------> torch's allocator
                                          |-- recorded: torch's allocator, and watched --> Trace (requests, lifetimes)
                                          '-- planned: as the trace expects? --- yes ----> view of the buffer
-                                                                            '-- no -----> torch's allocator, for the rest of the step
+                                                                            '-- no -----> torch's allocator, for the
+                                                                            rest of the step
 
-Which trace a step follows is known from its number of rows: that of the nearest number seen. Where kernels change with the rows, and with
-them what they ask for, the first such step finds out, and one near it is recorded. A trace is known by what it asks for: paths that ask for
-the same and keep it for other times have to be of different kinds. What outlives a step never lies in the buffer. On a GPU the buffer is
-torch's own memory, borrowed for each step and given back behind its last launch, so that sampling finds it free.
+Which trace a step follows is known from its number of rows: that of the nearest number seen. Where kernels change with
+the rows, and with them what they ask for, the first such step finds out, and one near it is recorded. A trace is known
+by what it asks for: paths that ask for the same and keep it for other times have to be of different kinds. What
+outlives a step never lies in the buffer. On a GPU the buffer is torch's own memory, borrowed for each step and given
+back behind its last launch, so that sampling finds it free.
 
-What lives here: recording, handing out, when a trace holds. What may not: plans (arena_plan.py), operations, what a step is.
+A plan lays the largest result first, each at the lowest place that is free for as long as it lives (greedy by size:
+Pisarchyk and Lee 2020; with sequence lengths: TurboTransformers, Fang et al. 2021, section 4.2).
+
+What lives here: recording, plans, handing out, when a trace holds. What may not: operations, what a step is.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from bisect import insort
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from threading import get_ident
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import plainly_empty
-from headrace.worker.arena_plan import Use, plan
 
-_PLANNED_ROWS = 32  # of which any row of 16 bytes makes a whole place (arena_plan.ALIGNED)
+ALIGNED = 512  # bytes: what torch's allocator rounds to, too
+_PLANNED_ROWS = 32  # of which any row of 16 bytes makes a whole place
 _MOST_SIZES = 64  # numbers of rows of one trace whose views are kept
 _MOST_LEARNT = 256  # steps of one kind that said something new: one that never settles stays with torch's allocator, or with what is known
 
 Shape = tuple[int, ...]
 
 
+# --- plans
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One tensor of a step: bytes, and the events between which it lives: made at ``first``, gone at ``last``."""
+
+    size: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    offsets: tuple[int, ...]  # one a use
+    size: int  # of the buffer
+
+
+def rounded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def plan(uses: Sequence[Use]) -> Plan:
+    """Greedy by size."""
+    offsets, placed = [0] * len(uses), []  # type: list[int], list[tuple[int, int, Use]]
+    for index in sorted(range(len(uses)), key=lambda index: -uses[index].size):
+        use, at = uses[index], 0
+        for begin, end, other in placed:  # by offset
+            if other.last <= use.first or use.last <= other.first:
+                continue
+            if at + rounded(use.size) <= begin:
+                break
+            at = max(at, end)
+        offsets[index] = at
+        insort(placed, (at, at + rounded(use.size), use), key=lambda entry: entry[0])
+    return Plan(tuple(offsets), max((end for _, end, _ in placed), default=0))
+
+
+# --- steps
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows a step's results have: all ``tokens``, or those that somebody reads, ``wanted`` (None: there is no difference)."""
+    """How many rows a step's results have: all ``tokens``, or those that somebody reads, ``wanted`` (None: there is no
+    difference)."""
 
     tokens: int
     wanted: int | None
@@ -64,10 +112,11 @@ class Request:
 
 
 class Trace:
-    """What steps ask for, in order. ``ends``: how many had been asked for when each was let go; None: it outlived the step.
+    """What steps ask for, in order. ``ends``: how many had been asked for when each was let go; None: it outlived the
+    step.
 
-    Every result has as many rows as there are tokens, or fewer. So one plan, of a few rows, made as soon as the trace is known (while the
-    device is at the step), serves any number of them: places are so many times as far apart.
+    Every result has as many rows as there are tokens, or fewer. So one plan, of a few rows, made as soon as the trace
+    is known (while the device is at the step), serves any number of them: places are so many times as far apart.
     """
 
     def __init__(self, requests: tuple[Request, ...], ends: tuple[int | None, ...]) -> None:
@@ -75,7 +124,7 @@ class Trace:
         self.ends = ends
         self.dtypes = [request.dtype for request in requests]
         self.strides = [tuple(math.prod(request.row[place:]) for place in range(len(request.row) + 1)) for request in requests]
-        self._results: OrderedDict[Rows, Results] = OrderedDict()
+        self.results = lru_cache(_MOST_SIZES)(partial(Results, self))  # by Rows
         self._place()
 
     def extend(self, ends: tuple[int | None, ...]) -> None:
@@ -85,20 +134,10 @@ class Trace:
             self.ends = longer
             self._place()
 
-    def results(self, rows: Rows) -> Results:
-        found = self._results.get(rows)
-        if found is None:
-            if len(self._results) >= _MOST_SIZES:
-                self._results.popitem(last=False)
-            found = self._results[rows] = Results(self, rows)
-        else:
-            self._results.move_to_end(rows)
-        return found
-
     def _place(self) -> None:
         each = enumerate(zip(self.requests, self.ends, strict=True))
         self.plan = plan([Use(0, at, at + 1) if end is None else Use(_PLANNED_ROWS * request.bytes, at, end) for at, (request, end) in each])
-        self._results.clear()
+        self.results.cache_clear()
 
 
 class Results:
@@ -115,7 +154,8 @@ class Results:
 
 
 class Buffer:
-    """One storage under all views. On a GPU it has memory while a step is queued alone, wherever torch's allocator finds it: views follow."""
+    """One storage under all views. On a GPU it has memory while a step is queued alone, wherever torch's allocator
+    finds it: views follow."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -231,7 +271,6 @@ class Kind:
     def __init__(self) -> None:
         self._traces: list[Trace] = []
         self._seen: dict[int, Trace | None] = {}  # by tokens; None: they did what no trace says
-        self._tokens: list[int] = []  # ascending
         self._learnt = 0
 
     def expected(self, tokens: int) -> Trace | None:
@@ -251,30 +290,24 @@ class Kind:
         trace.extend(found.ends)
         near = self._nearest(tokens)
         if near is not None and self._seen[near] is None:
-            self._drop(near)
-        self._put(tokens, trace)
+            del self._seen[near]
+        self._learn(tokens, trace)
 
     def correct(self, tokens: int, asked: tuple[Request, ...]) -> None:
-        """A step of so many tokens asked for something else than expected: for what another trace says, or what none does yet."""
+        """A step of so many tokens asked for something else than expected: for what another trace says, or what none
+        does yet."""
         if not self.settled:
-            self._put(tokens, self._known(asked))
+            self._learn(tokens, self._known(asked))
 
     def _known(self, requests: tuple[Request, ...]) -> Trace | None:
         return next((trace for trace in self._traces if trace.requests == requests), None)
 
     def _nearest(self, tokens: int) -> int | None:
-        at = bisect_left(self._tokens, tokens)
-        return min(self._tokens[max(0, at - 1) : at + 1], key=lambda seen: abs(seen - tokens), default=None)
+        return min(self._seen, key=lambda seen: (abs(seen - tokens), seen), default=None)
 
-    def _put(self, tokens: int, trace: Trace | None) -> None:
-        if tokens not in self._seen:
-            insort(self._tokens, tokens)
+    def _learn(self, tokens: int, trace: Trace | None) -> None:
         self._seen[tokens] = trace
         self._learnt += 1
-
-    def _drop(self, tokens: int) -> None:
-        self._tokens.remove(tokens)
-        del self._seen[tokens]
 
 
 @dataclass(slots=True)
@@ -290,7 +323,8 @@ class Served:
 class Arena:
     """Where results of operations lie. ``empty`` is what operations are given; ``run`` takes a step.
 
-    Steps must follow each other on the device; ``empty`` gives plain memory to threads other than the one that runs a step.
+    Steps must follow each other on the device; ``empty`` gives plain memory to threads other than the one that runs a
+    step.
     """
 
     PLANNED: type[Planned] = Planned
@@ -303,7 +337,8 @@ class Arena:
         self._thread = 0
 
     def empty(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As ``torch.empty``. Who asks within a step asks for rows: the first dimension counts tokens of the step, or those that are wanted."""
+        """As ``torch.empty``. Who asks within a step asks for rows: the first dimension counts tokens of the step, or
+        those that are wanted."""
         step = self._step
         if step is None or get_ident() != self._thread:
             return plainly_empty(shape, dtype, device)
@@ -355,8 +390,8 @@ class Arena:
 
 
 def create_arena(device: torch.device) -> Arena | None:
-    """None where there is nothing to gain: a CPU's allocator is quick, and pages that a prompt lets go it finds again (measured: no difference).
-    Or where lifetimes cannot be seen."""
+    """None where there is nothing to gain: a CPU's allocator is quick, and pages that a prompt lets go it finds again
+    (measured: no difference). Or where lifetimes cannot be seen."""
     return Arena(device) if device.type == "cuda" and sees_lifetimes() else None
 
 

@@ -1,17 +1,19 @@
 """Measures a CUDA card: bandwidth, matrix products, and what a kernel costs beside its work.
 
-What lives here: timing on the device (graphs replayed between events) and the limits found with it, in full or at a glance.
-What may not: storing and finding profiles (cost/profile.py), which device is measured (profile.py), cases of benchmarks (bench/).
+What lives here: timing on the device (graphs replayed between events) and the limits found with it, in full or at a
+glance. What may not: storing and finding profiles (cost/profile.py), which device is measured (profile.py), cases of
+benchmarks (bench/).
 
-A graph leaves out what a launch costs the host; a call that reads the device cannot be captured and is timed as it is launched.
-Whatever memory a measurement takes is given back to the device. Matrix products run in bursts of about ten milliseconds with pauses: held
-for longer, a card that has reached its power limit lowers its clock, and how far depends on what ran before.
+A graph leaves out what a launch costs the host; a call that reads the device cannot be captured and is timed as it is
+launched. Whatever memory a measurement takes is given back to the device. Matrix products run in bursts of about ten
+milliseconds with pauses: held for longer, a card that has reached its power limit lowers its clock, and how far depends
+on what ran before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.cost.profile import DeviceIdentity, Limits
+from headrace.cost.profile import DeviceIdentity, Limits, said_rate
 from headrace.errors import ConfigError
 
 ROUNDS = 9
@@ -29,6 +31,7 @@ READ_BYTES = 4 * 2**30  # of the read and of the copy; the L2 of the largest car
 GLANCE_BYTES = 2**30
 READ_ROW = 2**14
 LEAST_READS_OF_L2 = 4
+NOTED_BYTES = 2 * 2**30  # of the card, in others' hands
 GEMM_SIZE = 8192
 GLANCE_FLOAT32_SIZE = 4096  # float32 is an order of magnitude slower
 BURST_SECONDS = 0.01
@@ -48,13 +51,14 @@ class LaunchCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class CardMeasurement:
+class Measurement:
+    """Of a device, in full. ``more``: of its DeviceProfile; ``notes``: what is said of it."""
+
     limits: Limits
-    launch: LaunchCosts
-    sustained_gemm_rate: float  # FLOP/s of a bfloat16 product held for a second
-    reads: tuple[float, ...]  # bytes/s of each round
+    reads: Sequence[float]  # bytes/s of each round
     working_set: int  # bytes
-    taken_by_others: int  # bytes of the card that are not this process's
+    more: Mapping[str, Any]
+    notes: Sequence[str]
 
 
 def card_identity() -> DeviceIdentity:
@@ -64,14 +68,28 @@ def card_identity() -> DeviceIdentity:
     return DeviceIdentity(kind="cuda", name=facts.name, threads=0, features=features)
 
 
-def measure_card() -> CardMeasurement:
+def measure_card() -> Measurement:
     """Everything, in about ten seconds."""
     with _emptied():
         size, others = _working_set(READ_BYTES), _taken_by_others()
         reads, copies = _bandwidths(size, ROUNDS, 0.1)
         rates = {name: median(_gemm_rates(dtype, ROUNDS)) for name, dtype in DTYPES.items()}
-        limits, launch = Limits(median(reads), median(copies), rates), measure_launches()
-        return CardMeasurement(limits, launch, _sustained_gemm_rate(torch.bfloat16), tuple(reads), size, others)
+        launch, sustained = measure_launches(), _sustained_gemm_rate(torch.bfloat16)
+    in_graph = f"{launch.in_graph * 1e6:.2f} µs in a graph, of it {launch.gap * 1e6:.2f} µs between two"
+    notes = [
+        f"bfloat16 products held for a second: {said_rate(sustained)}",
+        f"a small kernel: {launch.plain * 1e6:.1f} µs to launch, {in_graph}",
+    ]
+    if others > NOTED_BYTES:
+        shared = f"{others / 2**30:.1f} GiB of the card are not this process's"
+        notes.append(f"note: {shared}; if others compute there, measure again without them")
+    more = {
+        "sustained_gemm_rates": {"bfloat16": sustained},
+        "launch_overhead": launch.plain,
+        "graph_kernel": launch.in_graph,
+        "graph_gap": launch.gap,
+    }
+    return Measurement(Limits(median(reads), median(copies), rates), reads, size, more, notes)
 
 
 def card_limits() -> Limits:
@@ -91,7 +109,8 @@ def glance_at_card() -> Limits:
 
 
 def measure_launches() -> LaunchCosts:
-    """What a kernel costs beside its work. Chains of kernels of one length and of twice that length differ by the work alone."""
+    """What a kernel costs beside its work. Chains of kernels of one length and of twice that length differ by the work
+    alone."""
     x = torch.zeros(16, device="cuda")
     spin = torch.cuda._sleep  # a kernel that counts clock cycles
     short, long = (median(cuda_time([lambda c=cycles: spin(c)] * CHAIN, 0.1)) for cycles in (SPIN_CYCLES, 2 * SPIN_CYCLES))  # type: ignore[misc, no-untyped-call]
@@ -154,7 +173,8 @@ def _pool_of_its_own() -> Iterator[None]:
 
 @contextmanager
 def _emptied() -> Iterator[None]:
-    """What was allocated inside goes back to the device, and everything else that is free in this process's allocator."""
+    """What was allocated inside goes back to the device, and everything else that is free in this process's
+    allocator."""
     with _refused_without_room():
         _glance_rate(torch.bfloat16, 16)  # the library's own scratch memory stays: a piece of the working set would keep all of it
         yield
@@ -207,7 +227,8 @@ def _bandwidths(size: int, rounds: int, seconds: float) -> tuple[list[float], li
 
 
 def _gemm_rates(dtype: torch.dtype, rounds: int) -> list[float]:
-    """FLOP/s of [8192, 8192] x [8192, 8192] products of random numbers (zeros draw less power and run faster), one figure a burst."""
+    """FLOP/s of [8192, 8192] x [8192, 8192] products of random numbers (zeros draw less power and run faster), one
+    figure a burst."""
     left, right = _random(GEMM_SIZE, dtype), _random(GEMM_SIZE, dtype)
     product = torch.empty_like(left)
 

@@ -1,6 +1,8 @@
-"""A GPU's memory as this process sees it: what the driver counts, what torch's allocator holds of it, and what the stages of a start add.
+"""A GPU's memory as this process sees it: what the driver counts, what torch's allocator holds of it, and what the
+stages of a start add.
 
-What lives here: measuring, and the piece that steps draw from. What may not: deciding sizes (memory.py), the order of a start (worker.py).
+What lives here: measuring, and the piece that steps draw from. What may not: deciding sizes (memory.py), the order of a
+start (worker.py).
 
     total | free | other processes | context | code, handles | graphs     | weights | KV | rows | arena of steps |
                  '----- outside: in no tensor of this process ----------' '-- held by this process's allocator --'
@@ -15,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.head_start import HeadStart
 from headrace.worker.driver import ask_driver
+from headrace.worker.head_start import HeadStart
 
 _SMALL = 2**20  # the allocator keeps tensors up to this size apart from larger ones
 SMALL_BYTES = 32 * _SMALL  # a step's small tensors (indexes, parameters, scores) took less than 10 MiB, 8B model, 256 rows
@@ -48,7 +50,8 @@ def device_use(device: torch.device) -> DeviceUse:
 
 
 def used_before_context(device: torch.device, head_start: HeadStart | None = None) -> int | None:
-    """Bytes in use on the card, asked without making a context, or before the head start made it; None where the driver does not say."""
+    """Bytes in use on the card, asked without making a context, or before the head start made it; None where the driver
+    does not say."""
     properties = torch.cuda.get_device_properties(device)
     free = head_start.free_before(str(properties.uuid)) if head_start is not None else None
     if free is None and (driver := ask_driver()) is not None and (card := driver.card(str(properties.uuid))) is not None:
@@ -57,10 +60,11 @@ def used_before_context(device: torch.device, head_start: HeadStart | None = Non
 
 
 class DeviceMeter:
-    """What a start adds to the memory in use, beside tensors. Made before the first of them: it makes the CUDA context, where there is none.
+    """What a start adds to the memory in use, beside tensors. Made before the first of them: it makes the CUDA context,
+    where there is none.
 
-    ``others``: bytes in use before, by other processes or by what this one held already. Where the driver does not tell them from
-    the context, ``context`` is both.
+    ``others``: bytes in use before, by other processes or by what this one held already. Where the driver does not tell
+    them from the context, ``context`` is both.
     """
 
     def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
@@ -79,11 +83,13 @@ class DeviceMeter:
         take_scratch(device)
 
     def code(self) -> int:
-        """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after the context."""
+        """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after
+        the context."""
         return max(0, device_use(self._device).outside - self._first.outside - self._graphs_outside)
 
     def kept(self, known: int) -> int:
-        """Bytes of tensors that came since the beginning, beside ``known`` ones: what libraries keep for themselves (cuBLAS: 32 MiB a stream)."""
+        """Bytes of tensors that came since the beginning, beside ``known`` ones: what libraries keep for themselves
+        (cuBLAS: 32 MiB a stream)."""
         return max(0, device_use(self._device).live - self._first.live - known)
 
     @contextmanager
@@ -97,8 +103,8 @@ class DeviceMeter:
 
 
 def take_scratch(device: torch.device) -> None:
-    """cuBLAS keeps its scratch, 32 MiB a stream, for good. Taken now, it is a segment of its own, and not a piece of one that could else be
-    given back."""
+    """cuBLAS keeps its scratch, 32 MiB a stream, for good. Taken now, it is a segment of its own, and not a piece of
+    one that could else be given back."""
     one = torch.zeros(16, 16, device=device)
     torch.mm(one, one)
 
@@ -107,7 +113,8 @@ def take_scratch(device: torch.device) -> None:
 def scratch_of_graphs(device: torch.device) -> Iterator[None]:
     """Products that are captured within take scratch from the graphs' own pool, and it goes with the graphs.
 
-    Kept by cuBLAS it would hold on to a pool that has no graphs any more; found from before, it would be another engine's.
+    Kept by cuBLAS it would hold on to a pool that has no graphs any more; found from before, it would be another
+    engine's.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -117,40 +124,31 @@ def scratch_of_graphs(device: torch.device) -> Iterator[None]:
         take_scratch(device)  # of the stream that steps are queued on, where it was
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Peak:
     """Bytes that were in use at once, above what was there before."""
 
-    held: int  # by the allocator: with its rounding and its gaps
-    live: int  # in tensors
+    held: int = 0  # by the allocator: with its rounding and its gaps
+    live: int = 0  # in tensors
 
 
 @contextmanager
-def measured_peak(device: torch.device) -> Iterator[list[Peak]]:
-    """Puts the peak of what happens within into the list it yields; begins with an empty cache."""
-    peaks: list[Peak] = []
+def measured_peak(device: torch.device, *, emptied: bool = True) -> Iterator[Peak]:
+    """The peak of what happens within is in what it yields afterwards; begins with an empty cache, unless it may not be
+    emptied."""
+    peak = Peak()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    if emptied:
+        torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     held, live = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    yield peaks
+    yield peak
     torch.cuda.synchronize(device)
-    peaks.append(Peak(torch.cuda.max_memory_reserved(device) - held, torch.cuda.max_memory_allocated(device) - live))
-
-
-@contextmanager
-def measured_growth(device: torch.device) -> Iterator[list[int]]:
-    """Puts into the list it yields how many bytes of tensors there were at once within, above what was there before."""
-    grown: list[int] = []
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    live = torch.cuda.memory_allocated(device)
-    yield grown
-    torch.cuda.synchronize(device)
-    grown.append(torch.cuda.max_memory_allocated(device) - live)
+    peak.held, peak.live = torch.cuda.max_memory_reserved(device) - held, torch.cuda.max_memory_allocated(device) - live
 
 
 def set_aside(size: int, device: torch.device) -> None:
-    """Makes ``size`` bytes the allocator's own, in one piece, and some small pieces: steps share them out and never ask the driver for more."""
+    """Makes ``size`` bytes the allocator's own, in one piece, and some small pieces: steps share them out and never ask
+    the driver for more."""
     torch.empty(size, dtype=torch.uint8, device=device)
     _ = [torch.empty(_SMALL, dtype=torch.uint8, device=device) for _ in range(SMALL_BYTES // _SMALL)]

@@ -1,7 +1,7 @@
 """What the NVIDIA driver says of its cards, without torch and without a CUDA context.
 
-A context takes some hundred megabytes of the card and cannot be made at all where the driver is too old for this torch; the
-driver's management library (NVML) answers in both cases.
+A context takes some hundred megabytes of the card and cannot be made at all where the driver is too old for this torch;
+the driver's management library (NVML) answers in both cases.
 
 What lives here: asking it. What may not: torch, judging the answers (card.py).
 """
@@ -50,7 +50,8 @@ class CardCounter:
         self._handle = handle
 
     def joules(self) -> float:
-        """Since the driver was loaded, whoever used them; the driver moves it some ten times a second. Raises OSError, AttributeError."""
+        """Since the driver was loaded, whoever used them; the driver moves it some ten times a second. Raises OSError,
+        AttributeError."""
         value = ctypes.c_ulonglong()
         _check(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(value)))
         return value.value / 1e3
@@ -83,7 +84,8 @@ def ask_driver() -> DriverFacts | None:
 
 
 def find_counter(uuid: str) -> CardCounter | None:
-    """Of the card with this uuid, as torch has it. Raises OSError or AttributeError where there is no driver, or it does not answer."""
+    """Of the card with this uuid, as torch has it. Raises OSError or AttributeError where there is no driver, or it
+    does not answer."""
     library = ctypes.CDLL(_LIBRARY)
     _check(library.nvmlInit_v2())
     found = [handle for handle in _handles(library) if _text(library.nvmlDeviceGetUUID, handle).endswith(uuid)]

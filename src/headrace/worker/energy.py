@@ -1,6 +1,7 @@
-"""What the engine's device uses, by the device's own counters: the driver's of a card, Linux' powercap (RAPL) of a CPU's packages.
+"""What the engine's device uses, by the device's own counters: the driver's of a card, Linux' powercap (RAPL) of a
+CPU's packages.
 
-What lives here: finding the counter, reading it from a beginning on. What may not: who shows it (metrics.py, bench/table.py).
+What lives here: finding the counter, reading it from a beginning on. What may not: who shows it (observe/metrics.py).
 
 A counter knows nothing of processes: whoever else uses the device is counted, too.
 """
@@ -18,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from headrace.metrics import Energy
+from headrace.observe.metrics import Energy
 from headrace.worker.driver import find_counter
 
 _log = logging.getLogger(__name__)
@@ -34,72 +35,70 @@ class Counter(Protocol):
 
 
 class EnergyMeter:
-    """Joules since the counter was found. A driver takes its time, for opening its library and for every answer, and no start and no step waits
-    for that: a thread asks, as long as this object lives. A counter that fails is asked no more, and stands still, with a word in the log.
+    """Joules since the counter was found. A driver takes its time, for opening its library and for every answer, and no
+    start and no step waits for that: a thread asks, as long as somebody holds this object. A counter that fails is
+    asked no more, and stands still, with a word in the log.
     """
 
     def __init__(self, find: Callable[[], Counter | None]) -> None:
-        self._readings = _Readings(find)
-        self._thread = Thread(target=self._readings.go_on, name="energy", daemon=True)  # it knows the readings, not this object
-        weakref.finalize(self, self._readings.ended.set)
+        self._last: Energy | None = None
+        self._counter: Counter | None = None
+        self._counted = self._begin = 0.0
+        self._lock = Lock()
+        self._looked = Event()  # for the counter
+        self._thread = Thread(target=_watch, args=(weakref.ref(self), find, self._looked), name="energy", daemon=True)
         self._thread.start()
 
     def read(self) -> Energy | None:
         """As it was a moment ago; None where nothing counts, and until the counter is found. Returns at once."""
-        return self._readings.last
+        return self._last
 
     def joules(self) -> float | None:
         """As it is now: some milliseconds."""
-        self._readings.begun.wait()
-        self._readings.read()
-        return self._readings.last.joules if self._readings.last is not None else None
+        self._looked.wait()
+        self._look()
+        return self._last.joules if self._last is not None else None
 
+    def _start(self, counter: Counter, counted: float) -> None:
+        self._counted, self._begin, self._counter = counted, time.perf_counter(), counter
+        self._look()
 
-class _Readings:
-    """What the thread and whoever asks share."""
-
-    def __init__(self, find: Callable[[], Counter | None]) -> None:
-        self.last: Energy | None = None
-        self.begun, self.ended = Event(), Event()  # the counter was looked for; nobody wants to know any more
-        self._find = find
-        self._counter: Counter | None = None
-        self._counted = self._begin = 0.0
-        self._lock = Lock()
-
-    def go_on(self) -> None:
-        try:
-            self._start()
-        finally:
-            self.begun.set()  # whatever happened: somebody may wait for it
-        while self._counter is not None and not self.ended.wait(_PERIOD):
-            self.read()
-
-    def _start(self) -> None:
-        try:
-            counter = self._find()
-            self._counted = counter.joules() if counter is not None else 0.0
-        except _UNREADABLE:
-            return  # nothing counts here, or this user may not read it: then there is no figure
-        self._begin, self._counter = time.perf_counter(), counter
-        self.read()
-
-    def read(self) -> None:
+    def _look(self) -> bool:
+        """Whether it counts on."""
         with self._lock:
             if self._counter is None:
-                return
+                return False
             try:
                 counted, now = self._counter.joules(), time.perf_counter()
             except _UNREADABLE as error:
                 _log.warning("the device's energy is counted no further: %s", error)
                 self._counter = None
-                return
-            before = self.last.joules if self.last is not None else 0.0
-            self.last = Energy(before + max(0.0, counted - self._counted), now - self._begin)
+                return False
+            before = self._last.joules if self._last is not None else 0.0
+            self._last = Energy(before + max(0.0, counted - self._counted), now - self._begin)
             self._counted = counted
+            return True
+
+
+def _watch(meter: weakref.ref[EnergyMeter], find: Callable[[], Counter | None], looked: Event) -> None:
+    try:
+        counter = find()
+        counted = counter.joules() if counter is not None else 0.0
+        if counter is not None and (held := meter()) is not None:
+            held._start(counter, counted)
+            del held
+    except _UNREADABLE:
+        return  # nothing counts here, or this user may not read it: then there is no figure
+    finally:
+        looked.set()  # whatever happened: somebody may wait for it
+    while (held := meter()) is not None and held._look():
+        del held
+        time.sleep(_PERIOD)
 
 
 class PackageCounters:
-    """The packages of a CPU, in joules. Each counts microjoules up to its range, the smallest of which lasts for minutes, and begins anew."""
+    """The packages of a CPU, in joules. Each counts microjoules up to its range, the smallest of which lasts for
+    minutes, and begins anew."""
 
     def __init__(self, folder: Path = _POWERCAP) -> None:
         """Raises OSError or ValueError where there is none, or none that may be read."""
@@ -123,7 +122,8 @@ class PackageCounters:
 
 
 def _grown(before: int, now: int, most: int) -> int:
-    """Between two readings a counter goes through a small part of its range; more than half of it says that it was set to zero meanwhile."""
+    """Between two readings a counter goes through a small part of its range; more than half of it says that it was set
+    to zero meanwhile."""
     grown = now - before if now >= before else now - before + most
     return grown if grown <= most // 2 else now
 

@@ -1,4 +1,5 @@
-"""What this machine offers one process: cores, memory, instructions. Linux's own files are asked; elsewhere the portable answer is taken.
+"""What this machine offers one process: cores, memory, instructions. Linux's own files are asked; elsewhere the
+portable answer is taken.
 
 What lives here: reading the host. What may not: deciding anything (settings.py, memory.py), torch.
 """
@@ -9,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.cost.profile import cpu_identity
 from headrace.portability import open_cpus, process_status
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -26,7 +28,8 @@ def physical_cores() -> tuple[int, str]:
 
 
 def available_memory() -> int:
-    """Bytes that can still be taken: what the kernel calls available, or what the control group leaves if that is less."""
+    """Bytes that can still be taken: what the kernel calls available, or what the control group leaves if that is
+    less."""
     meminfo = dict(line.split(":", 1) for line in (_read(Path("/proc/meminfo")) or "").splitlines())
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = int(meminfo["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in meminfo else installed
@@ -41,10 +44,7 @@ def process_memory() -> int:
 
 def has_fast_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware."""
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith(("flags", "Features")):
-            return not _FAST_BF16.isdisjoint(line.split(":", 1)[1].split())
-    return False
+    return not _FAST_BF16.isdisjoint(cpu_identity(threads=0).features)
 
 
 def _read(path: Path) -> str | None:

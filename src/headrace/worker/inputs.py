@@ -1,7 +1,7 @@
 """The tensors of one step, gathered from rows.
 
-What lives here: packing sequences one after another (or padding them to the longest, to show what packing is worth), positions,
-slots, and which packed token's logits each sample needs. What may not: row state, computing, sampling.
+What lives here: packing sequences one after another (or padding them to the longest, to show what packing is worth),
+positions, slots, and which packed token's logits each sample needs. What may not: row state, computing, sampling.
 
     packed tokens       | sequence 0 . . . | sequence 1 | sequence 2 . . . . . |
     query_start           0                  4            5                      11
@@ -11,21 +11,23 @@ slots, and which packed token's logits each sample needs. What may not: row stat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.layers.inputs import MOST_FEW, Alone, AttentionInputs, ForwardInputs
+from headrace.kernels.candidate import Facts
+from headrace.kernels.inputs import MOST_FEW, Alone, AttentionInputs, ForwardInputs
+from headrace.kernels.lora.inputs import AdapterRows, adapter_rows
+from headrace.kernels.operations import GATHER_INPUTS
 from headrace.request import StepPlan
-from headrace.worker.rows import Ints, Rows, Staging
+from headrace.worker.rows import Ints, Rows, ship_all
 
 LEAST_LEADING = 16  # sequences of one query before prompts, from which on they are worth a launch that takes no others
-# Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all do as quickly.
+# Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all
+# do as quickly.
 LEAST_ALONE = {"cpu": 128, "cuda": 1024}
 
 
@@ -49,14 +51,19 @@ class Packing:
         assert self.wanted is not None
         return self.chunk[self.wanted], self.position[self.wanted] + 1, np.arange(len(self.wanted) + 1, dtype=np.int32)
 
-    def hidden_rows(self, chunks: Ints) -> Ints:
-        """Where the hidden states of these chunks' last tokens lie among those that were computed."""
-        last = self.last[chunks]
-        return last if self.wanted is None else np.searchsorted(self.wanted, last).astype(np.int32)
+    def sampled(self, plan: StepPlan) -> Ints:  # [samples]
+        """The packed token whose logits each of the plan's samples reads."""
+        tokens = self.last[np.asarray(plan.sample_work, dtype=np.int32)]
+        return tokens - np.asarray(plan.sample_back, dtype=np.int32) if plan.sample_back else tokens
+
+    def hidden_rows(self, tokens: Ints) -> Ints:
+        """Where the hidden states of these packed tokens lie among those that were computed."""
+        return tokens if self.wanted is None else np.searchsorted(self.wanted, tokens).astype(np.int32)
 
     @property
     def leading(self) -> int:
-        """As AttentionInputs has it; 0, too, where they are few, or all there are. Graphs do without: last bits may differ."""
+        """As AttentionInputs has it; 0, too, where they are few, or all there are. Graphs do without: last bits may
+        differ."""
         lengths = np.diff(self.query_start)
         longer = np.flatnonzero(lengths != 1)
         if not len(longer) or longer[0] < LEAST_LEADING or (lengths[longer[0] :] <= MOST_FEW).any():
@@ -65,12 +72,12 @@ class Packing:
 
 
 def pack(plan: StepPlan, *, padded: bool, prune: bool = False) -> Packing:
-    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all, and so does one whose chunks
-    are single tokens: graphs compute those, sampled or not."""
+    """``prune``: only hidden states that are sampled from are wanted. A step that scores prompts wants all, and so does
+    one whose chunks are single tokens: graphs compute those, sampled or not."""
     packing = _pack(plan, padded)
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
-    wanted = packing.last[np.unique(np.asarray(plan.sample_work, dtype=np.int32))]
+    wanted = np.unique(packing.sampled(plan))
     return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))  # kernels take no empty tensors
 
 
@@ -91,26 +98,30 @@ def _pack(plan: StepPlan, padded: bool) -> Packing:
 
 
 class Gather:
-    """Builds the tensors of a step: what the plan says is shipped in one copy, the rest is gathered from rows on the device."""
+    """Builds the tensors of a step: what the plan says is shipped in one copy, the rest is gathered from rows on the
+    device."""
 
     def __init__(self, rows: Rows, kernels: Kernels) -> None:
         self._rows = rows
         self._least_alone = LEAST_ALONE[rows.device.type]
-        self._gather: Callable[..., Any] = kernels.choose("gather_inputs", dtype=torch.int32)
+        self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
-    def inputs(self, plan: StepPlan, packing: Packing) -> ForwardInputs:
-        """At least one chunk."""
-        staging = Staging(self._rows.device)
-        for part in (np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position):
-            staging.put(part)
+    def inputs(self, plan: StepPlan, packing: Packing, slots: Ints | None = None) -> ForwardInputs:
+        """At least one chunk. ``slots``: of its adapter, or none, for each; None: no chunk has one."""
+        parts = [np.asarray(plan.rows, dtype=np.int32), packing.query_start, packing.context, packing.chunk, packing.position]
         if packing.wanted is not None:
-            staging.put(packing.wanted)
-            for part in packing.alone if len(packing.chunk) >= self._least_alone else ():
-                staging.put(part)
-        row, query_start, context, chunk, position, *rest = staging.ship()
+            parts += [packing.wanted, *(packing.alone if len(packing.chunk) >= self._least_alone else ())]
+        row, query_start, context, chunk, position, *rest = ship_all(self._rows.device, *parts)
         longest_query, longest_context = int(np.diff(packing.query_start).max()), int(packing.context.max())
         gathered = self.gathered(row, query_start, context, chunk, position, longest_query, longest_context, plan.shared_tokens, packing.leading)
-        return replace(gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None)
+        adapters = None if slots is None else self._adapters(packing, slots)
+        return replace(gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters)
+
+    def _adapters(self, packing: Packing, slots: Ints) -> AdapterRows | None:
+        found, device = adapter_rows(slots[packing.chunk], self._rows.device), self._rows.device
+        if found is None or packing.wanted is None:
+            return found
+        return replace(found, wanted=adapter_rows(slots[packing.chunk[packing.wanted]], device))
 
     def gathered(
         self,
@@ -140,7 +151,8 @@ class Gather:
 
 
 def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
-    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that a graph holds.
+    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that a
+    graph holds.
 
     A token that is said again, to fill ``wanted`` [n] up, sees no keys: nobody reads its result twice.
     """

@@ -1,9 +1,10 @@
 """Where memory goes: weights, activations, rows, and the KV blocks that get a share of what is left.
 
-What lives here: sizes, the split of a KV budget over groups, the longest sequence that fits. What may not: allocating, loading.
+What lives here: sizes, the split of a KV budget over groups, the longest sequence that fits. What may not: allocating,
+loading.
 
-A sequence of L tokens needs ceil(L / block_size) blocks of a full group, and of a sliding one no more than its window and a
-few blocks around it. What can be counted exactly is counted, the rest is bounded.
+A sequence of L tokens needs ceil(L / block_size) blocks of a full group, and of a sliding one no more than its window
+and a few blocks around it. What can be counted exactly is counted, the rest is bounded.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headrace.config import CacheConfig, Decision
+from headrace.config import CacheConfig, Decision, EngineConfig
 from headrace.errors import ConfigError, OutOfMemory
+from headrace.layers.basic import Embedding
 from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseFeedForward
+from headrace.lora.slots import slots_bytes
+from headrace.sites import Role, count_bytes, layer_matrices, matrices
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
 
@@ -37,12 +42,13 @@ class KVPlan:
 
     @property
     def num_bytes(self) -> int:
-        return sum(group.spec.bytes_per_block * group.num_blocks for group in self.groups)
+        return _num_bytes(self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory of the device in bytes: what this engine may take of it, and what of that goes to other things than KV, by purpose."""
+    """Memory of the device in bytes: what this engine may take of it, and what of that goes to other things than KV, by
+    purpose."""
 
     available: int
     purposes: Mapping[str, int]
@@ -58,7 +64,8 @@ class Room:
 
 
 def gpu_share(total: int, others: int, utilization: float) -> int:
-    """Bytes that --gpu-memory-utilization leaves to this engine: it bounds what is in use on the card, ``others`` included."""
+    """Bytes that --gpu-memory-utilization leaves to this engine: it bounds what is in use on the card, ``others``
+    included."""
     share = int(total * utilization) - others
     if share <= 0:
         raise OutOfMemory(
@@ -98,27 +105,42 @@ def buckets_to_try(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def graph_bytes(count: int, taken: Sequence[int]) -> int:
-    """What ``count`` graphs take, from what those of ``buckets_to_try`` took, one after the other: the first has the memory that all share.
+    """What ``count`` graphs take, from what those of ``buckets_to_try`` took, one after the other: the first has the
+    memory that all share.
 
-    The driver takes memory in pieces, for several graphs at once, so the others count by their mean, and one piece on top.
+    The driver takes memory in pieces, for several graphs at once, so the others count by their mean, and one piece on
+    top.
     """
     first, *others = taken
     mean = -(-sum(others) // len(others)) if others else 0
     return first + (count - 1) * mean + max(others, default=0)
 
 
+def bounds(spec: DecoderSpec, config: EngineConfig, dtype_bytes: int) -> dict[str, int]:
+    """Bytes of a model and its steps, before anything is loaded. ``config`` is resolved."""
+    scheduler = config.scheduler
+    tokens = scheduler.max_num_batched_tokens or 1
+    logits_rows = min(scheduler.logits_rows, max(scheduler.rows, tokens))
+    adapters = slots_bytes(spec, config.adapters.slots, config.adapters.max_lora_rank, dtype_bytes)
+    return {"weights": count_bytes(spec, dtype_bytes) + adapters, "activations": activation_bytes(spec, tokens, logits_rows, dtype_bytes)}
+
+
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:
-    """A bound on what one step holds at once besides weights and KV: one layer's intermediates, and the logits with one copy."""
-    widest = max(layer.moe.top_k * layer.moe.intermediate_size if layer.moe else spec.intermediate_size for layer in spec.layers)
-    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
-    per_token = 4 * spec.hidden_size + heads * spec.head_dim + 3 * widest
+    """A bound on what one step holds at once besides weights and KV: one layer's intermediates, and the logits with one
+    copy."""
+    first = layer_matrices(spec, 0)
+    widest = max(site.used * site.inner for site in matrices(spec) if site.role is Role.DOWN)
+    per_token = 4 * spec.hidden_size + first[Role.QKV].inner + first[Role.OUTPUT].inner + 3 * widest
     return num_tokens * per_token * dtype_bytes + logits_rows * spec.vocab_size * (dtype_bytes + 2 * 4)
 
 
 def weight_bytes(decoder: nn.Module) -> int:
-    """Bytes a finished decoder holds: parameters and buffers (a tied one once), and what linear layers keep in their kernels' form."""
+    """Bytes a finished decoder holds: parameters and buffers (a tied one once), what linear layers keep in their
+    kernels' form, and slots of adapters."""
     tensors: dict[int, Tensor] = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
-    packed = sum(module.weight_bytes for module in decoder.modules() if isinstance(module, Linear))
+    deltas = (module.delta for module in decoder.modules() if isinstance(module, Linear | Embedding))
+    packed = sum(delta.num_bytes for delta in deltas if delta is not None)
+    packed += sum(module.weight_bytes for module in decoder.modules() if isinstance(module, Linear | Embedding | SparseFeedForward))
     return packed + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -131,37 +153,28 @@ def blocks_needed(spec: KVSpec, num_tokens: int) -> int:
     return whole if spec.window is None else min(whole, -(-spec.window // spec.block_size) + 3)
 
 
-def plan_kv(
-    specs: Sequence[KVSpec],
-    cache: CacheConfig,
-    room: Room,
-    *,
-    on_cpu: bool,
-    max_num_seqs: int,
-    tokens_a_step: int,
-    max_positions: int,
-    requested_len: int | None,
-) -> KVPlan:
-    """Sizes every group and settles max_model_len. Raises ConfigError or OutOfMemory with the numbers and the flags that help."""
+def plan_kv(specs: Sequence[KVSpec], config: EngineConfig, room: Room, *, max_positions: int, on_cpu: bool) -> KVPlan:
+    """Sizes every group and settles max_model_len. ``config`` is resolved. Raises ConfigError or OutOfMemory with the
+    numbers and the flags that help."""
+    cache, requested_len = config.cache, config.model.max_model_len
     if requested_len is not None and requested_len > max_positions:
         raise ConfigError(
             f"--max-model-len is {requested_len}, but this model has positions for {max_positions} tokens; give at most {max_positions}."
         )
     if cache.num_blocks is not None:
         return _counted_plan(specs, cache.num_blocks, room, max_positions, requested_len)
-    budget, reason = _budget(cache, room, on_cpu=on_cpu)
-    if requested_len is not None and cache.kv_cache_memory is None and on_cpu:
-        budget, reason = _stretched(specs, budget, reason, requested_len, room)
+    budget, reason = _budget(cache, room, 0 if requested_len is None else _bytes_for(specs, requested_len), on_cpu=on_cpu)
     longest = _longest(specs, budget, max_positions)
     by_share = not on_cpu and cache.kv_cache_memory is None
     max_model_len = _resolve_len(specs, budget, longest, requested_len, "--gpu-memory-utilization" if by_share else "--kv-cache-memory")
-    groups = _split(specs, budget, max_num_seqs, tokens_a_step, max_model_len)
-    plan = KVPlan(groups, max_model_len, ())
-    return KVPlan(groups, max_model_len, (_kv_decision(plan, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)))
+    groups = _split(specs, budget, config.scheduler.rows, config.scheduler.max_num_batched_tokens or 1, max_model_len)
+    decisions = _kv_decision(groups, reason), *_len_decision(max_model_len, max_positions, requested_len, budget)
+    return KVPlan(groups, max_model_len, decisions)
 
 
 def _counted_plan(specs: Sequence[KVSpec], num_blocks: int, room: Room, max_positions: int, requested_len: int | None) -> KVPlan:
-    """The user counted blocks: an experiment; a cache smaller than max_model_len is then allowed (long requests are refused)."""
+    """The user counted blocks: an experiment; a cache smaller than max_model_len is then allowed (long requests are
+    refused)."""
     needed = sum(spec.bytes_per_block for spec in specs) * num_blocks
     if needed > room.left:
         raise OutOfMemory(f"--num-blocks {num_blocks} is {needed / GIB:.2f} GiB of KV, but {_rest(room)}. Lower --num-blocks.")
@@ -175,7 +188,8 @@ def _rest(room: Room) -> str:
     return f"of the {room.available / GIB:.2f} GiB that are available, {room.account()} are needed and {max(0, room.left) / GIB:.2f} GiB left"
 
 
-def _budget(cache: CacheConfig, room: Room, *, on_cpu: bool) -> tuple[int, str]:
+def _budget(cache: CacheConfig, room: Room, needed: int, *, on_cpu: bool) -> tuple[int, str]:
+    """``needed``: by one sequence of the requested length, for which a CPU gives more than its default share."""
     if cache.kv_cache_memory is not None:
         if cache.kv_cache_memory > room.left:
             raise OutOfMemory(f"--kv-cache-memory is {cache.kv_cache_memory / GIB:.2f} GiB, but {_rest(room)}. Lower --kv-cache-memory.")
@@ -183,16 +197,10 @@ def _budget(cache: CacheConfig, room: Room, *, on_cpu: bool) -> tuple[int, str]:
     if not on_cpu:
         return room.left, f"what --gpu-memory-utilization {cache.gpu_memory_utilization:g} leaves beside {', '.join(room.purposes)}"
     share = min(_CPU_KV_BYTES, int(room.left * _CPU_KV_SHARE))
+    if share < needed <= room.left * _CPU_KV_SHARE_ON_REQUEST:
+        return needed, "one sequence of the requested length needs it"
     left = f"{_CPU_KV_SHARE:.0%} of the {room.left / GIB:.1f} GiB that are left"
     return share, f"the smaller of {_CPU_KV_BYTES // GIB} GiB and {left}; --kv-cache-memory changes it"
-
-
-def _stretched(specs: Sequence[KVSpec], budget: int, reason: str, requested_len: int, room: Room) -> tuple[int, str]:
-    """More than the default share, where one sequence of the requested length needs it."""
-    needed = _bytes_for(specs, requested_len)
-    if budget < needed <= room.left * _CPU_KV_SHARE_ON_REQUEST:
-        return needed, f"one sequence of the requested {requested_len} tokens needs it"
-    return budget, reason
 
 
 def _bytes_for(specs: Sequence[KVSpec], num_tokens: int) -> int:
@@ -225,8 +233,8 @@ def _resolve_len(specs: Sequence[KVSpec], budget: int, longest: int, requested_l
 
 
 def _split(specs: Sequence[KVSpec], budget: int, max_num_seqs: int, tokens_a_step: int, max_model_len: int) -> tuple[KVGroup, ...]:
-    """Equal numbers of blocks for every group (short sequences use all groups alike), but in each at least what one longest
-    sequence needs and at most what all rows together can use; what one group cannot use goes to the others."""
+    """Equal numbers of blocks for every group (short sequences use all groups alike), but in each at least what one
+    longest sequence needs and at most what all rows together can use; what one group cannot use goes to the others."""
     floors = [blocks_needed(spec, max_model_len) for spec in specs]
     caps = [_most_used(spec, max_num_seqs, tokens_a_step, max_model_len) for spec in specs]
 
@@ -244,9 +252,23 @@ def _most_used(spec: KVSpec, max_num_seqs: int, tokens_a_step: int, max_model_le
     return min(whole, max_num_seqs * blocks_needed(spec, max_model_len) + in_step)
 
 
-def _kv_decision(plan: KVPlan, reason: str) -> Decision:
-    blocks = " + ".join(f"{group.num_blocks} blocks of {group.spec.block_size}" for group in plan.groups)
-    return Decision("kv_cache", f"{plan.num_bytes / GIB:.2f} GiB: {blocks}", reason)
+def _kv_decision(groups: Sequence[KVGroup], reason: str) -> Decision:
+    blocks = " + ".join(f"{group.num_blocks} blocks of {group.spec.block_size}" for group in groups)
+    return Decision("kv_cache", f"{_num_bytes(groups) / GIB:.2f} GiB: {blocks}", reason)
+
+
+def _num_bytes(groups: Sequence[KVGroup]) -> int:
+    return sum(group.spec.bytes_per_block * group.num_blocks for group in groups)
+
+
+def memory_decision(plan: KVPlan, memory: Mapping[str, int], held: int | None) -> tuple[Decision, ...]:
+    """How far a CPU's process grows. ``held``: bytes that it has once loaded, without the pages of most blocks; None or
+    0: nobody knows."""
+    if not held:
+        return ()
+    most = held + plan.num_bytes + memory["activations"]
+    reason = "this process now, and when every block was in use once: the cache's pages are taken with its blocks, and kept"
+    return (Decision("memory", f"{held / GIB:.2f} GiB, at most {most / GIB:.2f} GiB", reason),)
 
 
 def _len_decision(max_model_len: int, max_positions: int, requested_len: int | None, budget: int) -> tuple[Decision, ...]:

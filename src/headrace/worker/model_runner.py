@@ -1,16 +1,18 @@
 """One step on one device: rows edited, inputs gathered, forward, sample, and the result read when it is collected.
 
-What lives here: the order of a step and the two submissions it consists of. What may not: building tensors (inputs.py), picking
-tokens (sampler.py), loading or sizing (worker.py), threads.
+What lives here: the order of a step and the two submissions it consists of. What may not: building tensors (inputs.py),
+picking tokens (sampler.py), loading or sizing (worker.py), threads.
 
-``forward`` and ``sample`` are separate so that a row may wait for something (a grammar's mask) between the two. Neither reads the
-device; ``read`` does, at collect.
+``submit`` and ``sample`` are separate so that a row may wait for something (a grammar's mask) between the two. On a
+device with a queue neither reads it; ``collect`` does.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -21,15 +23,20 @@ from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.kernels import Kernels
-from headrace.layers.inputs import ForwardInputs
-from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.lora.inputs import AdapterRows, adapter_rows
+from headrace.lora.device import DeviceAdapters
+from headrace.models.decoder import Decoder
+from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
 from headrace.worker.arena import Arena
-from headrace.worker.device_clock import DeviceClock
-from headrace.worker.graphs import Computes, DecodeGraphs
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.inputs import Gather, Packing, pack
 from headrace.worker.prompt_graphs import PromptGraphs
 from headrace.worker.rows import Ints, Rows, ship
 from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
+from headrace.worker.speculator import Drafts, Speculator
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 _NO_MASKS = TokenMasks()
 _MOST_IN_FLIGHT = 8  # steps whose events are looked at: more than there ever are, and the one before them
@@ -38,7 +45,8 @@ UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A step that graphs take as a whole: its plan's arrays, its rows once more as they are written, how its tokens are drawn."""
+    """A step that graphs take as a whole: its plan's arrays, its rows once more as they are written, how its tokens are
+    drawn."""
 
     rows: array[int]
     counts: array[int]
@@ -52,60 +60,68 @@ class Drawn:
         return plan.rows is self.rows and plan.counts is self.counts and plan.sample_work is self.sample_work and plan.sample_rows is self.sample_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """A step whose hidden states are (being) computed. An empty plan has neither packing nor hidden states, nor has a ``drawn`` one: a graph of
-    ``bucket`` rows computes them, and another goes on from there."""
+@dataclass(slots=True)
+class Step:
+    """A step under way: everything in it is still on the device, or on its way to the host, until there is a
+    ``result``.
 
-    plan: StepPlan
+    An empty plan has neither packing nor hidden states, nor has a ``drawn`` step: a graph of ``bucket`` rows computes
+    it, and another draws.
+    """
+
+    plan: StepPlan  # where drafts are verified, as it is computed
     started: float  # seconds, the runner's clock
+    events: Events | None = None  # around the step and its copies to the host; None on a CPU
     packing: Packing | None = None
-    hidden: Tensor | None = None  # [tokens, hidden]
+    hidden: Tensor | None = None  # [tokens, hidden], until it is sampled from
     drawn: Drawn | None = None
     bucket: int = 0
     graph_tokens: int = 0  # see StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that is queued as far as its hidden states; ``begun`` and ``ended`` are CUDA events for its beginning and end."""
-
-    step: Forwarded
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event  # not recorded yet
+    recorded_graph: bool = False
     computed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its hidden states are there
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A step whose tokens are (being) sampled; everything in it is still on the device, or on its way to the host.
-
-    ``begun`` and ``arrived`` are CUDA events around the step and its copies to the host; None on a CPU. ``pause``: events around the time
-    it waited for its masks.
-    """
-
-    plan: StepPlan
-    started: float
+    pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()  # index into plan.rows, then ids, logprobs, ranks; in order of position
-    begun: torch.cuda.Event | None = None
-    arrived: torch.cuda.Event | None = None
-    pause: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    graph_tokens: int = 0  # see StepResult
-    recorded_graph: bool = False
+    drafts: Drafts | None = None
+    result: StepResult | None = None  # of a device without a queue, at once
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    device: float  # from the step's first event to its last, without its pause
+    idle: float  # from the last event of the step before to this one's first (0 for the first step), and its pause
+    lent: float  # CPU seconds this thread spun until the step was done
+
+
+class DeviceClock:
+    """A CUDA stream's own time: steps of one stream, in order."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+
+    def wait(self, begun: torch.cuda.Event, arrived: torch.cuda.Event, pause: Events | None = None) -> StepSeconds:
+        """Returns when ``arrived`` has happened. Waiting spins, and that is no work of the host's. ``pause``: between
+        these two events the step had nothing to do, because something it needed was not there."""
+        before = time.thread_time()
+        arrived.synchronize()
+        lent = time.thread_time() - before
+        idle = self._last.elapsed_time(begun) / 1e3 if self._last is not None else 0.0
+        self._last = arrived
+        paused = max(0.0, pause[0].elapsed_time(pause[1]) / 1e3) if pause is not None else 0.0
+        return StepSeconds(begun.elapsed_time(arrived) / 1e3 - paused, max(0.0, idle) + paused, lent)
 
 
 class ModelRunner:
     """Runs plans over one decoder, one KV cache and one set of rows.
 
     ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
-    ``prune``: the last layer computes no more than is read (of a prompt, its last token). ``arena``: what ``kernels`` take their results' memory
-    from, in steps that no graph computes.
+    ``prune``: the last layer computes no more than is read (of a prompt, its last token). ``arena``: what ``kernels``
+    take their results' memory from, in steps that no graph computes. ``adapters``: None where rows have none.
     """
 
     def __init__(
         self,
-        decoder: Computes,
+        decoder: Decoder,
         kv_caches: Sequence[Tensor],  # one a KV group: [blocks, layers, 2, kv_heads, block_size, head_dim]
         rows: Rows,
         kernels: Kernels,
@@ -117,9 +133,13 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
         arena: Arena | None = None,
+        adapters: DeviceAdapters | None = None,
+        queued: bool | None = None,  # by the rows' device
+        speculator: Speculator | None = None,
     ) -> None:
         self._decoder = decoder
         self._arena = arena
+        self._adapters = adapters
         self.graphs = graphs
         self.prompt_graphs = prompt_graphs
         self._kv_caches = tuple(kv_caches)
@@ -131,62 +151,51 @@ class ModelRunner:
         self._prune = prune
         self._clock = clock
         self._device_clock = DeviceClock()
+        self._speculator = speculator
+        self._verifying: deque[Step] = deque()  # steps of a queue whose rows' lengths are not known yet
         self._last_drawn: Drawn | None = None
         self._events = _pairs_of_events()
         self._every = array("i", range(len(rows.traits)))
         # Where steps are queued. Asking torch for it each time takes longer than recording an event.
-        self._stream = torch.cuda.current_stream(rows.device) if rows.device.type == "cuda" else None
+        queued = rows.device.type == "cuda" if queued is None else queued
+        self._stream = torch.cuda.current_stream(rows.device) if queued else None
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """The whole step."""
+    @property
+    def queued(self) -> bool:
+        """Whether steps wait in a queue of the device until they are collected."""
+        return self._stream is not None
+
+    def submit(self, plan: StepPlan) -> Step:
+        """The step, or where samples wait for their masks, the step as far as its hidden states. A queue is waited for
+        by ``collect`` alone."""
         with torch.inference_mode():
-            return self.read(self.sample(self.forward(plan)))
+            step = self._forward(plan)
+            return step if plan.masked else self._sample(step, _NO_MASKS)
 
-    def begin(self, plan: StepPlan) -> Forwarded:
-        """The step as far as its hidden states."""
+    def sample(self, step: Step, masks: TokenMasks = _NO_MASKS) -> Step:
+        """The rest of a step that waited for its masks."""
         with torch.inference_mode():
-            return self.forward(plan)
+            return self._sample(step, masks)
 
-    def finish(self, step: Forwarded, masks: TokenMasks) -> StepResult:
-        """The rest of it."""
-        with torch.inference_mode():
-            return self.read(self.sample(step, masks))
+    def collect(self, step: Step) -> StepResult:
+        """Waits for the device, and brings the step's results to the host."""
+        return step.result or self._read(step)
 
-    def launch(self, plan: StepPlan) -> Sampled:
-        """Queues the whole step and what brings its results to the host; waits for nothing. On CUDA alone."""
-        with torch.inference_mode():
-            return self._queue_sample(self._queue_forward(plan), _NO_MASKS)
+    def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
+        """All of it. ``masks``: of a plan that waits for them."""
+        step = self.submit(plan)
+        return self.collect(step if masks is None else self.sample(step, masks))
 
-    def launch_forward(self, plan: StepPlan) -> Launched:
-        """Queues the step as far as its hidden states."""
-        with torch.inference_mode():
-            return self._queue_forward(plan)
+    # --- as far as hidden states
 
-    def launch_sample(self, launched: Launched, masks: TokenMasks = _NO_MASKS) -> Sampled:
-        """Queues the rest of it."""
-        with torch.inference_mode():
-            return self._queue_sample(launched, masks)
-
-    def _queue_forward(self, plan: StepPlan) -> Launched:
-        begun, ended = next(self._events)
-        return Launched(self.forward(plan, begun), begun, ended, _recorded() if plan.masked else None)
-
-    def _queue_sample(self, launched: Launched, masks: TokenMasks) -> Sampled:
-        pause = None if launched.computed is None else (launched.computed, _recorded())
-        step = self.sample(launched.step, masks)
-        if launched.step.drawn is None:
-            step = _to_host(step)
-        launched.ended.record(self._stream)
-        recorded = self.prompt_graphs is not None and self.prompt_graphs.record()
-        events = launched.begun, launched.ended, pause
-        return Sampled(step.plan, step.started, step.samples, step.prompt, *events, launched.step.graph_tokens, recorded)
-
-    def forward(self, plan: StepPlan, begun: torch.cuda.Event | None = None) -> Forwarded:
-        """Edits rows, copies blocks, computes every planned token.
-
-        ``begun`` is recorded once the host has its part done: what the device waited for that is idle time, not this step's.
-        """
-        started = self._clock.now()
+    def _forward(self, plan: StepPlan) -> Step:
+        """Edits rows, copies blocks, computes every planned token."""
+        step = Step(plan, self._clock.now(), None if self._stream is None else next(self._events))
+        if self._speculator is not None:
+            self._await_lengths()
+            self._speculator.leave(plan)
+        if plan.adapters and self._adapters is not None:
+            self._adapters.bring(plan.adapters)
         edits, drawn = self._rows.edits_of(plan), None
         if edits is not None and (drawn := self._drawn(plan)) is not None:
             self._rows.drop(plan)
@@ -196,39 +205,67 @@ class ModelRunner:
             drawn = self._drawn(plan)
         if plan.copy_group:
             self._copy_blocks(plan)
+        if self._speculator is not None:
+            step.plan, step.drafts = self._speculator.begin(plan)
         if drawn is not None and self.graphs is not None:
-            bucket = self.graphs.write(drawn.on_host, np.asarray(plan.starts, dtype=np.int32) + 1, edits, shared_tokens=plan.shared_tokens)
-            if begun is not None:
-                begun.record(self._stream)
-            self.graphs.compute(bucket, drawn.how)
-            return Forwarded(plan, started, None, None, drawn, bucket)
-        return self._compute(plan, started, begun)
+            context = np.asarray(plan.starts, dtype=np.int32) + 1
+            step.bucket = self.graphs.write(drawn.on_host, context, edits, shared_tokens=plan.shared_tokens)
+            self._begin(step)
+            self.graphs.compute(step.bucket, drawn.how)
+            step.drawn = drawn
+        else:
+            self._compute(step)
+        if plan.masked and self._stream is not None:
+            step.computed = _recorded()
+        return step
 
-    def _compute(self, plan: StepPlan, started: float, begun: torch.cuda.Event | None) -> Forwarded:
+    def _await_lengths(self) -> None:
+        """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows are."""
+        while self._verifying:
+            step = self._verifying.popleft()
+            if step.result is None:
+                step.result = self._read(step)
+
+    def _begin(self, step: Step) -> None:
+        """Once the host has its part done: what the device waited for that is idle time, not this step's."""
+        if step.events is not None:
+            step.events[0].record(self._stream)
+
+    def _compute(self, step: Step) -> None:
         """A step that goes on eagerly from its hidden states."""
+        plan = step.plan
         packing = pack(plan, padded=self._padded, prune=self._prune) if plan.rows else None
         compute, graph_tokens = (None, 0) if packing is None else self._prepared(plan, packing)
-        if begun is not None:
-            begun.record(self._stream)
-        if compute is None:
-            return Forwarded(plan, started)
-        return Forwarded(plan, started, packing, compute(), graph_tokens=graph_tokens)
+        self._begin(step)
+        if compute is not None:
+            step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
 
     def _prepared(self, plan: StepPlan, packing: Packing) -> tuple[Callable[[], Tensor], int]:
-        """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a prompt graph that does."""
+        """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
+        prompt graph that does."""
+        if (slots := self._slots(plan.rows)) is not None:  # graphs hold no adapters
+            return partial(self._computed, self._gather.inputs(plan, packing, slots)), 0
         graphs, prompts = self.graphs, self.prompt_graphs
-        if graphs is not None and self._graphed(plan, packing):
+        if graphs is not None and len(packing.chunk) == len(plan.rows) and graphs.serves(len(plan.rows)):
             bucket = graphs.write(np.asarray(plan.rows, dtype=np.int32), packing.context, shared_tokens=plan.shared_tokens)
-            return partial(self._replayed, graphs, bucket, len(plan.rows)), 0
-        if prompts is not None and (shape := prompts.shape_of(plan, packing)) is not None:
+            return partial(graphs.hidden, bucket, len(plan.rows)), 0
+        if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
             prompts.write(shape, plan, packing)
             wanted = packing.chunk if packing.wanted is None else packing.wanted
             return partial(prompts.compute, shape, len(wanted)), shape.tokens if prompts.replays(shape) else 0
         return partial(self._computed, self._gather.inputs(plan, packing)), 0
 
-    def _replayed(self, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
-        graphs.compute(bucket)
-        return graphs.hidden(bucket, count)
+    def _slots(self, rows: Sequence[int] | Ints) -> Ints | None:
+        """Of these rows' adapters; None where none has one."""
+        if self._adapters is None:
+            return None
+        slots = self._rows.adapter_slots[np.asarray(rows)]
+        return slots if (slots != NO_SLOT).any() else None
+
+    def _adapted(self, rows: Ints) -> AdapterRows | None:
+        """What the head is told of hidden states of these rows."""
+        slots = self._slots(rows)
+        return None if slots is None else adapter_rows(slots, self._rows.device)
 
     def _computed(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states. Nothing else of the forward pass is read when another has been queued."""
@@ -237,58 +274,77 @@ class ModelRunner:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
         tokens = len(inputs.token_ids)
-        kind = self._decoder.way(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None
+        kind = self._decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None
+        if inputs.adapters is not None:  # what is allocated depends on which adapters there are
+            return compute()
         return self._arena.run(compute, tokens, wanted, kind=kind)
 
-    def _graphed(self, plan: StepPlan, packing: Packing) -> bool:
-        """Whether every chunk is one token and there is a graph for so many."""
-        return self.graphs is not None and len(packing.chunk) == len(plan.rows) and self.graphs.serves(len(plan.rows))
+    # --- from there to the host
 
-    def sample(self, step: Forwarded, masks: TokenMasks = _NO_MASKS) -> Sampled:
-        """Picks a token for every sampled row, within its mask if it has one, and scores the prompts that asked for it."""
+    def _sample(self, step: Step, masks: TokenMasks) -> Step:
+        """Picks a token for every sampled row, within its mask if it has one, and scores the prompts that asked for
+        it."""
+        if step.computed is not None:
+            step.pause = step.computed, _recorded()
         if step.drawn is not None and self.graphs is not None:
             tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
-            return Sampled(step.plan, step.started, (Samples(tokens),))
-        if step.packing is None or step.hidden is None:
-            return Sampled(step.plan, step.started)
-        samples = tuple(self._sample_piece(step.plan, step.packing, step.hidden, piece, masks) for piece in self._pieces(len(step.plan.sample_rows)))
-        prompt = tuple(
-            (index, *score) for index in step.plan.prompt_logprobs for score in self._score_prompt(step.plan, step.packing, step.hidden, index)
-        )
-        return Sampled(step.plan, step.started, samples, prompt)
+            step.samples = (Samples(tokens),)
+        elif step.packing is not None and step.hidden is not None:
+            self._sample_eagerly(step, step.packing, step.hidden, masks)
+            step.hidden = None  # whatever the next step allocates may lie there
+        if step.events is None:
+            step.result = self._read(step)
+            return step
+        if step.drawn is None:
+            _to_host(step)
+        if step.drafts is not None:
+            self._verifying.append(step)
+        step.events[1].record(self._stream)
+        step.recorded_graph = self.prompt_graphs is not None and self.prompt_graphs.record()
+        return step
 
-    def read(self, step: Sampled) -> StepResult:
-        """Waits for the device and brings the step's results to the host."""
-        taken = None
-        if step.begun is not None and step.arrived is not None:
-            taken = self._device_clock.wait(step.begun, step.arrived, step.pause)
-        elif self._stream is not None:
-            self._stream.synchronize()
+    def _sample_eagerly(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> None:
+        plan = step.plan
+        pieces = self._pieces(len(plan.sample_rows))
+        step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
+        scored = ((index, *score) for index in plan.prompt_logprobs for score in self._score_prompt(plan, packing, hidden, index))
+        step.prompt = tuple(scored)
+
+    def _read(self, step: Step) -> StepResult:
+        taken = None if step.events is None else self._device_clock.wait(*step.events, step.pause)
         tokens, logprobs, errors = _read_samples(step.samples)
-        found = step.plan.step_id, tokens, logprobs, _read_prompt(step) if step.plan.prompt_logprobs else {}, errors
+        scores: Mapping[int, tuple[TokenLogprobs, ...]] = logprobs
+        wrong: Mapping[int, str] = errors
+        drafted: Sequence[int] = ()
+        if step.drafts is not None and self._speculator is not None:
+            drafted = [len(each) for each in step.drafts.proposed]
+            rows = [row for row, back in zip(step.plan.sample_rows, step.plan.sample_back, strict=True) if not back]
+            tokens, scores, wrong = self._speculator.end(step.plan, step.drafts, tokens, logprobs, errors)
+            self._sampler.count(rows, tokens)
+        found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
         if taken is None:  # a device without a clock of its own
-            return StepResult(*found, device_seconds=self._clock.now() - step.started)
+            return StepResult(*found, device_seconds=self._clock.now() - step.started, drafted=drafted)
         clock = taken.device, taken.idle
-        return StepResult(*found, *clock, step.graph_tokens, step.recorded_graph, lent_seconds=taken.lent)
+        return StepResult(*found, *clock, step.graph_tokens, step.recorded_graph, drafted=drafted, lent_seconds=taken.lent)
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""
         return self.prompt_graphs is not None and self.prompt_graphs.prepare()
 
     def forget(self) -> None:
-        """Drops every row; KV blocks stay as they are."""
+        """Drops every row; KV blocks stay as they are, and what happened so far is no step's idle time."""
         self._rows.clear()
+        self._verifying.clear()
+        if self._speculator is not None:
+            self._speculator.forget()
         self._last_drawn = None
+        self._device_clock = DeviceClock()
         if self.graphs is not None:
             self.graphs.restart()
-
-    # --- parts of forward
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
             self._kv_caches[group][target].copy_(self._kv_caches[group][source], non_blocking=True)
-
-    # --- parts of sample
 
     def _drawn(self, plan: StepPlan) -> Drawn | None:
         """How graphs take the whole step; None where it wants more than they do. Its rows have been edited.
@@ -296,41 +352,37 @@ class ModelRunner:
         Steps of the same rows have the same arrays as a rule, and are not looked at again.
         """
         last = self._last_drawn
-        if last is None or plan.rows_added or plan.prompt_logprobs or not last.is_of(plan):
+        if last is None or plan.rows_added or plan.drafts or plan.prompt_logprobs or not last.is_of(plan):
             self._last_drawn = last = self._look_at(plan)
         return last
 
     def _look_at(self, plan: StepPlan) -> Drawn | None:
+        """Where every chunk is one token and gets the one after its own, and nothing else is asked for."""
         count = len(plan.rows)
-        if self.graphs is None or not count or plan.counts.count(1) != count or not self.graphs.draws(count):
+        if self.graphs is None or not count or self._slots(plan.rows) is not None or plan.counts.count(1) != count or not self.graphs.draws(count):
             return None
-        how = self._draw_of(plan)
-        arrays = plan.rows, plan.counts, plan.sample_work, plan.sample_rows
-        return None if how is None else Drawn(*arrays, np.asarray(plan.rows, dtype=np.int32), how)
+        if plan.drafts or plan.prompt_logprobs or plan.sample_rows != plan.rows or plan.sample_work != self._every[:count]:
+            return None
+        rows = np.asarray(plan.rows, dtype=np.int32)
+        how = draw_of(self._rows.traits[rows])
+        return None if how is None else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how)
 
-    def _draw_of(self, plan: StepPlan) -> Draw | None:
-        """How every chunk gets the token after its own, where nothing else is asked for."""
-        if plan.prompt_logprobs or plan.sample_rows != plan.rows or len(plan.sample_work) != len(plan.rows):
-            return None
-        if plan.sample_work != self._every[: len(plan.rows)]:
-            return None
-        return draw_of(self._rows.traits[np.asarray(plan.rows, dtype=np.int32)])
-
-    def _pieces(self, count: int, start: int = 0) -> Iterator[slice]:
-        for first in range(start, start + count, self._max_logits_rows):
-            yield slice(first, min(first + self._max_logits_rows, start + count))
+    def _pieces(self, count: int) -> Iterator[slice]:
+        for first in range(0, count, self._max_logits_rows):
+            yield slice(first, min(first + self._max_logits_rows, count))
 
     def _sample_piece(self, plan: StepPlan, packing: Packing, hidden: Tensor, piece: slice, masks: TokenMasks) -> Samples:
-        work = np.asarray(plan.sample_work, dtype=np.int32)[piece]
-        starts, counts = np.asarray(plan.starts, dtype=np.int32), np.asarray(plan.counts, dtype=np.int32)
-        chunks, source = np.unique(work, return_inverse=True)
+        places, source = np.unique(packing.sampled(plan)[piece], return_inverse=True)
         batch = SampleBatch(
             rows=np.asarray(plan.sample_rows, dtype=np.int32)[piece],
-            positions=(starts + counts)[work],
+            positions=packing.position[places][source] + 1,
             source=source.astype(np.int32),
+            drafts=_drafts_before(plan, piece) if plan.sample_back else None,
             masks=_masks_of(masks, piece) if masks.samples else None,
         )
-        return self._sampler.sample(self._decoder.logits(hidden[ship(packing.hidden_rows(chunks), self._rows.device)]).float(), batch)
+        picked = hidden[ship(packing.hidden_rows(places), self._rows.device)]
+        adapters = self._adapted(np.asarray(plan.rows, dtype=np.int32)[packing.chunk[places]])
+        return self._sampler.sample(self._decoder.logits(picked, adapters).float(), batch)
 
     def _score_prompt(self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Scores of the known next tokens of one chunk: position p scores token p + 1, as far as the prompt goes."""
@@ -339,12 +391,13 @@ class ModelRunner:
         num_best = self._rows.host[row].params.prompt_logprobs or 0
         first_packed = int(packing.last[index]) + 1 - plan.counts[index]
         for piece in self._pieces(num_scored):
-            logits = self._decoder.logits(hidden[first_packed + piece.start : first_packed + piece.stop]).float()
+            scored = hidden[first_packed + piece.start : first_packed + piece.stop]
+            logits = self._decoder.logits(scored, self._adapted(np.full(len(scored), row))).float()
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
 
 
-def _pairs_of_events() -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+def _pairs_of_events() -> Iterator[Events]:
     """A step's beginning and end, made once and used in turn: making one takes as long as recording it."""
     yield from cycle([(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_MOST_IN_FLIGHT)])
 
@@ -355,6 +408,12 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
+def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
+    """Drafts of the same chunk that stand before the place of each sample."""
+    work, back = np.asarray(plan.sample_work, dtype=np.int32)[piece], np.asarray(plan.sample_back, dtype=np.int32)[piece]
+    return np.asarray(plan.drafts, dtype=np.int32)[work] - back
+
+
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:
     """Those of the samples in ``piece``, counted from its first."""
     samples = np.array(masks.samples, dtype=np.int32)
@@ -363,8 +422,8 @@ def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:
     return RowMasks(samples[inside] - piece.start, words[inside]) if inside.any() else None
 
 
-def _to_host(step: Sampled) -> Sampled:
-    """Starts the copies of everything that ``read`` looks at, into pinned memory."""
+def _to_host(step: Step) -> None:
+    """Starts the copies of everything that ``_read`` looks at, into pinned memory."""
 
     def home(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -372,9 +431,8 @@ def _to_host(step: Sampled) -> Sampled:
     def scores_home(scores: Scores | None) -> Scores | None:
         return scores and replace(scores, ids=home(scores.ids), logprobs=home(scores.logprobs), ranks=home(scores.ranks))
 
-    samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
-    prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
-    return replace(step, samples=samples, prompt=prompt)
+    step.samples = tuple(Samples(home(torch.as_tensor(each.picked)), scores_home(each.scores)) for each in step.samples)
+    step.prompt = tuple((index, home(ids), home(logprobs), home(ranks)) for index, ids, logprobs, ranks in step.prompt)
 
 
 def _table(samples: Samples) -> Ints:  # [samples, 2]
@@ -408,7 +466,7 @@ def _read_scores(scores: Scores) -> Iterator[tuple[int, TokenLogprobs]]:
         yield j, TokenLogprobs(tuple(ids[: 1 + num_best]), tuple(logprobs[: 1 + num_best]), rank)
 
 
-def _read_prompt(step: Sampled) -> dict[int, tuple[TokenLogprobs, ...]]:
+def _read_prompt(step: Step) -> dict[int, tuple[TokenLogprobs, ...]]:
     entries: dict[int, tuple[TokenLogprobs, ...]] = {index: () for index in step.plan.prompt_logprobs}
     for index, ids, logprobs, ranks in step.prompt:
         piece = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)

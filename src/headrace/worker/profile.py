@@ -1,24 +1,28 @@
 """Measures this machine's limits: what a step is divided by.
 
-What lives here: which device is measured, in full (``headrace doctor --profile``) or at a glance (when an engine starts on a device
-that was never measured); timed reads, copies and matrix products on the CPU. What may not: measuring a CUDA card (card.py), storing
-and finding profiles (cost/profile.py).
+What lives here: which device is measured, in full (``headrace doctor --profile``) or at a glance (when an engine starts
+on a device that was never measured); timed reads, copies and matrix products on the CPU; the recorder that holds each
+step against these limits. What may not: measuring a CUDA card (card.py), storing and finding profiles
+(cost/profile.py), the arithmetic (cost/), recording (observe/metrics.py).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.config import Decision
+from headrace.cost.calibrated import SHIPPED, best_calibrated, find_calibrated, price_of
+from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.cost.profile import (
     DeviceIdentity,
     DeviceProfile,
@@ -27,11 +31,20 @@ from headrace.cost.profile import (
     cpu_identity,
     find_profile,
     last_level_cache_bytes,
+    profile_folder,
     said_bandwidth,
     said_rate,
 )
+from headrace.engine.executor import ExecutorInfo
 from headrace.errors import ConfigError
-from headrace.worker.card import GLANCE_BYTES, card_identity, card_limits, glance_at_card, measure_card
+from headrace.models import families
+from headrace.observe.metrics import StepRecorder
+from headrace.sites import count_bytes
+from headrace.spec import ELEMENT_BYTES, DecoderSpec
+from headrace.worker.card import GLANCE_BYTES, Measurement, card_identity, card_limits, glance_at_card, measure_card
+from headrace.worker.energy import create_energy_meter
+
+_log = logging.getLogger(__name__)
 
 FULL_ROUNDS = 9
 GLANCE_ROUNDS = 2
@@ -40,12 +53,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MIN_WORKING_SET = 256 * 2**20  # bytes
 MAX_WORKING_SET = 2 * 2**30
 NOTED_SHARE = 0.1
-NOTED_BYTES = 2 * 2**30
 GLANCE_WORKING_SET = 128 * 2**20
 
 
 class OtherProcesses:
-    """What other processes take of the CPUs from here on; a steady neighbour lowers every round alike, so rounds do not show it."""
+    """What other processes take of the CPUs from here on; a steady neighbour lowers every round alike, so rounds do not
+    show it."""
 
     def __init__(self) -> None:
         self._begin = self._now()
@@ -66,34 +79,21 @@ class OtherProcesses:
 
 
 def measure_profile(say: Callable[[str], None] = lambda line: None, device: str = "cpu") -> DeviceProfile:
-    """The profile of the CPU (with the threads torch now uses) or of the card, in under a minute. Raises ConfigError when it was not quiet.
+    """The profile of the CPU (with the threads torch now uses) or of the card, in under a minute. Raises ConfigError
+    when it was not quiet.
 
     The sustained read bandwidth (median of rounds) is stored; it is refused when below 0.9 of the best plain read.
     """
-    return _measure_cpu(say) if device == "cpu" else _measure_card(say)
+    found = _measure_cpu() if device == "cpu" else measure_card()
+    best = max(found.reads)
+    say(f"{found.limits} over {found.working_set / 2**30:.1f} GiB; best read {said_bandwidth(best)}")
+    check_quiet(found.limits.read_bandwidth, best)
+    for note in found.notes:
+        say(note)
+    return _profile("measured", found.limits, device, found.working_set, spread=(best - min(found.reads)) / best, **found.more)
 
 
-def _measure_card(say: Callable[[str], None]) -> DeviceProfile:
-    found = measure_card()
-    limits, launch = found.limits, found.launch
-    say(f"{limits} over {found.working_set / 2**30:.1f} GiB; best read {said_bandwidth(max(found.reads))}")
-    check_quiet(limits.read_bandwidth, max(found.reads))
-    say(f"bfloat16 products held for a second: {said_rate(found.sustained_gemm_rate)}")
-    in_graph = f"{launch.in_graph * 1e6:.2f} µs in a graph, of it {launch.gap * 1e6:.2f} µs between two"
-    say(f"a small kernel: {launch.plain * 1e6:.1f} µs to launch, {in_graph}")
-    if found.taken_by_others > NOTED_BYTES:
-        say(f"note: {found.taken_by_others / 2**30:.1f} GiB of the card are not this process's; if others compute there, measure again without them")
-    return replace(
-        _profile("measured", limits, identity=card_identity(), size=found.working_set),
-        sustained_gemm_rates={"bfloat16": found.sustained_gemm_rate},
-        launch_overhead=launch.plain,
-        graph_kernel=launch.in_graph,
-        graph_gap=launch.gap,
-        spread=(max(found.reads) - min(found.reads)) / max(found.reads),
-    )
-
-
-def _measure_cpu(say: Callable[[str], None]) -> DeviceProfile:
+def _measure_cpu() -> Measurement:
     size = min(max(8 * last_level_cache_bytes(), MIN_WORKING_SET), MAX_WORKING_SET)
     data = torch.full((size // 4,), 1.5)
     target = torch.empty_like(data)
@@ -102,20 +102,18 @@ def _measure_cpu(say: Callable[[str], None]) -> DeviceProfile:
     for _ in range(FULL_ROUNDS):  # in turn, so that a disturbance meets both
         reads.append(size / _seconds_per_call(lambda: data.sum(), ROUND_SECONDS))
         copies.append(2 * size / _seconds_per_call(lambda: target.copy_(data), ROUND_SECONDS))
-    say(f"read {median(reads) / 1e9:.1f} GB/s (best {max(reads) / 1e9:.1f}), copy {median(copies) / 1e9:.1f} GB/s over {size / 2**20:.0f} MiB")
-    check_quiet(median(reads), max(reads))
     rates = {name: median(_gemm_rates(dtype, 2048, FULL_ROUNDS, ROUND_SECONDS)) for name, dtype in DTYPES.items()}
-    say(", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in rates.items()))
-    spread, share = (max(reads) - min(reads)) / max(reads), others.share()
+    share, notes = others.share(), list[str]()
     if share > NOTED_SHARE:
-        say(f"note: other processes used {share:.0%} of the CPUs meanwhile; these limits may be too low, so measure again on a quiet machine")
-    limits = Limits(median(reads), median(copies), rates)
-    profile = _profile("measured", limits, identity=identity_here(), size=size)
-    return replace(profile, launch_overhead=_launch_seconds(), spread=spread, others_share=share)
+        used = f"other processes used {share:.0%} of the CPUs meanwhile"
+        notes.append(f"note: {used}; these limits may be too low, so measure again on a quiet machine")
+    more = {"launch_overhead": _launch_seconds(), "others_share": share}
+    return Measurement(Limits(median(reads), median(copies), rates), reads, size, more, notes)
 
 
 def limits_now(device: str = "cpu") -> Limits:
-    """The limits of this moment, which a benchmark prints beside its figures: the CPU's in 0.2 s, the card's in about three."""
+    """The limits of this moment, which a benchmark prints beside its figures: the CPU's in 0.2 s, the card's in about
+    three."""
     return glance_limits() if device == "cpu" else card_limits()
 
 
@@ -131,14 +129,17 @@ def glance_limits() -> Limits:
 
 
 def estimate_profile(device: str = "cpu") -> DeviceProfile:
-    """Roughly, without disturbing an engine that has already taken its memory. Raises ConfigError when there is no room even for that."""
+    """Roughly, without disturbing an engine that has already taken its memory. Raises ConfigError when there is no room
+    even for that."""
     if device == "cpu":
-        return replace(_profile("estimated", glance_limits(), identity=identity_here(), size=GLANCE_WORKING_SET), launch_overhead=_launch_seconds())
-    return _profile("estimated", glance_at_card(), identity=card_identity(), size=GLANCE_BYTES)
+        return _profile("estimated", glance_limits(), device, GLANCE_WORKING_SET, launch_overhead=_launch_seconds())
+    return _profile("estimated", glance_at_card(), device, GLANCE_BYTES)
 
 
 def resolve_profile(device: str = "cpu") -> tuple[DeviceProfile | None, Decision]:
-    """The stored profile of this device, or an estimate, or none; and which it is. Called with torch's threads already set."""
+    """The stored profile of this device, or an estimate, or none; and which it is. Called with torch's threads already
+    set, best while a start has to wait for something else: a glance at a card that was never measured borrows a GiB of
+    it, and gives it back."""
     identity = identity_here(device)
     try:
         stored = find_profile(identity)
@@ -160,9 +161,9 @@ def _said(profile: DeviceProfile) -> str:
     return f"{said_bandwidth(profile.read_bandwidth)}, {said_rate(profile.gemm_rate('bfloat16'))} bfloat16"
 
 
-def _profile(source: str, limits: Limits, *, identity: DeviceIdentity, size: int) -> DeviceProfile:
+def _profile(source: str, limits: Limits, device: str, size: int, **more: Any) -> DeviceProfile:
     return DeviceProfile(
-        identity=identity,
+        identity=identity_here(device),
         read_bandwidth=limits.read_bandwidth,
         copy_bandwidth=limits.copy_bandwidth,
         gemm_rates=limits.gemm_rates,
@@ -170,6 +171,7 @@ def _profile(source: str, limits: Limits, *, identity: DeviceIdentity, size: int
         source=source,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         versions={"torch": torch.__version__},
+        **more,
     )
 
 
@@ -222,3 +224,46 @@ def _calls(call: Callable[[], object], count: int) -> Iterator[float]:
     call()
     for _ in range(count):
         yield _seconds_per_call(call, 0.0)
+
+
+# --- each step against these limits
+
+
+def create_recorder(
+    model_config: Mapping[str, Any],
+    info: ExecutorInfo,
+    limits: tuple[DeviceProfile | None, Decision],
+    *,
+    device: str,
+    dtype: str,
+    promise: float | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> tuple[StepRecorder, Decision]:
+    """``limits``: of the ``device`` ("cpu" or "cuda"), as ``resolve_profile`` has them. ``dtype`` is the one weights
+    are held in; ``promise``: seconds a step may take (--max-step-ms); ``switches``: as run_facts.py has them."""
+    profile, decision = limits
+    energy = create_energy_meter(device).read
+    if profile is None:
+        return StepRecorder(promise=promise, energy=energy), decision
+    groups = [group.spec for group in info.kv_groups]
+    spec = families.spec_from_config(model_config)
+    cost_model = CostModel(spec, groups, profile, weight_bytes=_bytes_a_weight(spec, info, dtype), dtype=dtype)
+    plain = CostModel(spec, groups, profile, weight_bytes=ELEMENT_BYTES[dtype], dtype=dtype)  # what prices were fitted with
+    return StepRecorder(cost_model, promise=promise, calibrated=find_price(plain, switches or {}), energy=energy), decision
+
+
+def _bytes_a_weight(spec: DecoderSpec, info: ExecutorInfo, dtype: str) -> float:
+    """Less than its type has where the engine holds less than the spec says."""
+    return ELEMENT_BYTES[dtype] * min(info.memory["weights"] / count_bytes(spec, ELEMENT_BYTES[dtype]), 1.0)
+
+
+def find_price(cost_model: CostModel, switches: Mapping[str, Any], folders: Sequence[Path] = ()) -> Callable[[StepLoad, bool], float] | None:
+    """What was calibrated on this device for this very model, precision and these switches; files that cannot be read
+    are passed over, with a word: an engine starts without them."""
+    try:
+        found = find_calibrated(cost_model.profile.identity, folders or (profile_folder(), SHIPPED))
+    except ConfigError as error:
+        _log.warning("%s", error)
+        return None
+    best, other = best_calibrated(found, cost_model.spec, cost_model.dtype, switches)
+    return price_of(best, cost_model) if best is not None and not other else None

@@ -1,19 +1,21 @@
-"""CUDA graphs of steps with prompts: everything between a step's numbers on the host and its hidden states, launched as one.
+"""CUDA graphs of steps with prompts: everything between a step's numbers on the host and its hidden states, launched as
+one.
 
-A layer of a prompt is seven to ten launches, each of which costs the host as much as some hundred tokens of a small model cost the device. Which
-sequences a step has, how their queries and keys lie, is all read on the device; what a launch fixes are sizes. So a graph is recorded for
-a shape: so many tokens, so many sequences, both rounded up. What fills a step up is of no sequence:
+A layer of a prompt is seven to ten launches, each of which costs the host as much as some hundred tokens of a small
+model cost the device. Which sequences a step has, how their queries and keys lie, is all read on the device; what a
+launch fixes are sizes. So a graph is recorded for a shape: so many tokens, so many sequences, both rounded up. What
+fills a step up is of no sequence:
 
     tokens      | sequence 0 . . . | sequence 1 | sequence 2 . . . | - - - -    position -1: they see no keys and write none
     sequences     0                  1            2                  3 4 5      no query, no key
     wanted        the last token of each, and that of the last one again for those that are none
 
-Which shapes there are, and when one is worth a graph, is a rule of its own (cost/prompt_shapes.py). The memory of the largest, captured first,
-is that of all. A step whose shape is recorded runs eagerly over the graph's own inputs, so that every first use is paid for, and is captured
-behind it.
+Which shapes there are, and when one is worth a graph, is a rule of its own (cost/prompt_shapes.py). The memory of the
+largest, captured first, is that of all. A step whose shape is recorded runs eagerly over the graph's own inputs, so
+that every first use is paid for, and is captured behind it.
 
-What lives here: the static inputs of shapes, capture and replay. What may not: which shape serves a step (cost/prompt_shapes.py), what a step
-computes (models/), decode steps (graphs.py), sampling.
+What lives here: the static inputs of shapes, capture and replay. What may not: which shape serves a step
+(cost/prompt_shapes.py), what a step computes (models/), decode steps (graphs.py), sampling.
 """
 
 from __future__ import annotations
@@ -28,13 +30,10 @@ import torch
 from torch import Tensor
 
 from headrace.cost.prompt_shapes import PromptShapes, Shape, ShapeBounds
-from headrace.kernels import Kernels
 from headrace.request import StepPlan
-from headrace.worker.device_memory import scratch_of_graphs
-from headrace.worker.graphs import ComputesInOne
-from headrace.worker.inputs import Gather, Packing
+from headrace.worker.inputs import Packing
 from headrace.worker.recorder import Recorder
-from headrace.worker.rows import Ints, Rows
+from headrace.worker.rows import Ints
 
 _log = logging.getLogger(__name__)
 
@@ -55,32 +54,21 @@ class Bounds(ShapeBounds):
 
 
 class PromptGraphs:
-    """Graphs of one decoder over one KV cache and one set of rows; of no use until the largest have been captured.
+    """Of no use until the largest have been captured.
 
-    Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and behind all that reads what it brings, ``record``.
+    Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and behind all that reads
+    what it brings, ``record``.
     """
 
-    def __init__(
-        self,
-        decoder: ComputesInOne,
-        kernels: Kernels,
-        rows: Rows,
-        kv_caches: Sequence[Tensor],
-        recorder: Recorder,
-        bounds: Bounds,
-        hidden: Tensor,  # [bounds.most_wanted, hidden]: what every graph writes
-    ) -> None:
-        self._decoder = decoder
-        self._kernels = kernels
-        self._rows = rows
-        self._kv_caches = tuple(kv_caches)
+    def __init__(self, recorder: Recorder, bounds: Bounds, hidden: Tensor) -> None:
+        """``hidden`` [bounds.most_wanted, hidden]: what every graph writes."""
         self._recorder = recorder
+        self._device = recorder.rows.device
         self._bounds = bounds
         self._shapes = PromptShapes(bounds)
-        self._gather = Gather(rows, kernels)
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._due: Shape | None = None  # computed eagerly just now
-        self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=rows.device)
+        self._shipped = torch.zeros(_places(self._shapes.largest)[-1].stop, dtype=torch.int32, device=self._device)
         self._hidden = hidden
 
     # --- what is captured at a start
@@ -104,15 +92,10 @@ class PromptGraphs:
         self.capture(self._shapes.first)
 
     def capture(self, shapes: Sequence[Shape]) -> None:
-        """In this order. Where a kernel gives way, and to a twin that looks at the device, there are none in the end."""
-        try:
+        """In this order."""
+        with self._recorder.while_graphable(self._forget):
             for shape in shapes:
-                self._rehearse_and_capture(shape)
-        except RuntimeError:
-            if self._kernels.graphable:
-                raise
-            self._graphs.clear()
-            self._shapes.captured.clear()
+                self._warm_up_and_capture(shape)
 
     # --- steps
 
@@ -132,8 +115,8 @@ class PromptGraphs:
         self._ship(shape, parts)
 
     def compute(self, shape: Shape, count: int) -> Tensor:
-        """Hidden states of the step just written: of its ``count`` first tokens, or of those that are wanted. The next one overwrites them; work
-        queued before sees them."""
+        """Hidden states of the step just written: of its ``count`` first tokens, or of those that are wanted. The next
+        one overwrites them; work queued before sees them."""
         graph = self._graphs.get(shape)
         if graph is None:
             self._run(shape)
@@ -143,7 +126,8 @@ class PromptGraphs:
         return self._hidden[:count]
 
     def record(self) -> bool:
-        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Whether there was one to record."""
+        """Some milliseconds, once a shape: what was computed eagerly is a graph from now on. Whether there was one to
+        record."""
         shape, self._due = self._due, None
         if shape is not None:
             self._try(shape)
@@ -153,13 +137,18 @@ class PromptGraphs:
         return shape in self._graphs
 
     def prepare(self) -> bool:
-        """Records a shape that may come to be needed, while nothing is computed. Whether it did. Raises what computing raises."""
+        """Records a shape that may come to be needed, while nothing is computed. Whether it did. Raises what computing
+        raises."""
         shape = self._shapes.next_ahead()
         if shape is not None:
-            self._rehearse_and_capture(shape)
+            self._warm_up_and_capture(shape)
         return shape is not None
 
     # --- parts
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._shapes.captured.clear()
 
     def _try(self, shape: Shape) -> None:
         """Where it fails, such steps go on as they are."""
@@ -173,11 +162,11 @@ class PromptGraphs:
         """Whether the step looks for keys that its sequences share: graphs here do not."""
         if plan.shared_tokens == 0:
             return False
-        least = self._decoder.least_shared(sequences)
+        least = self._recorder.decoder.least_shared(sequences)
         return least is not None and (plan.shared_tokens is None or plan.shared_tokens >= least)
 
     def _ship(self, shape: Shape, parts: Sequence[Ints]) -> None:
-        places, device = _places(shape), self._rows.device
+        places, device = _places(shape), self._device
         host = torch.empty(places[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         _fill(host.numpy(), places, parts)
         self._shipped[: len(host)].copy_(host, non_blocking=True)
@@ -186,13 +175,14 @@ class PromptGraphs:
         """The step whose inputs are there."""
         row, query_start, context, chunk, position, wanted = (self._shipped[place] for place in _places(shape))
         longest = shape.tokens + 1  # more than any sequence has: who fills a step up must not be taken for a query of the only one
-        inputs = self._gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
+        gather = self._recorder.gather
+        inputs = gather.gathered(row, query_start, context, chunk, position, longest, self._bounds.max_model_len, 0)
         if self._bounds.prune:
-            inputs = self._gather.wanting(inputs, wanted, chunk, position)
-        found = self._decoder.forward(inputs, self._kv_caches)
+            inputs = gather.wanting(inputs, wanted, chunk, position)
+        found = self._recorder.forward(inputs)
         self._hidden[: len(found)].copy_(found)
 
-    def _rehearse_and_capture(self, shape: Shape) -> None:
+    def _warm_up_and_capture(self, shape: Shape) -> None:
         """Behind an eager step of nobody's, which pays for every first use."""
         with torch.inference_mode():
             self._ship(shape, _nobody(shape))
@@ -200,7 +190,7 @@ class PromptGraphs:
             self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
-        with torch.inference_mode(), scratch_of_graphs(self._rows.device):
+        with self._recorder.captures():
             self._recorder.follow()
             with self._recorder.recording() as graph:
                 self._run(shape)
@@ -209,7 +199,8 @@ class PromptGraphs:
 
 
 def _places(shape: Shape) -> tuple[slice, ...]:
-    """Where rows, query starts, contexts, chunks, positions and wanted tokens lie among a step's numbers; each begins at 16 bytes."""
+    """Where rows, query starts, contexts, chunks, positions and wanted tokens lie among a step's numbers; each begins
+    at 16 bytes."""
     sequences, tokens = shape.sequences, shape.tokens
     sizes = (sequences, sequences + 1, sequences, tokens, tokens, sequences)
     starts = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
@@ -217,7 +208,8 @@ def _places(shape: Shape) -> tuple[slice, ...]:
 
 
 def _fill(numbers: Ints, places: Sequence[slice], parts: Sequence[Ints]) -> None:
-    """``parts``, and behind each what those of no sequence have: row 0, no query, no key, chunk 0, position -1, the last wanted token again."""
+    """``parts``, and behind each what those of no sequence have: row 0, no query, no key, chunk 0, position -1, the
+    last wanted token again."""
     others = (0, parts[1][-1], 0, 0, -1, parts[5][-1])
     for place, part, other in zip(places, parts, others, strict=True):
         numbers[place][: len(part)] = part

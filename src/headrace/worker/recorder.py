@@ -1,31 +1,66 @@
 """CUDA graphs recorded one after another, on a stream of their own, over memory that all of them share.
 
-What lives here: recording. What may not: what is recorded (graphs.py, prompt_graphs.py), when.
+What lives here: recording, and what all graphs are recorded of. What may not: which steps they compute (graphs.py,
+prompt_graphs.py), when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels
+from headrace.kernels.inputs import ForwardInputs
+from headrace.models.decoder import Decoder
+from headrace.worker.device_memory import scratch_of_graphs
+from headrace.worker.inputs import Gather
+from headrace.worker.rows import Rows
 
 
 class Recorder:
-    """Graphs that never run at once may share their memory: what one of them leaves behind for later, others must not be told is free."""
+    """Of one decoder over one KV cache and one set of rows. Graphs that never run at once may share their memory: what
+    one of them leaves behind for later, others must not be told is free."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, decoder: Decoder, kernels: Kernels, rows: Rows, kv_caches: Sequence[Tensor]) -> None:
+        self.decoder = decoder
+        self.kernels = kernels
+        self.rows = rows
+        self.gather = Gather(rows, kernels)
+        self._kv_caches = tuple(kv_caches)
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(rows.device)
+
+    def forward(self, inputs: ForwardInputs) -> Tensor:
+        return self.decoder.forward(inputs, self._kv_caches)
+
+    @contextmanager
+    def captures(self) -> Iterator[None]:
+        """What is recorded within takes the scratch of products from the graphs' memory."""
+        with torch.inference_mode(), scratch_of_graphs(self.rows.device):
+            yield
+
+    @contextmanager
+    def while_graphable(self, forget: Callable[[], None]) -> Iterator[None]:
+        """Each step has run eagerly before: a capture compiles nothing. Where a kernel gives way all the same, and to a
+        twin that looks at the device, there are no graphs in the end."""
+        try:
+            yield
+        except RuntimeError:
+            if self.kernels.graphable:
+                raise
+            forget()
 
     def follow(self) -> None:
         """What is recorded next comes behind what has been queued so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.rows.device))
 
     @contextmanager
     def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator, every time.)"""
+        """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator,
+        every time.)"""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             try:
@@ -39,8 +74,8 @@ class Recorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """After a capture that is of no use any more: what broke it is what counts.
 
-        Where ending it fails, too, torch's allocator goes on giving out the pool's memory and lets nobody else record there: it is told that
-        this is over, and later graphs have a pool of their own.
+        Where ending it fails, too, torch's allocator goes on giving out the pool's memory and lets nobody else record
+        there: it is told that this is over, and later graphs have a pool of their own.
         """
         try:
             graph.capture_end()

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import mmap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.portability import process_status
+from headrace.worker.device_memory import Peak
 
 LARGE = 2**20  # bytes; smaller tensors are touched as a whole
 
@@ -40,10 +42,11 @@ class Ledger:
 
 
 def create_ledger(announced: Mapping[str, int], measured: Mapping[str, int]) -> Ledger:
-    """``announced`` is ExecutorInfo.memory of the only engine in this process, with no step under way; ``measured`` are further
-    purposes, found by what a stage added.
+    """``announced`` is ExecutorInfo.memory of the only engine in this process, with no step under way; ``measured`` are
+    further purposes, found by what a stage added.
 
-    Weights, KV and rows count as far as they are touched; what was there before the model, and code and libraries, as measured.
+    Weights, KV and rows count as far as they are touched; what was there before the model, and code and libraries, as
+    measured.
     """
     anonymous, files = resident_memory()
     touched = touched_memory(announced)
@@ -60,7 +63,8 @@ def create_ledger(announced: Mapping[str, int], measured: Mapping[str, int]) -> 
 
 
 def touched_memory(announced: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of the KV cache and of the rows that are in memory: both are set aside whole, and touched as they are used."""
+    """Bytes of the KV cache and of the rows that are in memory: both are set aside whole, and touched as they are
+    used."""
     untouched = {"kv_cache": 0, "rows": 0}
     for tensor in _large_tensors():
         missing = tensor.untyped_storage().nbytes() - resident_bytes(tensor)
@@ -92,8 +96,8 @@ def _large_tensors() -> Iterator[Tensor]:
 
 
 def resident_memory() -> tuple[int, int]:
-    """Bytes of this process in memory: (its own, those of files and shared memory). What was freed is given back first. Zeros where the
-    system does not tell."""
+    """Bytes of this process in memory: (its own, those of files and shared memory). What was freed is given back first.
+    Zeros where the system does not tell."""
     if not process_status():
         return 0, 0
     ctypes.CDLL(None).malloc_trim(0)
@@ -105,21 +109,15 @@ def _status_bytes(name: str) -> int:
     return int(process_status()[name].split()[0]) * 1024
 
 
-class PeakMemory:
-    """Peak of resident memory within a ``with`` block, above what was there before; ``bytes`` is 0 where it cannot be reset."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._before = 0
-
-    def __enter__(self) -> PeakMemory:
-        self._before = sum(resident_memory())
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak so far
-        except OSError:
-            self._before = 2**62
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if process_status():
-            self.bytes = max(0, _status_bytes("VmHWM") - self._before)
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """The peak of resident memory within, above what was there before, is in what it yields afterwards; 0 where it
+    cannot be reset."""
+    peak, before = Peak(), sum(resident_memory())
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: forget the peak so far
+    except OSError:
+        before = 2**62
+    yield peak
+    if process_status():
+        peak.held = max(0, _status_bytes("VmHWM") - before)

@@ -1,7 +1,8 @@
 """Rows: what a worker remembers of each running sequence, on the device, edited by the deltas of StepPlans.
 
-What lives here: the row tensors, penalty counts among them, what the host keeps beside them, and the packed staging copy that carries a
-step's numbers to the device. What may not: inputs of a step (inputs.py gathers them from rows), sampling, decisions.
+What lives here: the row tensors, penalty counts among them, what the host keeps beside them, and the packed staging
+copy that carries a step's numbers to the device. What may not: inputs of a step (inputs.py gathers them from rows),
+sampling, decisions.
 
 Rows are a cache of the scheduler's state: dropping all of them and adding them again gives the same next step.
 """
@@ -19,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.kernels.rows import write_rows
-from headrace.request import NewRow, StepPlan
+from headrace.kernels.rows.reference import write_rows
+from headrace.request import NO_SLOT, NewRow, StepPlan
 from headrace.sampling_params import SamplingParams
 
 Ints = NDArray[np.int32]
@@ -38,7 +39,8 @@ _ALIGNED = 4  # int32 values: every part begins at 16 bytes, so that kernels are
 
 
 class Staging:
-    """Collects int32 arrays and ships them to the device in one copy; ``ship`` returns them in the order they were put."""
+    """Collects int32 arrays and ships them to the device in one copy; ``ship`` returns them in the order they were
+    put."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,16 +70,23 @@ class Staging:
         return [shipped[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
+def ship_all(device: torch.device, *parts: Ints) -> list[Tensor]:
+    """In one copy."""
+    staging = Staging(device)
+    for part in parts:
+        staging.put(part)
+    return staging.ship()
+
+
 def ship(values: Ints, device: torch.device) -> Tensor:
     """One array as indices: int64, on the device."""
-    staging = Staging(device)
-    staging.put(values)
-    return staging.ship()[0].long()
+    return ship_all(device, values)[0].long()
 
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Banned token sequences of one row, flat. Entry e bans ``last[e]`` when its ``lengths[e]`` prefix ids end the output."""
+    """Banned token sequences of one row, flat. Entry e bans ``last[e]`` when its ``lengths[e]`` prefix ids end the
+    output."""
 
     last: Ints  # [entries]
     lengths: Ints  # [entries]
@@ -196,8 +205,9 @@ def lazy_zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 class Rows:
     """The persistent state of all rows of one worker.
 
-    ``token_ids[row, i]`` is token i of the row's sequence: known ids are written when the row is built, sampled ones where
-    they were sampled, so that a later step finds them without the host. ``write`` carries out the operation of that name (``write_rows``).
+    ``token_ids[row, i]`` is token i of the row's sequence: known ids are written when the row is built, sampled ones
+    where they were sampled, so that a later step finds them without the host. ``write`` carries out the operation of
+    that name (``write_rows``).
     """
 
     def __init__(
@@ -225,13 +235,15 @@ class Rows:
         self.host: dict[int, HostRow] = {}
         self.traits = np.zeros(max_rows, dtype=np.int32)  # Trait bits, so that a step asks about all its rows at once
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
+        self.adapter_slots = np.full(max_rows, NO_SLOT, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.token_ids, *self.tables, self.params, self.counts))
 
     def apply(self, plan: StepPlan) -> None:
-        """Drops rows, builds rows, edits block tables: the part of a plan that changes rows before anything is computed."""
+        """Drops rows, builds rows, edits block tables: the part of a plan that changes rows before anything is
+        computed."""
         self.drop(plan)
         if not plan.rows_added and not plan.table_row:
             return
@@ -255,8 +267,8 @@ class Rows:
             self.host.pop(row, None)
 
     def edits_of(self, plan: StepPlan) -> Edits | None:
-        """(rows, indices, blocks): all that ``apply`` would do besides dropping rows, in any order, no more than rows the plan has. None: it
-        would do more."""
+        """(rows, indices, blocks): all that ``apply`` would do besides dropping rows, in any order, no more than rows
+        the plan has. None: it would do more."""
         count = len(plan.table_row)
         if plan.rows_added or len(self.tables) > 1 or count > len(plan.rows):
             return None
@@ -273,6 +285,7 @@ class Rows:
         rows, hosts = [new.row for new in added], _host_rows(added, self.counts.shape[1])
         self.traits[rows] = [host.traits for host in hosts]
         self.num_prompt_tokens[rows] = [new.num_prompt_tokens for new in added]
+        self.adapter_slots[rows] = [new.adapter_slot for new in added]
         self.host.update(zip(rows, hosts, strict=True))
 
     def _stage(self, added: Sequence[NewRow], staging: Staging) -> None:

@@ -1,14 +1,16 @@
 """From logits to tokens, for all sampled rows of a step at once.
 
-What lives here: what each row asked for, turned into index lists and calls of the sampling kernels, in the order
-raw logits → logprobs; masks, allowed ids, bias, bad words, min_tokens → penalties → temperature → min-p → top-k → top-p → pick.
-What may not: the mathematics (kernels/sampling.py), the forward pass, reading results on the host (model_runner.py).
+What lives here: what each row asked for, turned into index lists and calls of the sampling kernels, in the order raw
+logits → logprobs; masks, allowed ids, bias, bad words, min_tokens → penalties → temperature → min-p → top-k → top-p →
+pick. What may not: the mathematics (kernels/sampling/reference.py), the forward pass, reading results on the host
+(model_runner.py).
 
 Everything the host decides here follows from plans and requests; no device value is looked at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.kernels.sampling import apply_penalties
-from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Staging, Trait, ship
+from headrace.kernels.candidate import Facts
+from headrace.kernels.operations import GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS, STORE_TOKENS
+from headrace.kernels.sampling.reference import apply_penalties
+from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, Ints, Rows, Trait, ship, ship_all
 
 _PENALISED_AT_ONCE = 2**21  # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
 _MASKED_AT_ONCE = 2**22  # logits of masked rows looked at together; each takes about 13 bytes
@@ -37,11 +41,13 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Which rows get a token, on the host. ``source[j]`` is the logits row of sample j: several samples may share one."""
+    """Which rows get a token, on the host. ``source[j]`` is the logits row of sample j: several samples may share
+    one."""
 
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
+    drafts: Ints | None = None  # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
     masks: RowMasks | None = None
 
 
@@ -74,7 +80,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was sampled, still on the device, or on its way to where ``picked`` is on the host: (token, usable) of each sample.
+    """What was sampled, still on the device, or on its way to where ``picked`` is on the host: (token, usable) of each
+    sample.
 
     A row that is not usable had NaN or +inf among its logits, or nothing left to pick.
     """
@@ -88,33 +95,32 @@ class Sampler:
 
     def __init__(self, rows: Rows, kernels: Kernels) -> None:
         self._rows = rows
-        self._greedy = kernels.choose("greedy_tokens", dtype=torch.float32)
-        self._pick = kernels.choose("pick_tokens", dtype=torch.float32)
-        self._score = kernels.choose("score_tokens", dtype=torch.float32)
-        self._store = kernels.choose("store_tokens", dtype=torch.int32)
+        self._greedy = kernels.choose(GREEDY_TOKENS, Facts(torch.float32))
+        self._pick = kernels.choose(PICK_TOKENS, Facts(torch.float32))
+        self._score = kernels.choose(SCORE_TOKENS, Facts(torch.float32))
+        self._store = kernels.choose(STORE_TOKENS, Facts(torch.int32))
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Samples:
         """``logits`` [sources, vocab], float32, is used up."""
         traits = self._rows.traits[batch.rows]
-        staging = Staging(self._rows.device)
-        for part in (batch.rows, batch.positions, batch.source):
-            staging.put(part)
-        rows, positions, source = staging.ship()
+        rows, positions, source = ship_all(self._rows.device, batch.rows, batch.positions, batch.source)
         shared = not np.array_equal(batch.source, np.arange(len(logits)))
         scores = None
         if traits.any():
-            tokens, peak, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), shared=shared)
+            tokens, peak, scores = self._sample_as_asked(logits, source.long(), batch, rows.long(), positions.long(), traits, shared=shared)
         else:
             peak, tokens = self._greedy(logits)
             if shared:
                 tokens, peak = tokens[source.long()], peak[source.long()]
         picked = self._store(self._rows.token_ids, rows, positions, tokens, peak)
-        self._count(tokens, batch, traits)
+        if batch.drafts is None:  # else those that are accepted are counted when that is known
+            self._count(tokens, batch, traits)
         return Samples(picked, scores)
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw, ring: Tensor, turn: Tensor) -> None:
-        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at ``positions`` [n] int32, and
-        for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so that a graph can hold it.
+        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at
+        ``positions`` [n] int32, and for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so
+        that a graph can hold it.
         """
         logits = logits if how is Draw.GREEDY else logits.float()  # the largest is the same one
         peak, tokens = self._greedy(logits)
@@ -124,18 +130,27 @@ class Sampler:
             tokens = torch.where(temperature > 0.0, drawn, tokens)
         self._store(self._rows.token_ids, rows, positions, tokens, peak, ring, turn)
 
+    def propose(self, logits: Tensor, batch: SampleBatch) -> Tensor:  # [n], int64
+        """What would be sampled from ``logits`` [n, vocab], float32, which are used up: one row for each sample. Nothing is stored."""
+        traits = self._rows.traits[batch.rows] & ~Trait.SCORED
+        if not traits.any():
+            tokens: Tensor = self._greedy(logits)[1]
+            return tokens
+        rows, positions, source = (part.long() for part in ship_all(self._rows.device, batch.rows, batch.positions, batch.source))
+        return self._sample_as_asked(logits, source, batch, rows, positions, traits, shared=False)[0]
+
     def score(self, logits: Tensor, targets: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see ``score_tokens``."""
+        """Known tokens [n] under logits [n, vocab]: ids and logprobs [n, 1 + num_best], ranks [n]; see
+        ``score_tokens``."""
         scored: tuple[Tensor, Tensor, Tensor] = self._score(logits, targets, min(num_best, logits.shape[1]))
         return scored
 
     def _sample_as_asked(
-        self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, *, shared: bool
+        self, raw: Tensor, source: Tensor, batch: SampleBatch, rows: Tensor, positions: Tensor, traits: Ints, *, shared: bool
     ) -> tuple[Tensor, Tensor, Scores | None]:
-        """(tokens, peaks, scores); where a peak is not finite, the token is not usable. ``raw`` is kept whole only where somebody wants its
-        logprobs, or several samples read one row of it.
+        """(tokens, peaks, scores); where a peak is not finite, the token is not usable. ``raw`` is kept whole only
+        where somebody wants its logprobs, or several samples read one row of it.
         """
-        traits = self._rows.traits[batch.rows]
         scored = bool((traits & Trait.SCORED).any())
         logits = raw[source] if shared else raw.clone() if scored else raw
         whole = raw.amax(-1).float()[source]  # before anything is taken out
@@ -147,7 +162,8 @@ class Sampler:
     # --- picking
 
     def _replace_random(self, tokens: Tensor, logits: Tensor, peak: Tensor, traits: Ints, rows: Tensor, positions: Tensor) -> None:
-        """Replaces the greedy choice in ``tokens`` where a row has a temperature; rows without filters are spared their cost."""
+        """Replaces the greedy choice in ``tokens`` where a row has a temperature; rows without filters are spared their
+        cost."""
         random, filtered = (traits & Trait.RANDOM) != 0, (traits & Trait.FILTERED) != 0
         for group, has_filters in ((random & ~filtered, False), (random & filtered, True)):
             which = np.flatnonzero(group).astype(np.int32)
@@ -184,10 +200,7 @@ class Sampler:
 
     def _mask(self, logits: Tensor, masks: RowMasks) -> None:
         """Every id whose bit is 0 gets -inf."""
-        staging = Staging(self._rows.device)
-        staging.put(masks.which)
-        staging.put(masks.words)
-        which, words = staging.ship()
+        which, words = ship_all(self._rows.device, masks.which, masks.words)
         which, words = which.long(), words.view(masks.words.shape)
         bit = torch.arange(32, dtype=torch.int32, device=words.device)
         at_once = max(1, _MASKED_AT_ONCE // logits.shape[1])
@@ -202,11 +215,9 @@ class Sampler:
         lists = [(j, host.allowed_ids) for j, host in hosts if host.allowed_ids is not None]
         if not lists:
             return
-        staging = Staging(self._rows.device)
-        staging.put(np.array([j for j, _ in lists], dtype=np.int32))
-        staging.put(np.repeat(np.array([j for j, _ in lists], dtype=np.int32), [len(ids) for _, ids in lists]))
-        staging.put(np.concatenate([ids for _, ids in lists]))
-        which, at, ids = (part.long() for part in staging.ship())
+        samples = np.array([j for j, _ in lists], dtype=np.int32)
+        repeated, allowed = np.repeat(samples, [len(ids) for _, ids in lists]), np.concatenate([ids for _, ids in lists])
+        which, at, ids = (part.long() for part in ship_all(self._rows.device, samples, repeated, allowed))
         kept = logits[at, ids]
         logits.index_fill_(0, which, float("-inf"))
         logits[at, ids] = kept
@@ -221,10 +232,8 @@ class Sampler:
             ids += [host.bias_ids, stops]
             values += [host.bias_values, np.full(len(stops), _NEVER, dtype=np.float32)]
             at.append(np.full(len(host.bias_ids) + len(stops), j, dtype=np.int32))
-        staging = Staging(self._rows.device)
-        for part in (np.concatenate(at), np.concatenate(ids), np.concatenate(values).view(np.int32)):
-            staging.put(part)
-        which, tokens, amounts = staging.ship()
+        parts = np.concatenate(at), np.concatenate(ids), np.concatenate(values).view(np.int32)
+        which, tokens, amounts = ship_all(self._rows.device, *parts)
         logits.index_put_((which.long(), tokens.long()), amounts.view(torch.float32), accumulate=True)
 
     def _ban_words(self, logits: Tensor, hosts: list[tuple[int, HostRow]], batch: SampleBatch) -> None:
@@ -233,18 +242,17 @@ class Sampler:
         if not words:
             return
         firsts = np.cumsum([0, *(len(placed[0]) for placed in words[:-1])])
-        staging = Staging(self._rows.device)
-        for parts in zip(*words, strict=True):
-            staging.put(np.concatenate(parts).astype(np.int32))
-        staging.put(np.concatenate([placed[3] + first for placed, first in zip(words, firsts, strict=True)]).astype(np.int32))
-        which, banned, needed, _, row, position, token, entry = staging.ship()
+        parts = [np.concatenate(part).astype(np.int32) for part in zip(*words, strict=True)]
+        parts[3] = np.concatenate([placed[3] + first for placed, first in zip(words, firsts, strict=True)]).astype(np.int32)
+        which, banned, needed, entry, row, position, token = ship_all(self._rows.device, *parts)
         equal = (self._rows.token_ids[row.long(), position.long()] == token).int()
         matches = torch.zeros_like(needed).index_add_(0, entry.long(), equal)
         amounts = torch.where(matches == needed, float("-inf"), 0.0)
         logits.index_put_((which.long(), banned.long()), amounts, accumulate=True)
 
     def _place(self, j: int, words: BadWords, batch: SampleBatch) -> tuple[Ints, ...]:
-        """For each word its sample, last token and how many prefix ids must match; for each prefix id its word, row, place and value."""
+        """For each word its sample, last token and how many prefix ids must match; for each prefix id its word, row,
+        place and value."""
         position, row = int(batch.positions[j]), int(batch.rows[j])
         num_outputs = position - int(self._rows.num_prompt_tokens[row])
         return (
@@ -258,27 +266,39 @@ class Sampler:
         )
 
     def _penalise(self, logits: Tensor, which: Ints, batch: SampleBatch) -> None:
-        staging = Staging(self._rows.device)
-        for part in (which, batch.rows[which], batch.positions[which]):
-            staging.put(part)
-        at, rows, lengths = (part.long() for part in staging.ship())
+        shipped = ship_all(self._rows.device, which, batch.rows[which], batch.positions[which])
+        at, rows, lengths = (part.long() for part in shipped)
         longest = int(batch.positions[which].max())
         ids = self._rows.token_ids[rows, :longest].long()
         beyond = torch.arange(longest, device=ids.device)[None] >= lengths[:, None]
         ids = torch.where(beyond, ids[:, :1], ids)
         # Rows with a repetition penalty alone count nothing; what an earlier sequence left there is multiplied by 0.
         counts = self._rows.counts[rows[:, None], ids].float()
+        if batch.drafts is not None:
+            counts += self._drafted_counts(ids, rows, lengths, batch.drafts[which])
         floats = self._rows.float_params(rows)
         penalties = (floats[:, _FLOAT[name]] for name in ("presence", "frequency", "repetition"))
         apply_penalties(logits, at, ids, counts, *penalties)
 
+    def _drafted_counts(self, ids: Tensor, rows: Tensor, lengths: Tensor, drafts: Ints) -> Tensor:
+        """How often each of ``ids`` [n, length] is among the drafts before its row's place, in rows that count."""
+        found, before = torch.zeros_like(ids, dtype=torch.float32), ship(drafts, ids.device)
+        for back in range(1, int(drafts.max()) + 1):
+            drafted = self._rows.token_ids[rows, (lengths - back).clamp(min=0)].long()
+            found += (ids == drafted[:, None]) & (before >= back)[:, None]
+        return found
+
+    def count(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Tokens that rows have got, where these count them."""
+        for row, each in zip(rows, tokens, strict=True):
+            if each and self._rows.traits[row] & Trait.COUNTED:
+                ids = torch.tensor(each, dtype=torch.int64, device=self._rows.device)
+                self._rows.counts[row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
     def _count(self, tokens: Tensor, batch: SampleBatch, traits: Ints) -> None:
         counted = np.flatnonzero(traits & Trait.COUNTED).astype(np.int32)
         if len(counted):
-            staging = Staging(self._rows.device)
-            for part in (batch.rows[counted], counted):
-                staging.put(part)
-            rows, which = (part.long() for part in staging.ship())
+            rows, which = (part.long() for part in ship_all(self._rows.device, batch.rows[counted], counted))
             self._rows.counts[rows, tokens[which]] += 1
 
     # --- logprobs

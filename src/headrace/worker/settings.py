@@ -6,36 +6,131 @@ What lives here: ``resolve_*`` of what only the device can tell. What may not: m
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.config import Decision
+from headrace.config import Decision, EngineConfig, resolve_kv_format
 from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
 from headrace.models import families
-from headrace.spec import DecoderSpec
-from headrace.worker.eligibility import GPU, find_gpu
+from headrace.spec import DecoderSpec, KVFormat, KVSpec, kv_groups
+from headrace.speculative.settings import SpeculativeSettings, read_settings
+from headrace.worker.draft_setup import DraftSetup
+from headrace.worker.driver import DriverFacts, ask_driver
 from headrace.worker.host import has_fast_bf16, physical_cores
 
 _log = logging.getLogger(__name__)
 
 _ROOMY = 64 * 2**30  # bytes
-# Weights of a dense layer, from which on whole rounds of tiles are worth more than fewer steps: so it is with 218 million (8B), and not with
-# 61 (1B); what lies between was not measured.
+# Weights of a dense layer, from which on whole rounds of tiles are worth more than fewer steps: so it is with 218
+# million (8B), and not with 61 (1B); what lies between was not measured.
 _LARGE_LAYER = 150_000_000
 
+MIN_CAPABILITY = (8, 0)  # Ampere: bfloat16 matrix instructions and asynchronous copies, which every kernel builds on
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker computes, on what and in what. ``config`` is resolved; ``decisions``: of these choices. ``kv``: how
+    the cache holds keys and values; None: in ``dtype``."""
+
+    config: EngineConfig
+    spec: DecoderSpec
+    device: torch.device
+    dtype: torch.dtype
+    threads: int = 1
+    decisions: tuple[Decision, ...] = ()
+    kv: KVFormat | None = None
+    draft: DraftSetup | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def tokens_a_step(self) -> int:
+        return _resolved(self.config.scheduler.max_num_batched_tokens)
+
+    @property
+    def block_size(self) -> int:
+        return _resolved(self.config.cache.block_size)
+
+    @property
+    def rows(self) -> int:
+        return self.config.scheduler.rows
+
+    @property
+    def speculative(self) -> SpeculativeSettings | None:
+        """Who drafts; None: nobody."""
+        return read_settings(self.config.scheduler.speculative_config)
+
+    @property
+    def worker_threads(self) -> int | None:
+        """Of the thread that computes steps on a CPU; None: whoever submits one computes it."""
+        return self.threads if self.config.device.overlap else None
+
+    @property
+    def most_rows(self) -> int:
+        """Of one step."""
+        return min(self.rows, self.tokens_a_step)
+
+    @property
+    def graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.device.enforce_eager
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        specs = kv_groups(self.spec, self.block_size, self.dtype.itemsize, self.kv)
+        return specs if self.draft is None else self.draft.beside(specs, self.block_size, self.dtype.itemsize)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Of each KV group."""
+        return [each.block_size for each in self.kv_specs]
+
+
+def _resolved(value: int | None) -> int:
+    if value is None:
+        raise ConfigError("max_num_batched_tokens, overlap and block_size must be resolved before a worker is made; resolve the config first.")
+    return value
+
+
+def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
+    """Chooses what is automatic, and sets torch's threads."""
+    for each in (config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size):
+        _resolved(each)
+    device = torch.device(device_kind(config.device.device))
+    threads, threads_decision = resolve_threads(config.device.threads)
+    torch.set_num_threads(threads)
+    dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
+    kv = resolve_kv_format(config.cache.kv_cache_dtype, str(dtype).removeprefix("torch."), spec.head_dim)
+    decisions = tuple(each for each in (dtype_decision, threads_decision, _kv_decision(kv, dtype, spec)) if each is not None)
+    return Setup(config, spec, device, dtype, threads, decisions, kv)
+
+
+def _kv_decision(kv: KVFormat | None, dtype: torch.dtype, spec: DecoderSpec) -> Decision | None:
+    if kv is None:
+        return None
+    held, plain = kv.token_bytes(spec.head_dim), spec.head_dim * dtype.itemsize
+    reason = f"{held} bytes a token and head in place of {plain}: the same memory holds {plain / held:.2f} times the tokens"
+    return Decision("kv_cache_dtype", kv.name, reason)
+
+
 def device_kind(requested: str) -> str:
-    """cpu or cuda, for the config's auto, cpu or cuda. Raises ConfigError when a GPU is asked for and there is none that can be used."""
+    """cpu or cuda, for the config's auto, cpu or cuda. Raises ConfigError when a GPU is asked for and there is none
+    that can be used."""
     return _device(requested)[0]
 
 
 def resolve_device(requested: str) -> tuple[str, Decision | None]:
-    """As ``device_kind``, with the reason of an automatic choice; a GPU that is there and cannot be used is a warning too."""
+    """As ``device_kind``, with the reason of an automatic choice; a GPU that is there and cannot be used is a warning
+    too."""
     kind, gpu = _device(requested)
     if gpu is None or requested != "auto":
         return kind, None
@@ -57,20 +152,14 @@ def _device(requested: str) -> tuple[str, GPU | None]:
     return "cuda" if gpu.problem is None else "cpu", gpu
 
 
-def has_room(kind: str) -> bool:
-    """Whether the activations of a very large step are a small part of the device's memory."""
-    return kind == "cuda" and torch.cuda.get_device_properties(0).total_memory >= _ROOMY
-
-
-def gains_by_long_steps(spec: DecoderSpec) -> bool:
-    """Whether very long steps are quicker a token than steps of whole rounds of tiles: a sparse model's read experts less often, those of a
-    model with small layers launch less."""
-    return any(layer.moe for layer in spec.layers) or multiplications(spec) < _LARGE_LAYER
-
-
 def takes_long_steps(kind: str, model: Mapping[str, Any]) -> bool:
-    """``model``: its config.json. Who reads along is another matter."""
-    return has_room(kind) and gains_by_long_steps(families.spec_from_config(model))
+    """Whether very long steps are quicker a token than steps of whole rounds of tiles (a sparse model's read experts
+    less often, those of a model with small layers launch less), and their activations a small part of the device's
+    memory. ``model``: its config.json. Who reads along is another matter."""
+    if kind != "cuda" or torch.cuda.get_device_properties(0).total_memory < _ROOMY:
+        return False
+    spec = families.spec_from_config(model)
+    return any(layer.moe for layer in spec.layers) or multiplications(spec) < _LARGE_LAYER
 
 
 def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:
@@ -95,8 +184,51 @@ def resolve_dtype(requested: str, checkpoint_dtype: str, device: str) -> tuple[t
     return DTYPES[chosen], Decision("dtype", chosen, f"{name} {origin}, but computed in {chosen}: {why}")
 
 
-def check_kv_dtype(requested: str, dtype: torch.dtype) -> None:
-    """The cache holds what the model computes in; anything else is refused."""
-    if requested != "auto" and DTYPES[requested] != dtype:
-        name = next(key for key, value in DTYPES.items() if value == dtype)
-        raise ConfigError(f"--kv-cache-dtype is {requested}, but the model computes in {name} and the cache cannot differ yet; leave it at auto.")
+# --- the GPU here: a context is not made, so that looking costs the card nothing
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """``name`` None: there is none. ``problem``, if any, is one clause: found …; needed is …"""
+
+    name: str | None
+    problem: str | None = None
+    capability: tuple[int, int] | None = None
+
+
+def find_gpu() -> GPU:
+    """The GPU that torch would use."""
+    with warnings.catch_warnings(record=True) as said:  # an old driver is no more than a warning of torch's
+        warnings.simplefilter("always")
+        present = bool(torch.cuda.is_available())
+    if not present:
+        return _absent(ask_driver(), " ".join(str(warning.message) for warning in said))
+    try:
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return GPU("an NVIDIA GPU", f"found an NVIDIA GPU that does not start ({_first_line(str(error))}); needed is one that does")
+    if capability < MIN_CAPABILITY:
+        found, needed = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
+        return GPU(name, f"found {name} of compute capability {found}; needed is {needed} (Ampere) or newer", capability)
+    return GPU(name, None, capability)
+
+
+def _absent(driver: DriverFacts | None, said: str) -> GPU:
+    """Why torch sees no GPU."""
+    if driver is None or not driver.cards:
+        return GPU(None, "found no NVIDIA GPU with a driver; needed is one of compute capability 8.0 or newer")
+    name, built_for = driver.cards[0].name, torch.version.cuda
+    if built_for is None:
+        return GPU(name, f"found {name}, but torch {torch.__version__} is built without CUDA; needed is a CUDA build of torch")
+    if driver.cuda[0] < int(built_for.split(".")[0]):
+        newest = ".".join(map(str, driver.cuda))
+        found = f"found {name} with driver {driver.version}, which runs CUDA up to {newest}"
+        return GPU(name, f"{found}; needed is a driver for CUDA {built_for}, which torch {torch.__version__} is built for")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None:
+        return GPU(name, f"found {name}, but CUDA_VISIBLE_DEVICES is {hidden!r} and hides it; needed is its number there")
+    return GPU(name, f"found {name} with driver {driver.version}, but torch cannot use it ({_first_line(said) or 'it does not say why'})")
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), "")

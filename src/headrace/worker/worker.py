@@ -1,67 +1,77 @@
 """One process, one device: a model loaded, memory divided, an executor that runs plans on it.
 
-What lives here: the order in which a worker comes to be. What may not: the parts themselves (settings, memory, runner, executor).
+What lives here: the phases in which a worker comes to be. On a GPU kernels are built in threads from the moment that
+layers exist. What may not: the parts themselves (settings, memory, runner, executor).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.builders import Builders
 from headrace.clock import RealClock
-from headrace.config import Decision, DeviceConfig, EngineConfig
+from headrace.config import Decision, EngineConfig
 from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
-from headrace.errors import ConfigError
-from headrace.head_start import HeadStart
+from headrace.errors import ModelError
 from headrace.kernels import Kernels
-from headrace.kernels.ahead import CompileAhead
-from headrace.kernels.around import MOST_ROWS
-from headrace.kernels.candidate import Sizes, plainly_empty
-from headrace.kernels.cpu import candidates as cpu
-from headrace.kernels.cuda import candidates as cuda
-from headrace.kernels.cuda import gated_candidates as gated
-from headrace.kernels.cuda import ring_candidates as ring
-from headrace.kernels.cuda import rope_candidates as rope
-from headrace.kernels.triton import candidates as triton
-from headrace.kernels.vendor import candidates as vendor
+from headrace.kernels.attention.candidates import ROPE
+from headrace.kernels.build import gpu
+from headrace.kernels.build.ahead import Behind, CompileAhead
+from headrace.kernels.candidate import Facts, Sizes, plainly_empty
+from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.operations import FETCH_STEP, GATHER_INPUTS, GREEDY_TOKENS, PICK_TOKENS, SCORE_TOKENS, STORE_TOKENS, WRITE_ROWS, Operation
+from headrace.layers.context import LayerContext
+from headrace.lora.device import DeviceAdapters, Reading
+from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
+from headrace.models.kv_scales import load_kv_scales
 from headrace.models.source import ModelSource, WeightFormat
-from headrace.progress import waiting
-from headrace.spec import DecoderSpec
-from headrace.worker.allotment import Allotment, allocate_kv, create_demand
+from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
+from headrace.observe.progress import waiting
+from headrace.processes.builders import Builders
+from headrace.quant import lossless
+from headrace.sites import is_plain, weights
+from headrace.spec import DecoderSpec, KVFormat, KVGroup
+from headrace.speculative.lookup import Lookup
+from headrace.techniques import switched_off
+from headrace.worker.allocation import Allocation, allocate_kv
 from headrace.worker.arena import create_arena
+from headrace.worker.draft_model import DraftModel
+from headrace.worker.draft_setup import resolve_draft
+from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
+from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
-from headrace.worker.later import LaterKernels
-from headrace.worker.local_executor import LocalExecutor
-from headrace.worker.memory import KVPlan, row_bytes
+from headrace.worker.memory import Room, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
-from headrace.worker.queued_executor import QueuedExecutor
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
-from headrace.worker.settings import check_kv_dtype, device_kind, resolve_dtype, resolve_threads
-from headrace.worker.stages import Stages
+from headrace.worker.settings import Setup, resolve_setup
+from headrace.worker.speculator import LookupProposer, Speculator
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
-# Call sites outside the decoder (rows.py, inputs.py, graphs.py, sampler.py), known before they exist so that their kernels are built in time.
-STEP_SITES = (
-    ("write_rows", torch.int32),
-    ("gather_inputs", torch.int32),
-    ("greedy_tokens", torch.float32),
-    ("pick_tokens", torch.float32),
-    ("score_tokens", torch.float32),
-    ("store_tokens", torch.int32),
-    ("fetch_step", torch.int32),
+# Call sites outside the decoder (rows.py, inputs.py, graphs.py, sampler.py), known before they exist so that their
+# kernels are built in time.
+STEP_SITES: tuple[tuple[Operation[Any, Facts], torch.dtype], ...] = (
+    (WRITE_ROWS, torch.int32),
+    (GATHER_INPUTS, torch.int32),
+    (GREEDY_TOKENS, torch.float32),
+    (PICK_TOKENS, torch.float32),
+    (SCORE_TOKENS, torch.float32),
+    (STORE_TOKENS, torch.int32),
+    (FETCH_STEP, torch.int32),
 )
 
 Graphs = tuple[()] | tuple[DecodeGraphs] | tuple[DecodeGraphs, PromptGraphs]
@@ -74,221 +84,217 @@ def create_executor(
     stages: Stages | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
-    """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is called once on a
-    GPU, where the start waits for the last of its kernels and the device has nothing to do.
+    """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is
+    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do.
 
-    ``max_num_batched_tokens`` and ``overlap`` must be resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
+    ``config`` is resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    start = _Start(config, source, head_start, stages or Stages(RealClock()), meanwhile)
+    worker = Worker(config, source, head_start, stages or Stages(RealClock()))
     try:
-        return start.run()
+        room = worker.prepare(meanwhile)
+        worker.allocate(room)
+        return worker.capture()
     finally:
-        start.close()
+        worker.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """What a worker computes on and in."""
+class Worker:
+    """One device's part of an engine: ``prepare``, ``allocate``, ``capture``, then the executor's ``submit`` and
+    ``collect``.
 
-    device: torch.device
-    dtype: torch.dtype
-    threads: int
-    overlap: int
-    tokens_a_step: int
-    block_size: int
-    decisions: tuple[Decision, ...]
+    Several ranks would meet twice: they allocate by the least room that one of them has, and capture together. What
+    changes a worker between two steps (other weights, sleep) would be a verb of its executor, ``control``, that every
+    rank is told at the same place of the queue.
+    """
 
-
-def _disabled(config: DeviceConfig) -> frozenset[str]:
-    """Kernel candidates never to choose: those named, and those whose technique is off."""
-    off = {
-        vendor.TUNED: config.tuned_products,
-        gated.GATED: config.gated_products,
-        triton.FLAT: config.flat_gemm,
-        triton.FUSED: config.flat_gemm and config.deep_fusion,
-        ring.RING: config.flat_gemm and config.deep_fusion and config.early_weights,
-        triton.CASCADE: config.cascade_attention,
-        rope.ROPE: config.fused_rope_attention,
-        rope.ROPE_CASCADE: config.fused_rope_attention and config.cascade_attention,
-        cuda.PERSISTENT: config.persistent_decode,
-    }
-    return frozenset(config.disabled_kernels) | {name for name, on in off.items() if not on}
-
-
-def _resolve(config: EngineConfig, spec: DecoderSpec) -> _Setting:
-    tokens_a_step, overlap, block_size = config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size
-    if tokens_a_step is None or overlap is None or block_size is None:
-        raise ConfigError("max_num_batched_tokens, overlap and block_size must be resolved before a worker is made; resolve the config first.")
-    device = torch.device(device_kind(config.device.device))
-    threads, threads_decision = resolve_threads(config.device.threads)
-    torch.set_num_threads(threads)
-    dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
-    check_kv_dtype(config.cache.kv_cache_dtype, dtype)
-    decisions = (dtype_decision,) if threads_decision is None else (dtype_decision, threads_decision)
-    return _Setting(device, dtype, threads, overlap, tokens_a_step, block_size, decisions)
-
-
-class _Start:
-    """One start, in its order: device, decoder, [kernels begin to build], weights, products, [kernels waited for], memory divided, rows and
-    KV, first steps, graphs. What is in brackets goes on in threads, on a GPU alone."""
-
-    def __init__(
-        self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages, meanwhile: Callable[[], object]
-    ) -> None:
+    def __init__(self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages) -> None:
         self._config = config
-        self._meanwhile = meanwhile
         self._source = source
-        self._process = process_memory()
-        self._stages = stages
-        self._spec = families.spec_from_config(source.config)
-        self._setting = setting = _resolve(config, self._spec)
-        self._cuda = setting.device.type == "cuda"
         self._head_start = head_start
-        self._arena = create_arena(setting.device) if config.device.activation_arena else None
+        self._stages = stages
+        self._process = process_memory()
+        setup = resolve_setup(config, families.spec_from_config(source.config))
+        self._formats = _weight_formats(setup.spec, source)
+        if config.device.compressed_weights:
+            setup, self._formats = _without_loss(setup)
+        self._setup = setup = replace(setup, draft=resolve_draft(config, source, setup.spec))
+        self._cuda = setup.device.type == "cuda"
+        self._arena = create_arena(setup.device) if config.device.activation_arena else None
+        disabled, off = frozenset(config.device.disabled_kernels), switched_off(config.device)
         self._kernels = Kernels(
-            setting.device,
+            setup.device,
             strict=config.device.strict_kernels,
-            disabled=_disabled(config.device),
-            asked=frozenset({cpu.COMPRESSED} if config.device.compressed_weights else ()),
+            disabled=disabled,
+            off=off,
             batch_invariant=config.device.batch_invariant,
             programmatic=config.device.programmatic_launch,
             unified_maximum=config.device.unified_maximum,
             cuda_prefill=config.device.cuda_prefill,
-            cuda_decode=rope.ROPE not in _disabled(config.device),
+            cuda_decode="fused_rope_attention" not in off and ROPE not in disabled,
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
-        self._demand = create_demand(
-            config, self._spec, setting.device, setting.dtype, tokens_a_step=setting.tokens_a_step, block_size=setting.block_size
-        )
         builders = None if head_start is None else head_start.builders
-        self._ahead = create_ahead(setting.device, strict=config.device.strict_kernels, builders=builders)
-        try:
-            self._allotment = Allotment(self._demand, head_start)
-        except BaseException:
-            self.close()  # who did not come to be cannot be closed by others
-            raise
-        self._stages.done("device")
+        self._ahead = create_ahead(setup.device, strict=config.device.strict_kernels, builders=builders)
 
     def close(self) -> None:
+        """The start is over."""
         if self._ahead is not None:
             self._ahead.close()
 
-    def run(self) -> tuple[Executor, tuple[Decision, ...]]:
-        draft = self._allotment.draft()
-        decoder = self._load(draft.max_model_len)
-        plan = self._settle(decoder, draft)
-        rows, kv_caches = self._allocate(plan)
-        graphs = self._create_graphs(decoder, plan.max_model_len, rows, kv_caches)
-        runner = self._create_runner(decoder, rows, kv_caches, *graphs)
-        self._allotment.set_aside()
-        self._stages.done("rows and KV")
-        loaded = process_memory()
-        self._warm_up(runner, plan, graphs)
-        first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
-        memory = self._allotment.account(decoder, plan, rows, process=self._process, kernels=first_step)
-        return self._create_executor(runner, plan, memory), (*self._setting.decisions, *plan.decisions, *self._decisions())
+    # --- phases
 
-    # --- parts, in order
-
-    def _load(self, max_model_len: int) -> Decoder:
-        setting = self._setting
-        with self._allotment.explaining("weights"):
-            decoder = Decoder(self._spec, kernels=self._kernels, dtype=setting.dtype, device=setting.device, max_model_len=max_model_len)
-        self._build_kernels(max_model_len)
+    def prepare(self, meanwhile: Callable[[], object]) -> Room:
+        """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
+        self._memory = Allocation(self._setup, self._head_start)
+        self._stages.done("device")
+        longest = self._memory.draft().max_model_len
+        with self._memory.explaining("weights"):
+            self._decoder = self._create_decoder(self._setup.spec, longest, self._setup.kv)
+            self._draft = self._create_draft(longest)
+        self._build_kernels(longest)
         self._stages.done("decoder")
-        with self._allotment.explaining("weights"):
-            self._fill(decoder)
-        with torch.inference_mode(), self._allotment.explaining("weights"), waiting("Packing weights for this device", "Packed weights"):
-            decoder.finish_loading()
-        self._build_kernels(max_model_len)  # of what layers chose now that they have their weights
-        if self._cuda:
-            torch.cuda.synchronize(setting.device)
-        self._stages.done("weights")
-        return decoder
+        self._load(longest)
+        if not self._cuda:
+            return self._memory.room
+        self._await_kernels(meanwhile)
+        room = self._memory.measure(self._decoder, longest, self._create_runner, self._create_graphs)
+        self._stages.done("largest steps")
+        return room
 
-    def _fill(self, decoder: Decoder) -> None:
-        if self._source.weights is WeightFormat.DUMMY:
+    def allocate(self, room: Room) -> None:
+        """Rows and KV, and what runs steps over them."""
+        setup, memory = self._setup, self._memory
+        self._plan = plan = memory.plan(room)
+        with memory.explaining("rows", row_bytes(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes)):
+            write = self._kernels.choose(WRITE_ROWS, Facts(torch.int32))
+            self._rows = Rows(setup.rows, plan.max_model_len, setup.spec.vocab_size, setup.block_sizes, setup.device, write)
+        with memory.explaining("KV blocks", plan.num_bytes):
+            kv_caches = [allocate_kv(group, setup.dtype, setup.device) for group in plan.groups]
+        self._graphs = self._create_graphs(plan.max_model_len, self._rows, kv_caches)
+        self._runner = self._create_runner(self._rows, kv_caches, *self._graphs)
+        memory.set_aside()
+        self._stages.done("rows and KV")
+
+    def capture(self) -> tuple[Executor, tuple[Decision, ...]]:
+        """The first steps, the graphs; what runs from now on, and what was decided."""
+        plan, loaded = self._plan, process_memory()
+        warm_up(self._runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._setup.rows > 1)
+        self._stages.done("first steps")
+        if self._graphs and self._kernels.graphable:
+            with self._memory.capturing(), waiting("Capturing graphs", "Captured graphs"):
+                for kind in self._graphs:
+                    kind.capture_all()
+            self._stages.done("graphs")
+        first_step = max(0, process_memory() - loaded)  # what it leaves: threads, generated code, scratch
+        memory = self._memory.account(self._decoder, plan, self._rows, process=self._process, kernels=first_step)
+        said = (*self._setup.decisions, *plan.decisions, *memory_decision(plan, memory, None if self._cuda else process_memory()))
+        return self._create_executor(memory), (*said, *self._decisions())
+
+    # --- parts of prepare
+
+    def _create_decoder(self, spec: DecoderSpec, longest: int, kv: KVFormat | None = None) -> Decoder:
+        setup = self._setup
+        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, kv=kv)
+
+    def _create_draft(self, longest: int) -> Decoder | None:
+        draft = self._setup.draft
+        if draft is None:
+            return None
+        draft.check_length(longest)
+        return self._create_decoder(draft.spec, longest)
+
+    def _load(self, longest: int) -> None:
+        with self._memory.explaining("weights"):
+            self._fill(self._decoder, self._source, self._setup.spec)
+            if self._draft is not None and self._setup.draft is not None:
+                self._fill(self._draft, self._setup.draft.source, self._setup.draft.spec)
+        with torch.inference_mode(), self._memory.explaining("weights"), waiting("Packing weights for this device", "Packed weights"):
+            self._decoder.finish_loading()
+            if self._draft is not None:
+                self._draft.finish_loading()
+            self._adapters = self._create_adapters()
+        self._build_kernels(longest)  # of what layers chose now that they have their weights
+        if self._cuda:
+            torch.cuda.synchronize(self._setup.device)
+        self._stages.done("weights")
+
+    def _create_adapters(self) -> DeviceAdapters | None:
+        """Slots beside the weights, for as many as a step may compute with."""
+        setup, config = self._setup, self._config.adapters
+        if not config.slots:
+            return None
+        context = LayerContext(setup.dtype, setup.device, self._kernels)
+        slots = AdapterSlots(self._decoder, setup.spec, config.slots, config.max_lora_rank, context)
+        return DeviceAdapters(slots, Reading(setup.spec, config.max_lora_rank, setup.dtype, pinned=self._cuda))
+
+    def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
+        if source.weights is WeightFormat.DUMMY:
             with waiting("Making random weights", "Made random weights"):
                 loader.fill_dummy(decoder, self._config.model.seed)
             return
-        checkpoint = open_checkpoint(self._source)
+        checkpoint = open_checkpoint(source)
         try:
-            rules, ignored = families.weight_rules(self._spec), families.ignored_keys(self._spec)
-            loader.load_weights(decoder, checkpoint, rules, ignored, self._setting.dtype)
+            rules, ignored = weight_rules(spec), ignored_keys(spec)
+            loader.load_weights(decoder, checkpoint, rules, ignored, self._setup.dtype)
+            scales = load_kv_scales(decoder, checkpoint)
         finally:
             checkpoint.close()
+        if decoder is self._decoder and self._setup.kv is not None and not self._setup.kv.scales:
+            reason = f"{scales} scales of the checkpoint" if scales else "the checkpoint has none, so they are 1"
+            self._formats = (*self._formats, Decision("kv_cache scales", "fp8", reason))
 
-    def _build_kernels(self, max_model_len: int) -> None:
+    def _build_kernels(self, longest: int) -> None:
         if self._ahead is None:
             return
+        setup = self._setup
         for op, dtype in STEP_SITES:
-            self._kernels.choose(op, dtype=dtype)
-        self._kernels.choose("greedy_tokens", dtype=self._setting.dtype)  # of logits as the head gives them
-        setting, seqs = self._setting, self._config.scheduler.rows
-        sizes = Sizes(self._spec, setting.dtype, setting.block_size, max_model_len, seqs, setting.tokens_a_step)
-        self._ahead.start(self._kernels, sizes, partial(triton.prepare_kernels, setting.device))
+            self._kernels.choose(op, Facts(dtype))
+        self._kernels.choose(GREEDY_TOKENS, Facts(setup.dtype))  # of logits as the head gives them
+        sizes = Sizes(setup.spec, setup.dtype, setup.block_size, longest, setup.rows, setup.tokens_a_step)
+        self._ahead.start(self._kernels, sizes, partial(gpu.prepare_kernels, setup.device))
 
-    def _settle(self, decoder: Decoder, draft: KVPlan) -> KVPlan:
-        """On a GPU: what steps need besides weights is measured, once nothing else allocates."""
-        if not self._cuda:
-            return draft
-        sizes = product_sizes(self._demand.most_rows, self._setting.tokens_a_step)
+    def _await_kernels(self, meanwhile: Callable[[], object]) -> None:
+        sizes = product_sizes(self._setup.most_rows, self._setup.tokens_a_step)
         ours = sizes[-1] if self._kernels.batch_invariant else MOST_ROWS  # up to so many, kernels of our own: the threads build them
-        self._multiply(decoder, [size for size in sizes if size > ours])
+        self._multiply([size for size in sizes if size > ours])
         if self._ahead is None:
-            self._meanwhile()
+            meanwhile()
         else:
             with waiting("Compiling GPU kernels, once for this machine", "Compiled GPU kernels"):
-                self._ahead.finish(self._meanwhile)
+                self._ahead.finish(meanwhile)
         if self._head_start is not None and not (self._ahead is not None and self._ahead.coming):
             self._head_start.has_built()
         self._stages.done("kernels waited for")
-        self._multiply(decoder, [size for size in sizes if size <= ours])
+        self._multiply([size for size in sizes if size <= ours])
         torch.cuda.empty_cache()
-        create_runner, create_graphs = partial(self._create_runner, decoder), partial(self._create_graphs, decoder)
-        plan = self._allotment.settle(decoder, draft.max_model_len, create_runner, create_graphs)
-        self._stages.done("largest steps")
-        return plan
 
-    def _multiply(self, decoder: Decoder, sizes: Sequence[int]) -> None:
-        with self._allotment.explaining("activations"):
-            warm_linears(decoder, self._setting.device, sizes, max_num_seqs=self._demand.most_rows)
+    def _multiply(self, sizes: Sequence[int]) -> None:
+        with self._memory.explaining("activations"):
+            warm_linears(self._decoder, self._setup.device, sizes, max_num_seqs=self._setup.most_rows)
         self._stages.done("matrix products")
 
-    def _allocate(self, plan: KVPlan) -> tuple[Rows, list[Tensor]]:
-        setting, allotment, seqs = self._setting, self._allotment, self._config.scheduler.rows
-        block_sizes = [group.spec.block_size for group in plan.groups]
-        with allotment.explaining("rows", row_bytes(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes)):
-            write = self._kernels.choose("write_rows", dtype=torch.int32)
-            rows = Rows(seqs, plan.max_model_len, self._spec.vocab_size, block_sizes, setting.device, write)
-        with allotment.explaining("KV blocks", plan.num_bytes):
-            return rows, [allocate_kv(group, setting.dtype, setting.device) for group in plan.groups]
+    # --- what runs steps
 
-    def _create_graphs(self, decoder: Decoder, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Graphs:
+    def _create_graphs(self, max_model_len: int, rows: Rows, kv_caches: Sequence[Tensor]) -> Graphs:
         """Decode steps' are captured first; prompts' find their memory."""
-        if not self._demand.graphs or not self._kernels.graphable:
+        setup, config = self._setup, self._config
+        if not setup.graphs or not self._kernels.graphable:
             return ()
-        recorder, most = Recorder(self._setting.device), self._demand.most_rows
-        lengths = {"max_num_seqs": most, "max_model_len": max_model_len}
-        decode = DecodeGraphs(decoder, self._kernels, rows, kv_caches, recorder, **lengths, max_logits_rows=self._config.scheduler.logits_rows)
-        if not self._config.device.prompt_graphs:
+        recorder = Recorder(self._decoder, self._kernels, rows, kv_caches)
+        lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
+        decode = DecodeGraphs(recorder, **lengths, max_logits_rows=config.scheduler.logits_rows)
+        if not config.device.prompt_graphs:
             return (decode,)
-        bounds = Bounds(
-            **lengths, tokens_a_step=self._setting.tokens_a_step, products=multiplications(self._spec), prune=self._config.device.last_layer_pruning
-        )
-        hidden = torch.empty((bounds.most_wanted, self._spec.hidden_size), dtype=self._setting.dtype, device=self._setting.device)
-        return decode, PromptGraphs(decoder, self._kernels, rows, kv_caches, recorder, bounds, hidden)
+        products, prune = multiplications(setup.spec), config.device.last_layer_pruning
+        bounds = Bounds(**lengths, tokens_a_step=setup.tokens_a_step, products=products, prune=prune)
+        hidden = torch.empty((bounds.most_wanted, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
+        return decode, PromptGraphs(recorder, bounds, hidden)
 
     def _create_runner(
-        self,
-        decoder: Decoder,
-        rows: Rows,
-        kv_caches: Sequence[Tensor],
-        graphs: DecodeGraphs | None = None,
-        prompt_graphs: PromptGraphs | None = None,
+        self, rows: Rows, kv_caches: Sequence[Tensor], graphs: DecodeGraphs | None = None, prompt_graphs: PromptGraphs | None = None
     ) -> ModelRunner:
         return ModelRunner(
-            decoder,
+            self._decoder,
             kv_caches,
             rows,
             self._kernels,
@@ -299,60 +305,93 @@ class _Start:
             graphs=graphs,
             prompt_graphs=prompt_graphs,
             arena=self._arena,
+            speculator=self._create_speculator(rows, kv_caches),
+            adapters=self._adapters,
         )
 
-    def _warm_up(self, runner: ModelRunner, plan: KVPlan, graphs: Graphs) -> None:
-        warm_up(runner, plan.groups, plan.max_model_len, thorough=self._cuda and self._config.scheduler.rows > 1)
-        self._stages.done("first steps")
-        if graphs and self._kernels.graphable:
-            with self._allotment.capturing(), waiting("Capturing graphs", "Captured graphs"):
-                for kind in graphs:
-                    kind.capture_all()
-            self._stages.done("graphs")
+    def _create_speculator(self, rows: Rows, kv_caches: Sequence[Tensor]) -> Speculator | None:
+        settings, draft = self._setup.speculative, self._setup.draft
+        if settings is None:
+            return None
+        if self._draft is not None and draft is not None:
+            specs = draft.kv_specs(self._setup.block_size, self._setup.dtype.itemsize)
+            groups = [KVGroup(spec, kv_caches[at].shape[0]) for spec, at in zip(specs, draft.groups, strict=True)]
+            own = [allocate_kv(group, self._setup.dtype, self._setup.device) for group in groups]
+            return Speculator(rows, DraftModel(self._draft, own, draft.groups, rows, self._kernels))
+        lookup = Lookup(settings.prompt_lookup_min, settings.prompt_lookup_max, settings.suffix_tokens if settings.method == "suffix" else 0)
+        return Speculator(rows, LookupProposer(rows, lookup))
+
+    def _create_executor(self, memory: dict[str, int]) -> Executor:
+        setup = self._setup
+        info = ExecutorInfo(
+            vocab_size=setup.spec.vocab_size,
+            max_model_len=self._plan.max_model_len,
+            max_num_seqs=setup.rows,
+            kv_groups=self._plan.groups,
+            device=_device_name(setup.device, setup.threads),
+            memory=memory,
+            padded=not self._config.device.token_concatenation,
+            start_seconds=self._stages.seconds,
+            max_drafts=setup.speculative.most if setup.speculative is not None else 0,
+            adapter_slots=self._config.adapters.slots,
+        )
+        if self._cuda:
+            return DeviceExecutor(self._runner, info, restore=self._memory.restore, later=self._later_kernels(), adapters=self._adapters)
+        return DeviceExecutor(self._runner, info, threads=setup.worker_threads, adapters=self._adapters)
+
+    def _later_kernels(self) -> Behind | None:
+        """What the start did not wait for."""
+        if self._ahead is None or self._head_start is None or not self._ahead.coming:
+            return None
+        return self._ahead.hand_over(self._head_start.hand_over())
 
     def _decisions(self) -> Iterator[Decision]:
-        if self._demand.graphs and not self._kernels.graphable:
+        if self._setup.graphs and not self._kernels.graphable:
             yield Decision("graphs", False, "a torch twin that looks at the device stands in for a kernel, and no graph can hold that")
         if self._ahead is not None:
             folder, problem = self._ahead.prepared
             yield Decision("kernel cache", folder, problem or "where Triton keeps what it compiled, by content")
+        if self._adapters is not None:
+            said = f"{self._adapters.slots.num_bytes / 2**20:.0f} MiB beside the weights, set aside for --max-loras and --max-lora-rank"
+            yield Decision("adapters", f"{self._config.adapters.slots} slots of rank {self._config.adapters.max_lora_rank}", said)
+        yield from self._formats
         yield from _kernel_decisions(self._kernels)
 
-    def _create_executor(self, runner: ModelRunner, plan: KVPlan, memory: dict[str, int]) -> Executor:
-        info = ExecutorInfo(
-            vocab_size=self._spec.vocab_size,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=self._config.scheduler.rows,
-            kv_groups=plan.groups,
-            device=_device_name(self._setting.device, self._setting.threads),
-            memory=memory,
-            padded=not self._config.device.token_concatenation,
-            start_seconds=self._stages.seconds,
-        )
-        if self._cuda:
-            return QueuedExecutor(runner, info, self._allotment.restore, self._later_kernels())
-        return LocalExecutor(runner, info, overlap=self._setting.overlap, threads=self._setting.threads)
 
-    def _later_kernels(self) -> LaterKernels | None:
-        """What the start did not wait for."""
-        if self._ahead is None or self._head_start is None or not self._ahead.coming:
-            return None
-        return LaterKernels(self._ahead.hand_over(self._head_start.hand_over()))
+def _weight_formats(spec: DecoderSpec, source: ModelSource) -> tuple[Decision, ...]:
+    """How many matrices are held in which format."""
+    if source.widened is not None:
+        return (Decision("weight formats", "none", f"widened from {source.widened.get('quant_method')}, as --quantization none asks"),)
+    counts = Counter(form.label for weight in weights(spec) if not weight.tied for form in weight.formats for _ in range(math.prod(weight.stacked)))
+    return tuple(Decision("weight format", label, f"{count} matrices, as the checkpoint stores them") for label, count in counts.items())
+
+
+def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
+    """Weights in 12 bits, where this machine computes with them."""
+    form, reason = lossless.Lossless(), lossless.missing(setup.dtype, setup.device)
+    if not is_plain(setup.spec):
+        reason = "weights are in a format of their own already"
+    try:
+        spec = setup.spec if reason else with_formats(setup.spec, lambda module: None if ".experts." in module else form)
+    except ModelError as error:
+        spec, reason = setup.spec, error.message
+    said = Decision("weight format", form.label if reason is None else "unquantised", reason or "compressed_weights is on")
+    return replace(setup, spec=spec), (said,)
 
 
 def create_ahead(device: torch.device, *, strict: bool, builders: Builders | None = None) -> CompileAhead[tuple[str, str | None]] | None:
-    """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for them; without, nothing
-    comes later: steps and a compiler in one process take turns."""
-    if device.type != "cuda" or triton.missing(device) is not None:
+    """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for
+    them; without, nothing comes later: steps and a compiler in one process take turns."""
+    if device.type != "cuda" or gpu.missing(device) is not None:
         return None
 
     def prepare() -> tuple[str, str | None]:
-        prepared = triton.prepare_compiler()
+        prepared = gpu.prepare_compiler()
         with suppress(Exception):  # ``start`` does it again, where there is somebody to hear of it
-            triton.prepare_kernels(device)
+            gpu.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict, within=partial(triton.built_by, builders), later=builders is not None)
+    return CompileAhead(prepare, strict=strict, within=partial(gpu.built_by, builders), later=builders is not None)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

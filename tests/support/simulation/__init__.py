@@ -6,7 +6,7 @@
     answers.py     what was asked and told         books.py     blocks, rows, names and tokens
     order.py       whose turn it was               bounds.py    what policies promise
     shrinking.py   a failure, made small           exhaust.py   every interleaving of a small world
-    leaps.py       many turns at once             defects.py    what must be found
+    defects.py     what must be found
 
 What lives here: this list. What may not: code.
 """

@@ -54,7 +54,9 @@ class Books:
     def check(self, lines: Mapping[tuple[int, int], Line], live: Collection[int] | None) -> None:
         """``live``: the requests that must be there; None while some are on their way in or out."""
         scheduler = self._scheduler
-        roster = scheduler.roster if self._settled else scheduler._roster
+        if self._settled:
+            scheduler.settle()
+        roster = scheduler.roster
         if live is not None and roster.requests.keys() != live:
             raise Broken("requests", f"{sorted(roster.requests)} are there, {sorted(live)} should be")
         everybody, running = [*joined.from_iterable(roster.requests.values())], []
@@ -159,8 +161,8 @@ class Books:
     # --- rows
 
     def _check_rows(self, running: list[Sequence]) -> None:
-        roster = self._scheduler._roster
-        held = [*roster.free_rows, *[row for _, row in roster._leaving_rows]]
+        roster = self._scheduler.roster
+        held = [*roster.free_rows, *[row for _, row in roster.leaving_rows]]
         for sequence in running:
             if sequence.row is not None:
                 held.append(sequence.row)
@@ -196,9 +198,12 @@ class Books:
         samples: dict[Sequence, int] = {}
         for step in self._scheduler.in_flight:
             step_id = step.plan.step_id
-            for sequence in step.sampled:
+            drafts = step.plan.drafts
+            for work, sequence in zip(step.plan.sample_work, step.sampled, strict=True):
                 if sequence.ignore_through < step_id:
-                    samples[sequence] = samples.get(sequence, 0) + 1
+                    samples[sequence] = samples.get(sequence, 0) + 1 + (drafts[work] if drafts else 0)
+        for sequence in samples:
+            samples[sequence] += max(0, len(sequence.certain) - 1)  # these are on their way with a sample
         return samples
 
     def _raise_tokens(self, everybody: list[Sequence], wanted: list[array[int]], samples: Mapping[Sequence, int]) -> None:

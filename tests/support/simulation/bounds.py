@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.config import SchedulerConfig
-from headrace.scheduler.policies.lengths import FIRST_GUESS
 from headrace.scheduler.policies.qoe import TURN
-from headrace.scheduler.policies.shortest_remaining import PROMPT_SHARE
+from headrace.scheduler.policies.shortest_remaining import FIRST_GUESS, PROMPT_SHARE
 from tests.support.simulation.schedule import Asked
 
 

@@ -149,11 +149,6 @@ def a_cohort_makes_up_for_a_step_too_few(patch: Patch) -> None:
     patch.setattr(Cohort, "_catch_up", lazy)
 
 
-def a_leap_heeds_nobody_who_is_due(patch: Patch) -> None:
-    """Of many turns at once, those that need a block are counted like any other."""
-    patch.setattr(Cohort, "some_may_be_due", False)
-
-
 # --- requests
 
 
@@ -162,7 +157,7 @@ def a_wake_up_is_lost(patch: Patch) -> None:
     retire = Roster.retire
 
     def quiet(self: Roster, step_id: int) -> None:
-        before, waited = self.retired, bool(self._leaving_rows)
+        before, waited = self.retired, bool(self.leaving_rows)
         retire(self, step_id)
         self.retired = step_id if waited or not len(self.waiting) else before
 
@@ -229,14 +224,14 @@ def the_first_in_order_is_passed_over(patch: Patch) -> None:
     """While others run, the first of those who run gets nothing."""
     plan_running = Planner._plan_running
 
-    def unfair(self: Planner, plan: PlanBuilder) -> None:
+    def unfair(self: Planner, plan: PlanBuilder, *more: Any) -> None:
         first, self.roster.running = self.roster.running[:1], self.roster.running[1:]
         if self.roster.running:
-            plan_running(self, plan)
+            plan_running(self, plan, *more)
             self.roster.running = [*first, *self.roster.running]
         else:
             self.roster.running = first
-            plan_running(self, plan)
+            plan_running(self, plan, *more)
 
     patch.setattr(Planner, "_plan_running", unfair)
 
@@ -261,7 +256,6 @@ DEFECTS: tuple[Plant, ...] = (
     an_unusable_row_is_not_noticed,
     a_request_is_dropped_when_its_step_fails,
     the_first_in_order_is_passed_over,
-    a_leap_heeds_nobody_who_is_due,
 )
 
 

@@ -13,11 +13,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from headrace.clock import VirtualClock
-from headrace.engine.executor import ExecutorInfo, KeyedHashExecutor, Ticket, _HashRow, _mix
+from headrace.engine.executor import ExecutorInfo, Ticket
+from headrace.engine.keyed_hash import Links, _HashRow, _mix
 from headrace.request import StepPlan, StepResult
 from headrace.spec import KVGroup, KVKind, KVSpec
+from tests.support.hash_engine import CheckedExecutor
 from tests.support.simulation.broken import Broken
 from tests.support.simulation.oracle import VOCAB
 from tests.support.simulation.schedule import Setting
@@ -39,7 +42,7 @@ def info_of(setting: Setting) -> ExecutorInfo:
         KVGroup(KVSpec((n,), KVKind.FULL if g.window is None else KVKind.SLIDING, g.block_size, 1, 1, 8, window=g.window), g.num_blocks)
         for n, g in enumerate(setting.groups)
     )
-    return ExecutorInfo(VOCAB, setting.length, setting.rows, groups, "none (keyed hash)", padded=setting.padded)
+    return ExecutorInfo(VOCAB, setting.length, setting.rows, groups, "none (keyed hash)", padded=setting.padded, max_drafts=setting.drafts)
 
 
 class Forecast:
@@ -66,13 +69,23 @@ class _Account:
     linked: int = 0
     computed: int | None = None
 
+    def forget(self, count: int, sizes: Sequence[int]) -> None:
+        """Links beyond so many tokens."""
+        if count >= self.linked:
+            return
+        for size, blocks in zip(sizes, self.links, strict=True):
+            del blocks[-(-count // size) :]
+            if blocks and count % size:
+                del blocks[-1][count % size :]
+        self.linked, self.head = count, self.links[0][-1][-1]
 
-class Device(KeyedHashExecutor):
+
+class Device(CheckedExecutor):
     """``told_rows``: called with every plan's new rows, before anything is computed. ``fallen``: whose tokens the step was to
     compute that was collected last, if it failed."""
 
     def __init__(self, setting: Setting, clock: VirtualClock, told_rows: Callable[[StepPlan], None]) -> None:
-        super().__init__(info_of(setting), clock=clock)
+        super().__init__(info_of(setting), clock=clock, acceptance=setting.acceptance)
         self._setting = setting
         self._sizes = [spec.block_size for spec in self._specs]
         self._told_rows = told_rows
@@ -107,7 +120,8 @@ class Device(KeyedHashExecutor):
         self._owners.update((new.row, new.sequence_id) for new in plan.rows_added)
         self._falling.append({self._owners[row] for row in (*plan.rows, *plan.sample_rows)})
         if failing == "after" and not self._broken:
-            self._sample(plan, self._execute(plan), {})
+            exact = self._exact(plan)
+            self._sample(exact, self._execute(exact), {})
         self._broken = self._broken or failing is not None
         return super().submit(plan)
 
@@ -143,7 +157,8 @@ class Device(KeyedHashExecutor):
 
     def _apply(self, plan: StepPlan) -> None:
         for new in plan.rows_added:
-            self._accounts[new.row] = _Account([[] for _ in self._specs], self._key)
+            kept = self._accounts.get(new.row) if new.row in self._rows and new.row not in plan.rows_dropped else None
+            self._accounts[new.row] = _Account([[] for _ in self._specs], self._key, computed=kept.computed if kept else None)
             self._only.pop(new.row, None)
             if new.params.allowed_token_ids is not None:
                 self._only[new.row] = sum(1 << token for token in new.params.allowed_token_ids)
@@ -152,16 +167,18 @@ class Device(KeyedHashExecutor):
             self.written[group].add(target)
             self.unusable.discard((group, target))
 
-    def _execute(self, plan: StepPlan) -> list[int]:
+    def _execute(self, plan: StepPlan) -> list[Links]:
+        if self._broken:
+            return []
         self._apply(plan)
         heads, touched, takers = [], self.in_flight[-1][1], self._takers(plan)
-        for work, (number, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+        for work, (number, start, count, drafts) in enumerate(zip(plan.rows, plan.starts, plan.counts, plan.drafts or repeat(0), strict=False)):
             row, account, end = self._rows[number], self._accounts[number], start + count
-            self._judge_work(row, account, start, end, takers.get(work, ()))
+            self._judge_work(row, account, start, end - drafts, takers.get(work, ()))
             seen = self._touch(row, start, end, touched)
             self._writes[-1][number] = own = self._own_blocks(row, start, end)
             self.unusable -= own
-            heads.append(self._compute(row, start, count))
+            heads.append(self._compute_drafting(row, start, count, drafts))
             self._judge_contents(row, account, end, seen)
         return heads
 
@@ -194,6 +211,14 @@ class Device(KeyedHashExecutor):
                 raise Broken("chunk", f"request {who}: row {taker} has {len(self._rows[taker].token_ids)} tokens and gets one at {end}")
             self._accounts[taker].computed = end
 
+    def _settle(self, plan: StepPlan, result: StepResult) -> None:
+        """Drafts that were right are computed, others are not."""
+        for work, drafts, tokens in zip(plan.sample_work, result.drafted, result.tokens, strict=True):
+            account = self._accounts[plan.rows[work]]
+            if drafts and account.computed is not None:
+                account.computed += max(0, len(tokens) - 1)
+                account.forget(account.computed, self._sizes)
+
     def _touch(self, row: _HashRow, start: int, end: int, touched: Touched) -> list[tuple[int, list[int]]]:
         """Notes what the step reads and writes, and looks whether somebody else's step still does. Returns, by group, the first of the
         table's blocks that it sees, and all of them."""
@@ -214,11 +239,14 @@ class Device(KeyedHashExecutor):
             seen.append((first, blocks))
         return seen
 
-    def _sample(self, plan: StepPlan, heads: list[int], allowed: Mapping[int, int]) -> StepResult:
+    def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, int]) -> StepResult:
         """Beside grammars, a request may have said what its tokens may be."""
         if self._only:
             allowed = {**allowed, **{j: self._only[row] for j, row in enumerate(plan.sample_rows) if row in self._only}}
-        return super()._sample(plan, heads, allowed)
+        result = super()._sample(plan, heads, allowed)
+        if result.drafted:
+            self._settle(plan, result)
+        return result
 
     def _judge_contents(self, row: _HashRow, account: _Account, end: int, seen: list[tuple[int, list[int]]]) -> None:
         """Every block that the step sees holds the hash of the row's own ids, up to the last one that is computed."""

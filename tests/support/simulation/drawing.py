@@ -25,17 +25,15 @@ from tests.support.simulation.schedule import (
     Finish,
     Group,
     Jump,
-    Leap,
     Look,
     Rebuild,
     Schedule,
     Setting,
     Spoil,
-    Turn,
 )
 
 LENGTH = 48
-LEAPS = 4  # of so many lives one takes turns at once
+BY_LENGTH = 4  # of so many lives in one most answers end by length alone, so that sequences decode side by side for long
 TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3), (2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5))
 MEAN_PROMPT, MEAN_ANSWER = 13, 8
 
@@ -45,26 +43,19 @@ def draw(seed: int, events: int = 500, policy: str | None = None) -> Schedule:
     rng = random.Random(seed)
     setting = draw_setting(rng, policy)
     schedule = Schedule(f"seed {seed}, {events} events", setting, _Story(rng, setting, events).write())
-    return _with_leaps(schedule) if seed % LEAPS == 0 and not setting.journalled else schedule
-
-
-def _with_leaps(schedule: Schedule) -> Schedule:
-    """The same with some turns that are many; most answers end by length alone, as turns that are alike need it. A journal would be told of
-    each turn, so there is none."""
+    if seed % BY_LENGTH:
+        return schedule
     rng = random.Random(schedule.name)
-    events = tuple(_with_leap(rng, event) for event in schedule.events)
-    return replace(schedule, setting=replace(schedule.setting, leaps=True), events=events)
+    return replace(schedule, events=tuple(_by_length(rng, event) if isinstance(event, Add) else event for event in schedule.events))
 
 
-def _with_leap(rng: random.Random, event: Event) -> Event:
-    if isinstance(event, Add):
-        changes: dict[str, object] = {"compiles": None, "refused": False}
-        if rng.random() < 0.9:
-            changes |= {"ignore_eos": True, "stops": (), "loops": False, "logprobs": None}
-        if rng.random() < 0.15:
-            changes |= {"max_tokens": 40, "min_tokens": 0}
-        return Add(event.number, _with(event.asked, changes))
-    return Leap(rng.choice((1, 2, 5, 12, 30))) if isinstance(event, Turn) and rng.random() < 0.5 else event
+def _by_length(rng: random.Random, event: Add) -> Add:
+    changes: dict[str, object] = {"compiles": None, "refused": False}
+    if rng.random() < 0.9:
+        changes |= {"ignore_eos": True, "stops": (), "loops": False, "logprobs": None}
+    if rng.random() < 0.15:
+        changes |= {"max_tokens": 40, "min_tokens": 0}
+    return Add(event.number, _with(event.asked, changes))
 
 
 def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
@@ -74,6 +65,7 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
     drawn, step_seconds, chunked = rng.choice(tuple(POLICIES)), rng.choice((0.0, 0.01, 0.15)), mostly(0.8)
     forecast, kv_caching = step_seconds > 0 and mostly(0.7), mostly(0.93)
     bounded = forecast and chunked and kv_caching and mostly(0.3)
+    own = random.Random(f"drafts of {drawn} {rng.getstate()[1][:4]}")  # what is drawn with ``rng`` stays what it was without drafts
     return Setting(
         depth=rng.choice((0, 1, 2)),
         rows=rng.choice((2, 3, 4, 8)),
@@ -91,6 +83,9 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         paged_allocation=mostly(0.85),
         kv_caching=kv_caching,
         padded=mostly(0.1),
+        drafts=own.choice((0, 0, 1, 2, 4, 7)),
+        acceptance=own.choice((0.0, 0.4, 0.7, 0.9, 1.0)),
+        automatic=own.random() < 0.4,
         step_seconds=step_seconds,
         settled=mostly(0.5),
         journalled=mostly(0.1),

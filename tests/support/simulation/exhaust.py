@@ -235,7 +235,7 @@ def _state(life: Life) -> State:
     steps = tuple((each.plan.rows_added == (), [s.request_id for s in each.work], each.plan.starts.tobytes()) for each in scheduler.in_flight)
     tickets = tuple(submitted.ticket.result is None for submitted in core._fifo)  # type: ignore[attr-defined]
     wishes = tuple((number, standing.doomed, bool(standing.open)) for number, standing in life.answers.standing.items())
-    rows = (len(scheduler.roster.free_rows), tuple(step - base for step, _ in scheduler.roster._leaving_rows))
+    rows = (len(scheduler.roster.free_rows), tuple(step - base for step, _ in scheduler.roster.leaving_rows))
     rest = (core._failed, life.device.broken, life.device.fail_next, tuple(sorted(map(repr, core._events))), tuple(blocks[b] for b in pool._cached))
     return sequences, nodes, leaving, written, repr(steps), tickets, wishes, rows, rest, len(pool._free)
 

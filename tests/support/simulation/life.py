@@ -7,6 +7,7 @@ What may not: drawing (drawing.py), what must hold (answers.py, books.py, order.
 from __future__ import annotations
 
 import hashlib
+import json
 import traceback
 from array import array
 from collections import Counter
@@ -17,10 +18,11 @@ from pathlib import Path
 
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
-from headrace.engine.journal import Journal, replay
 from headrace.request import Request, SequenceOutput, StepPlan
 from headrace.sampling_params import Expectations, RepetitionDetection, SamplingParams, StructuredOutputs
-from tests.support.simulation import leaps, oracle
+from tests.support.journal import Journal, replay
+from tests.support.rows import rebuild_rows
+from tests.support.simulation import oracle
 from tests.support.simulation.answers import Answers
 from tests.support.simulation.books import Books
 from tests.support.simulation.broken import Broken, hold
@@ -38,7 +40,6 @@ from tests.support.simulation.schedule import (
     Fail,
     Finish,
     Jump,
-    Leap,
     Look,
     Rebuild,
     Schedule,
@@ -104,9 +105,9 @@ class Life:
         self.device = Device(setting, self.clock, self._rows_told)
         self.masks = HashMasks(self._grammar_of, self._arrived)
         self.forecast = Forecast(setting) if setting.forecast else None
-        self.journal = Journal() if setting.journalled else None
         self.plans: list[StepPlan] = []  # where there is a journal
         self.core = self._create_core()
+        self.journal = Journal.of(self.core.scheduler) if setting.journalled else None
         self.watch = OrderWatch(setting)
         self.books = Books(self.core.scheduler, self.device, settled=setting.settled)
         self.turns = 0
@@ -125,11 +126,11 @@ class Life:
             scheduler=_scheduler_config(self.setting),
             cache=_cache_config(self.setting),
             eos_token_ids=frozenset({oracle.EOS}),
+            namespace=b"",
             clock=self.clock,
             depth=self.setting.depth,
-            masks=None if self.setting.leaps else self.masks,
+            masks=self.masks,
             forecast=self.forecast,
-            journal=self.journal,
         )
 
     # --- events
@@ -139,8 +140,6 @@ class Life:
         match event:
             case Turn():
                 self._turn()
-            case Leap(turns):
-                self._leap(turns)
             case Add(number, asked):
                 self._add(number, asked)
             case Abort(number):
@@ -201,7 +200,7 @@ class Life:
     def _rebuild(self) -> None:
         if not self.core.scheduler.in_flight:
             self.device.recover()
-            self.core.scheduler.rebuild_rows()
+            rebuild_rows(self.core.scheduler)
             self.seen["rebuilds"] += 1
 
     def _look(self, number: int) -> None:
@@ -225,16 +224,6 @@ class Life:
         self.take_turn(outputs)
         if idle and core.has_work and not outputs and core.scheduler._next_step == steps and not core._events:
             raise Broken("asleep", f"there is work and nothing in flight, and a turn does nothing: {core.stats()}")
-
-    def _leap(self, turns: int) -> None:
-        """As many as are alike, a plain one where none is."""
-        self.began = self.clock.now()
-        if not leaps.can_leap(self.core, self.device):
-            return self._turn()
-        done = leaps.Leap(self.core, self.device, self.answers.lines, self.take_turn).take(min(turns, self.core.turns_alike()))
-        self.turns += done
-        self.seen["leapt"] += done
-        return self._turn() if not done else None
 
     def take_turn(self, outputs: Iterable[SequenceOutput]) -> None:
         """What a turn, or a part of it, has brought about."""
@@ -261,12 +250,13 @@ class Life:
         self.watch.met(self.clock.now())
         for new in plan.rows_added:
             self.watch.admitted(new.sequence_id)
+        self.seen["drafts"] += sum(plan.drafts)
         if plan.copy_source:
             self.seen["copies"] += len(plan.copy_source)
         if self.journal is not None:
             self.plans.append(plan)
         if self._trace is not None:
-            for numbers in (plan.rows, plan.starts, plan.counts, plan.sample_rows, plan.table_row, plan.table_block, plan.copy_target):
+            for numbers in (plan.rows, plan.starts, plan.counts, plan.drafts, plan.sample_rows, plan.table_row, plan.table_block, plan.copy_target):
                 self._trace.update(numbers.tobytes())
 
     def _note(self, output: SequenceOutput) -> None:
@@ -303,10 +293,17 @@ def _scheduler_config(setting: Setting) -> SchedulerConfig:
         max_logits_rows=setting.logits_rows,
         scheduling_policy=setting.policy,
         max_step_ms=setting.max_step_ms,
+        speculative_config=_speculative_config(setting),
         tenant_weight=("a=2.5",) if setting.weighted else (),
         chunked_prefill=setting.chunked_prefill,
         continuous_batching=setting.continuous_batching,
     )
+
+
+def _speculative_config(setting: Setting) -> str | None:
+    if not setting.drafts:
+        return None
+    return json.dumps({"method": "ngram", "num_speculative_tokens": "auto" if setting.automatic else setting.drafts})
 
 
 def _cache_config(setting: Setting) -> CacheConfig:

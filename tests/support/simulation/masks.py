@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from headrace.engine.masks import GrammarStats
+from headrace.engine.grammar_masks import GrammarStats
 from headrace.request import Request, TokenMasks
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.planner import MASK_SECONDS
 from headrace.sequence import Sequence as LiveSequence
 from tests.support.simulation.broken import hold
-from tests.support.simulation.oracle import WORDS, chain, mask_words
+from tests.support.simulation.oracle import WORDS, chain, forced, mask_words
 
 REFUSAL = "the grammar cannot be followed"
 
@@ -73,3 +73,7 @@ class HashMasks:
             hold(sequence.request_id in self._followed, "masks", f"request {sequence.request_id} has been forgotten and asks for a mask")
         words = b"".join(mask_words(chain(sequence.token_ids)[-1]) for _, sequence in wanted)
         return TokenMasks(tuple(j for j, _ in wanted), WORDS, words)
+
+    def forced(self, wanted: Sequence[tuple[int, LiveSequence]]) -> dict[int, tuple[int, ...]]:
+        runs = {j: forced(chain(s.token_ids)[-1]) for j, s in wanted if s.request.params.logprobs is None}
+        return {j: run for j, run in runs.items() if len(run) > 1}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from headrace.engine.executor import _mix  # shared with the executor on purpose; tables and rows are not
+from headrace.engine.keyed_hash import _mix  # shared with the executor on purpose; tables and rows are not
 from headrace.request import REPETITION, FinishReason
 from headrace.sampling_params import RepetitionDetection
 from tests.support.simulation.schedule import Asked
@@ -34,10 +34,21 @@ def chain(tokens: Sequence[int], head: int = ROOT) -> array[int]:
 
 
 def allowed(head: int) -> list[int]:
-    """What a grammar allows after a context with this hash: an eighth of all tokens and the end, and rarely nothing."""
+    """What a grammar allows after a context with this hash: an eighth of all tokens and the end, often one alone, and rarely nothing."""
     if head % 61 == 0:
         return []
+    if head >> 16 & 1:
+        return [head >> 32 & VOCAB - 1]
     return sorted({EOS, *range(head >> 32 & 7, VOCAB, 8)})
+
+
+def forced(head: int) -> tuple[int, ...]:
+    """The tokens that must come, one after another, as far as a run goes."""
+    run: list[int] = []
+    while len(run) < 5 and len(fine := allowed(head)) == 1:
+        run += fine
+        head = _mix(head, fine[0])
+    return tuple(run)
 
 
 def mask_words(head: int) -> bytes:

@@ -83,7 +83,7 @@ class OrderWatch:
     def _check_pushed_out(self, scheduler: Scheduler) -> None:
         """Nobody gives way while somebody runs who came later and may not pass. Whoever is planned to the last token only waits for results;
         whoever falls with a step falls with all."""
-        running = [s for s in scheduler._roster.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
+        running = [s for s in scheduler.roster.running if s.status is SequenceStatus.RUNNING and s.num_tokens < s.max_num_tokens]
         for out in self._running:
             if out.status is SequenceStatus.WAITING:
                 for other in running:

@@ -28,8 +28,8 @@ class Setting:
 
     ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or less. ``weighted``: one tenant has
     more weight than others. ``settled``: records are looked at as they should be after every event; else as they lie there, so that what is
-    made up for late (scheduler/cohort.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same. ``leaps``: an engine
-    without grammars, as only such a one takes many turns at once.
+    made up for late (scheduler/cohort.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same. ``drafts``: that the device
+    proposes for a row, at most; ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice.
     """
 
     depth: int = 0
@@ -48,10 +48,12 @@ class Setting:
     paged_allocation: bool = True
     kv_caching: bool = True
     padded: bool = False
+    drafts: int = 0
+    acceptance: float = 0.7
+    automatic: bool = False
     step_seconds: float = 0.0
     settled: bool = True
     journalled: bool = False
-    leaps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +89,6 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The loop takes one turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leap:
-    """The loop takes so many turns at once, as far as they are alike; where none is, a turn."""
-
-    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +160,8 @@ class Look:
     number: int
 
 
-Event = Turn | Leap | Add | Abort | Disconnect | Finish | Fail | Spoil | Delay | Jump | Rebuild | Look
-_ALL: tuple[type[Event], ...] = (Turn, Leap, Add, Abort, Disconnect, Finish, Fail, Spoil, Delay, Jump, Rebuild, Look)
+Event = Turn | Add | Abort | Disconnect | Finish | Fail | Spoil | Delay | Jump | Rebuild | Look
+_ALL: tuple[type[Event], ...] = (Turn, Add, Abort, Disconnect, Finish, Fail, Spoil, Delay, Jump, Rebuild, Look)
 KINDS = {kind.__name__.lower(): kind for kind in _ALL}
 TURN = Turn()
 

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tests.support.simulation.life import Failure, live
-from tests.support.simulation.schedule import TURN, Add, Asked, Event, Group, Leap, Schedule, Setting
+from tests.support.simulation.schedule import Add, Asked, Event, Group, Schedule, Setting
 
 Fails = Callable[[Schedule], Failure | None]
 
@@ -76,9 +76,6 @@ class _Search:
             if isinstance(event, Add):
                 for simpler in _simpler_requests(event.asked):
                     self._replace_request(at, event, simpler)
-            if isinstance(event, Leap):
-                fewer: list[Event] = [TURN, *(Leap(turns) for turns in (1, 2, 5) if turns < event.turns)]
-                any(self._replace(at, each) for each in fewer)
             at += 1
 
     def _replace_request(self, at: int, event: Add, change: dict[str, Any]) -> None:

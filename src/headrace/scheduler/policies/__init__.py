@@ -1,6 +1,6 @@
-"""Orders of service, one file each.
+"""Orders of service.
 
-To add one: a file with a class that satisfies Policy or DynamicPolicy (protocol.py), and a line in ``POLICIES``.
+To add one: a file with a subclass of Policy or DynamicPolicy (protocol.py), and a line in ``POLICIES``.
 
 What lives here: the register. What may not: what a policy is (protocol.py), budgets, blocks, rows (planner.py).
 """
@@ -14,12 +14,10 @@ from headrace.config import SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.scheduler.policies.deadline import Deadline
 from headrace.scheduler.policies.fair import Fair
-from headrace.scheduler.policies.fcfs import FirstComeFirstServed
-from headrace.scheduler.policies.lengths import History, MostTokens
-from headrace.scheduler.policies.priority import Priority
-from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal, Standing
+from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Policy, Refusal
 from headrace.scheduler.policies.qoe import QualityOfExperience
-from headrace.scheduler.policies.shortest_remaining import ShortestRemaining
+from headrace.scheduler.policies.shortest_remaining import History, MaxTokens, ShortestRemaining
+from headrace.scheduler.policies.static import FirstComeFirstServed, Priority
 
 Create = Callable[[SchedulerConfig, Forecast | None], Policy]
 
@@ -31,7 +29,7 @@ POLICIES: Mapping[str, Create] = MappingProxyType(
         "fair": lambda config, forecast: Fair(config.tenant_weights, config.fair_input_price, config.fair_output_price),
         "qoe": lambda config, forecast: QualityOfExperience(config.expected_ttft, config.reading_speed, config.qoe_preemptions),
         "shortest-remaining": lambda config, forecast: ShortestRemaining(
-            History() if config.length_prediction == "history" else MostTokens(), config.ageing
+            History() if config.length_prediction == "history" else MaxTokens(), config.ageing
         ),
     }
 )
@@ -44,4 +42,4 @@ def create_policy(config: SchedulerConfig, forecast: Forecast | None = None) -> 
     return POLICIES[name](config, forecast)
 
 
-__all__ = ["POLICIES", "DynamicPolicy", "Forecast", "Order", "Policy", "Refusal", "Standing", "create_policy"]
+__all__ = ["POLICIES", "DynamicPolicy", "Forecast", "Order", "Policy", "Refusal", "create_policy"]

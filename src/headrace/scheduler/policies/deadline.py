@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from headrace.cost.speed import StepSpeed, Tail
 from headrace.errors import ConfigError
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal, Standing
+from headrace.scheduler.policies.protocol import DynamicPolicy, Forecast, Order, Refusal
 from headrace.scheduler.prospects import Past, Prospect, alone, left_of_prompts, prompt_pace, prospect
+from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 
 LATE = 0.05  # of those taken may come later than predicted: the prediction is raised until that holds,
@@ -44,7 +45,6 @@ class _Taken:
 class Deadline(DynamicPolicy):
     """``ttft``, ``tpot``: targets in seconds of requests that bring none. Without a ``forecast`` nobody is refused."""
 
-    name = "deadline"
     heeds_speed = True
 
     def __init__(self, ttft: float, tpot: float, forecast: Forecast | None) -> None:
@@ -61,9 +61,6 @@ class Deadline(DynamicPolicy):
     def order(self, request: Request, arrival_number: int) -> Order:
         return (request.arrival_time + self._ttft_of(request), arrival_number)
 
-    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
-        return False
-
     def _ttft_of(self, request: Request) -> float:
         return self._ttft if request.expects.ttft is None else request.expects.ttft
 
@@ -72,7 +69,7 @@ class Deadline(DynamicPolicy):
 
     # --- who comes
 
-    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
         work = self._work(sequence, standing)
         if self._forecast is None:
             self._taken[sequence] = _Taken(work, 0.0)
@@ -88,7 +85,7 @@ class Deadline(DynamicPolicy):
             self._taken[sequence] = _Taken(work, found.first_token)
         return refusal
 
-    def _work(self, sequence: Sequence, standing: Standing) -> int:
+    def _work(self, sequence: Sequence, standing: Roster) -> int:
         usable = standing.limits.kv_caching and not sequence.wants_scores
         found = standing.cache.lookup(sequence.kv, sequence.token_ids).num_tokens if usable else 0
         return sequence.num_prompt_tokens - found
@@ -98,7 +95,7 @@ class Deadline(DynamicPolicy):
         taken = self._taken.get(waiting)
         return waiting.num_tokens if taken is None or waiting.first_scheduled is not None else taken.work
 
-    def _bound(self, sequence: Sequence | None, standing: Standing) -> float | None:
+    def _bound(self, sequence: Sequence | None, standing: Roster) -> float | None:
         """Seconds a step may take with it."""
         targets = [self._tpot_of(each.request) for each in standing.running]
         if sequence is not None:
@@ -155,7 +152,7 @@ class Deadline(DynamicPolicy):
 
     # --- before a step
 
-    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Those who wait and have become late are turned away: nothing of them is computed that would count."""
         bound = self._bound(None, standing)
         self.max_step_seconds, self.wake = (bound if bound is not None else self._tpot), math.inf
@@ -163,7 +160,7 @@ class Deadline(DynamicPolicy):
             return ()
         return self._late(self._forecast, bound, standing)
 
-    def _late(self, forecast: Forecast, bound: float | None, standing: Standing) -> list[tuple[Sequence, Refusal]]:
+    def _late(self, forecast: Forecast, bound: float | None, standing: Roster) -> list[tuple[Sequence, Refusal]]:
         """At the pace of this moment, and were they the next; on an idle engine, those that are late already. Wakes when the next one is."""
         found, pace = [], prompt_pace(forecast, standing, bound, 0)
         before = pace.time(left_of_prompts(standing))

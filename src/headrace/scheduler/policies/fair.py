@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal, Standing
+from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
 from headrace.scheduler.queue import LaneQueue, WaitingQueue
+from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 
 _KEPT = 64  # tenants who are away; of more, those are forgotten whom a lift would put where they are
@@ -40,8 +41,6 @@ class _Account:
 class Fair(DynamicPolicy):
     """See the module. ``weights``: of tenants by name; others have 1. Prices are those of one token."""
 
-    name = "fair"
-
     def __init__(self, weights: Mapping[str, float], input_price: float, output_price: float) -> None:
         self._weights = weights
         self._input_price, self._output_price = input_price, output_price
@@ -56,9 +55,6 @@ class Fair(DynamicPolicy):
     def order(self, request: Request, arrival_number: int) -> Order:
         return (0.0, arrival_number)
 
-    def preempts(self, candidate: Sequence, running: Sequence) -> bool:
-        return False
-
     def create_queue(self) -> WaitingQueue:
         return LaneQueue(lambda sequence: sequence.request.tenant, self.counter)
 
@@ -68,13 +64,13 @@ class Fair(DynamicPolicy):
 
     # --- what happens
 
-    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
         self._charge_all()
         self._open(sequence)
         self._enter(sequence.request.tenant)
         return None
 
-    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         if self._waiting:
             self._charge_all()
         self._charged = False  # whatever comes next comes after a step

@@ -9,39 +9,40 @@
 It hears of no single token: a sequence's record says at each of these moments how far it has come (known tokens only grow). So it costs
 nothing while steps are alike, and steps that fail or are computed again need no undoing.
 
+What it may look at is the roster (``standing``), of which it changes ``order`` of sequences and nothing else: all records are right while it
+is asked.
+
 A policy reads no clock and draws no random number: all it knows came through these calls, so a journal of the scheduler's calls replays.
 
-What lives here: the protocols. What may not: any policy (a file each), the register (__init__.py).
+What lives here: the base classes. What may not: any policy (a file each), the register (__init__.py).
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from headrace.cache.manager import CacheManager
-from headrace.cost.speed import StepSpeed
 from headrace.request import Request
-from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors
 from headrace.sequence import Sequence
 
 Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of one length; never NaN
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted."""
 
-    name: str
-
+    @abstractmethod
     def order(self, request: Request, arrival_number: int) -> Order: ...
 
     def preempts(self, candidate: Sequence, running: Sequence) -> bool:
         """Whether a waiting sequence may push out a running one when there is no room."""
-        ...
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,6 @@ class Refusal:
     param: str | None = None
 
 
-class Standing(Protocol):
-    """What a dynamic policy may look at (the roster): all records are right while it is asked. It changes ``order`` of sequences, nothing else."""
-
-    now: float  # seconds, the engine's clock
-    speed: StepSpeed  # how fast steps have been going
-    limits: SchedulerLimits
-    cache: CacheManager
-    waiting: WaitingQueue
-    running: list[Sequence]
-    free_rows: list[int]
-
-
 class Forecast(StepFloors, Protocol):
     """What the cost model knows. Frozen: what is learnt later is the standing's ``speed``."""
 
@@ -74,8 +63,7 @@ class Forecast(StepFloors, Protocol):
         ...
 
 
-@runtime_checkable
-class DynamicPolicy(Policy, Protocol):
+class DynamicPolicy(Policy):
     """See the module. ``wake``: steps that are alike are interrupted, to ``consider``, once ``now`` is at least this.
     ``heeds_speed``: the standing's ``speed`` is kept up to date. ``max_step_seconds``: below --max-step-ms, if that is set; read before each step."""
 
@@ -86,11 +74,11 @@ class DynamicPolicy(Policy, Protocol):
     def create_queue(self) -> WaitingQueue:
         return WaitingQueue()
 
-    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
         """Before it enters the queue. It may set ``sequence.order``."""
         return None
 
-    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Before a step is planned. It may set the orders of those who run (they are sorted afterwards) and of those who wait (and then
         calls ``standing.waiting.reorder()``). What it returns must wait and have no token yet, and ends with the refusal."""
         return ()

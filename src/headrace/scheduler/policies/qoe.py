@@ -4,7 +4,7 @@ LLM-Based Text Streaming Services", 2024).
 A reader expects the first token after ``ttft`` seconds and then reads ``speed`` tokens a second. Token i is expected at e_i and read at r_i,
 when it has come and all before it are read. With L tokens, the experience is the share of the area below the expected curve that is kept:
 
-    QoE = 1 − Σ (r_i − e_i) / Σ (end − e_i)                 end: when the last is read; bench/statistics.py has the same for samples
+    QoE = 1 − Σ (r_i − e_i) / Σ (end − e_i)                 end: when the last is read; planner/workload/statistics.py has the same for samples
 
     lag    how much later than expected the next token will be read if it comes at once
     L      tokens so far, and what answers here have left on average (their length is not known, and not guessed from max_tokens)
@@ -29,8 +29,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.request import Request, SequenceStatus
-from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal, Standing
+from headrace.scheduler.policies.protocol import DynamicPolicy, Order, Refusal
 from headrace.scheduler.queue import WaitingQueue
+from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence
 
 HORIZON = 1.0  # seconds
@@ -82,8 +83,6 @@ class Reader:
 class QualityOfExperience(DynamicPolicy):
     """See the module. ``ttft`` and ``speed``: of readers that say nothing."""
 
-    name = "qoe"
-
     def __init__(self, ttft: float, speed: float, preemptions: float) -> None:
         self._ttft, self._speed, self._preemptions = ttft, speed, preemptions
         self._readers: dict[Sequence, Reader] = {}
@@ -105,14 +104,14 @@ class QualityOfExperience(DynamicPolicy):
 
     # --- what happens
 
-    def arrived(self, sequence: Sequence, standing: Standing) -> Refusal | None:
+    def arrived(self, sequence: Sequence, standing: Roster) -> Refusal | None:
         self._measure(standing)
         self._credit = min(_MOST_CREDIT, self._credit + self._preemptions)
         reader = self._meet(sequence, standing.now)
         sequence.order = self._order_of(sequence, reader, standing.now)
         return None
 
-    def consider(self, standing: Standing) -> Iterable[tuple[Sequence, Refusal]]:
+    def consider(self, standing: Roster) -> Iterable[tuple[Sequence, Refusal]]:
         """Where somebody waits, and not at every step."""
         if not len(standing.waiting):
             self.wake = math.inf
@@ -142,7 +141,7 @@ class QualityOfExperience(DynamicPolicy):
 
     # --- who goes first
 
-    def _look(self, standing: Standing) -> None:
+    def _look(self, standing: Roster) -> None:
         now = standing.now
         self._last_look, self._next_look = now, now + LOOK
         self.wake = self._next_look
@@ -178,6 +177,6 @@ class QualityOfExperience(DynamicPolicy):
         reader = self._readers[sequence] = Reader(start, speed, start, now)
         return reader
 
-    def _measure(self, standing: Standing) -> None:
+    def _measure(self, standing: Roster) -> None:
         self._row = 1.0 / standing.limits.max_num_seqs
         self._token = 1.0 / standing.cache.capacity_tokens(1)

@@ -1,31 +1,39 @@
-"""Answers under moderation: nothing is let through before it has been judged, and a bad answer ends with ``content_filter``.
+"""Answers under moderation: nothing is let through before it has been judged, and a bad answer ends with
+``content_filter``.
 
-What lives here: which part of a text is judged when, what of a stream may go on, how an answer ends. What may not: words.py, hook.py.
+What lives here: which part of a text is judged when, what of a stream may go on, how an answer ends, and a user's
+function in processes of its own from the side that asks. What may not: words (words.py), the function (worker.py).
 
-A function is asked at places that the text alone decides (the end of a word, after some forty characters, later fewer times), so that
-the same answer is cut at the same place however it arrived. What it lets through is sent up to there.
+A function is asked at places that the text alone decides (the end of a word, after some forty characters, later fewer
+times), so that the same answer is cut at the same place however it arrived. What it lets through is sent up to there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.config import ServerConfig
 from headrace.engine.output import RequestDelta
+from headrace.errors import ConfigError, ModerationFailed
+from headrace.processes.frames import encode_frame
+from headrace.processes.sandbox import START_SECONDS, Reply, SandboxPool
 from headrace.request import Request
-from headrace.server.moderation.hook import HookPool
 from headrace.server.moderation.words import WordList, WordMatcher, read_words
 
 if TYPE_CHECKING:
-    from headrace.server.service import DeltaStream, EngineStream
+    from headrace.server.service import EngineStream
 
 STRIDE = 40  # characters between two questions to a function, at least
 MAX_PROMPT = 100_000  # characters of a prompt that a function is shown: the last ones
+PROCESSES = 2  # that judge side by side
 CONTENT_FILTER = "content_filter"
 _SPACE = re.compile(r"\s")
 
@@ -33,30 +41,68 @@ Deltas = AsyncGenerator[Sequence[RequestDelta], None]
 PromptText = Callable[[], Awaitable[str]]
 
 
-class Moderator:
-    """What a server's answers are judged by. ``sees_prompt``: prompts are, too."""
+class HookPool:
+    """Up to PROCESSES workers; one that fails to answer in ``seconds`` is killed, and the next asker gets a new one."""
 
-    def __init__(self, words: WordList | None = None, hook: HookPool | None = None, *, sees_prompt: bool = False) -> None:
+    def __init__(self, spec: str, model_folders: Sequence[str], seconds: float) -> None:
+        self._spec, self._seconds = spec, seconds
+        opening = {"spec": spec, "folders": list(model_folders)}
+        self._pool = SandboxPool("headrace.server.moderation.worker", opening, self._check, most=PROCESSES, trusted=True)
+        self._threads = ThreadPoolExecutor(PROCESSES, "headrace-moderation")
+
+    @classmethod
+    async def start(cls, spec: str, model_folders: Sequence[str], seconds: float) -> HookPool:
+        """Raises ConfigError when the function cannot be had."""
+        pool = cls(spec, model_folders, seconds)
+        try:
+            await asyncio.get_running_loop().run_in_executor(pool._threads, pool._pool.check)
+        except BaseException:
+            await pool.close()
+            raise
+        return pool
+
+    def _check(self, said: Reply | None) -> None:
+        why = f"importing it takes longer than {START_SECONDS:g} s, or ends the process" if said is None else said.get("error")
+        if why is not None:
+            raise ConfigError(f"--moderation {self._spec}: {why}.")
+
+    async def judge(self, text: str, prompt: str | None, *, final: bool) -> bool:
+        """Whether the function wants the answer ended. Raises ModerationFailed when it raises, hangs or ends its
+        process."""
+        frame = encode_frame({"text": text, "prompt": prompt, "final": final})
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, frame)
+
+    def _ask(self, frame: bytes) -> bool:
+        try:
+            with self._pool.borrowed() as worker:
+                said = worker.request(frame, self._seconds)
+                if said is None:
+                    worker.close()
+        except TimeoutError:
+            raise ModerationFailed(f"The moderation function did not answer within {self._seconds:g} s, so the answer cannot be sent.") from None
+        except ConfigError as error:
+            raise ModerationFailed(f"The moderation function cannot be started again: {error.message}") from None
+        if said is None:
+            raise ModerationFailed("The moderation function ended its process, so the answer cannot be sent.")
+        if "error" in said:
+            raise ModerationFailed(f"The moderation function failed ({said['error']}), so the answer cannot be sent.")
+        return bool(said["bad"])
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+
+class Moderator:
+    """What a server's answers are judged by: words, a function, or both. ``sees_prompt``: prompts are, too."""
+
+    def __init__(self, words: WordList | None, hook: HookPool | None = None, *, sees_prompt: bool = False) -> None:
         self._words = words
         self._hook = hook
         self._sees_prompt = sees_prompt
 
-    @classmethod
-    async def start(cls, config: ServerConfig, model_folders: Sequence[str]) -> Moderator:
-        """Raises ConfigError for a list that cannot be read and a function that cannot be had."""
-        words = read_words(config.moderation_words) if config.moderation_words is not None else None
-        hook = await HookPool.start(config.moderation, model_folders, config.moderation_timeout) if config.moderation is not None else None
-        return cls(words, hook, sees_prompt=config.moderation_prompt)
-
-    async def close(self) -> None:
-        if self._hook is not None:
-            await self._hook.close()
-
-    def watch(self, source: EngineStream, request: Request, prompt_text: PromptText) -> DeltaStream:
-        """The same stream, judged; as it is where there is nothing to judge by."""
-        return source if self._words is None and self._hook is None else self._watched(source, request, prompt_text)
-
-    async def _watched(self, source: EngineStream, request: Request, prompt_text: PromptText) -> Deltas:
+    async def watch(self, source: EngineStream, request: Request, prompt_text: PromptText) -> Deltas:
+        """The same stream, judged."""
         async with contextlib.aclosing(source):
             prompt = (await prompt_text())[-MAX_PROMPT:] if self._sees_prompt else None
             if prompt is not None and self._words is not None and WordMatcher(self._words).push(prompt, final=True)[1]:
@@ -76,6 +122,29 @@ class Moderator:
                     return
 
 
+@contextlib.asynccontextmanager
+async def moderating(config: ServerConfig, model: str | None) -> AsyncIterator[Moderator | None]:
+    """While a server runs; None where nothing is to be judged. ``model``: that is served, as it was named.
+
+    Raises ConfigError for a list that cannot be read and a function that cannot be had.
+    """
+    words = read_words(config.moderation_words) if config.moderation_words is not None else None
+    hook = await HookPool.start(config.moderation, _model_folders(model), config.moderation_timeout) if config.moderation is not None else None
+    try:
+        yield None if words is None and hook is None else Moderator(words, hook, sees_prompt=config.moderation_prompt)
+    finally:
+        if hook is not None:
+            await hook.close()
+
+
+def _model_folders(model: str | None) -> tuple[str, ...]:
+    """Where models lie: the one that is served, and the hub's cache."""
+    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    if model is None or not os.path.exists(model):
+        return (hub,)
+    return (model if os.path.isdir(model) else os.path.dirname(model) or ".", hub)
+
+
 def _end(index: int, text: str, n: int) -> RequestDelta:
     return RequestDelta(index, text, (), finish_reason=CONTENT_FILTER, last=index == n - 1)
 
@@ -83,7 +152,8 @@ def _end(index: int, text: str, n: int) -> RequestDelta:
 class _Answer:
     """One answer: its deltas wait until all their text has been judged.
 
-    A token's text may come later than the token, when it could begin a stop string; so deltas wait for that much text more.
+    A token's text may come later than the token, when it could begin a stop string; so deltas wait for that much text
+    more.
     """
 
     def __init__(self, index: int, request: Request, words: WordList | None, hook: HookPool | None, prompt: str | None) -> None:

@@ -1,8 +1,8 @@
 """The process that runs a user's moderation function: what it does wrong, or how long it takes, is nobody else's problem.
 
-What lives here: finding the function, and the loop (frame in, call, frame out). What may not: limits of time (hook.py ends this process).
+What lives here: finding the function, and calling it. What may not: limits of time (watch.py ends this process).
 
-Started as ``python -m headrace.server.moderation.worker MODULE:FUNCTION FOLDER…``; ends with its stdin. The folders hold models: code
+Started as ``python -m headrace.server.moderation.worker``; ends with its stdin. The opening frame names folders that hold models: code
 is never taken from there. What the function prints goes to stderr.
 """
 
@@ -14,16 +14,14 @@ import importlib.util
 import inspect
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.engine.template_frames import encode_frame, read_frame
-from headrace.portability import ignore_terminal
-from headrace.process_tree import end_with_parent
+from headrace.processes.sandbox import answer_frames
+from headrace.processes.tree import end_with_parent
 
 Hook = Callable[..., Any]
 
@@ -69,37 +67,30 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def answer(hook: Hook, body: bytes) -> dict[str, Any]:
-    """{"text", "prompt", "final"} → {"bad"} or {"error": class name}: an exception's text may hold what was judged."""
-    try:
-        return {"bad": call(hook, json.loads(body))}
-    except BaseException as error:  # SystemExit, too: ending the process is not the function's to decide
-        if os.environ.get("HEADRACE_LOG_LEVEL") == "debug":
-            traceback.print_exc()
-        return {"error": type(error).__name__}
+class Judge:
+    """Answers {"spec", "folders"}, the opening, with {"ready"} or {"error": why not}; then {"text", "prompt", "final"} with {"bad"} or
+    {"error": class name}: an exception's text may hold what was judged.
+    """
 
+    _hook: Hook
 
-def main() -> None:
-    end_with_parent()
-    ignore_terminal()
-    channel_in, channel_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function may read and print what it likes
-    os.dup2(2, 1)
-    try:
-        hook = find_hook(sys.argv[1], sys.argv[2:])
-        channel_out.write(encode_frame({"ready": True}))
-    except NotFoundThere as error:
-        channel_out.write(encode_frame({"error": str(error)}))
-        return
-    except BaseException as error:
-        channel_out.write(encode_frame({"error": f"it cannot be imported ({type(error).__name__}: {error})"[:500]}))
-        return
-    finally:
-        channel_out.flush()
-    while (frame := read_frame(channel_in)) is not None:
-        channel_out.write(encode_frame(answer(hook, frame)))
-        channel_out.flush()
+    def __call__(self, body: bytes) -> dict[str, Any]:
+        frame = json.loads(body)
+        try:  # BaseException below is SystemExit, too: ending the process is not the function's to decide
+            if "spec" not in frame:
+                return {"bad": call(self._hook, frame)}
+            self._hook = find_hook(frame["spec"], frame["folders"])
+            return {"ready": True}
+        except NotFoundThere as error:
+            return {"error": str(error)}
+        except BaseException as error:
+            if "spec" in frame:
+                return {"error": f"it cannot be imported ({type(error).__name__}: {error})"[:500]}
+            if os.environ.get("HEADRACE_LOG_LEVEL") == "debug":
+                traceback.print_exc()
+            return {"error": type(error).__name__}
 
 
 if __name__ == "__main__":
-    main()
+    end_with_parent()
+    answer_frames(Judge())

@@ -1,6 +1,6 @@
 """Which description a model's answers follow: named by the user, or read off its chat template and tried.
 
-What lives here: signs in a template's text, and a rehearsal: a call is rendered and read back. What may not: formats themselves.
+What lives here: signs in a template's text, and a trial: a call is rendered and read back. What may not: formats themselves.
 
 The signs are a guess. Where the template renders calls, the first description that reads them back as they were meant is the one;
 and where none does, the user is told.
@@ -8,46 +8,28 @@ and where none does, the user is told.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.config import Decision
 from headrace.errors import HeadraceError
 from headrace.server.parsing import form_of
-from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, ReasoningFormat, ToolFormat
+from headrace.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, TRIAL, Dialect, ReasoningFormat, ToolFormat
 from headrace.server.parsing.segments import Segment, ToolCallArguments, ToolCallStart
+
+if TYPE_CHECKING:
+    from headrace.engine.tokenizer import Tokenizer
 
 Format = TypeVar("Format", bound=ToolFormat | ReasoningFormat)
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, bool], str]
 
-_ASKED = "What is 6 times 7?"
-_ARGUMENTS = {"a": 6, "note": 'of "two" é', "more": [1, 2], "exact": True}
-_TYPES = {"a": "integer", "note": "string", "more": "array", "exact": "boolean"}
-_FUNCTION = {
-    "name": "multiply",
-    "description": "Multiplies.",
-    "parameters": {
-        "type": "object",
-        "properties": {name: {"type": kind, "description": name} for name, kind in _TYPES.items()},
-        "required": ["a"],
-    },
-}
-_TOOLS = ({"type": "function", "function": _FUNCTION},)
-_CALL = {"id": "functions.multiply:0", "type": "function", "function": {"name": "multiply", "arguments": _ARGUMENTS}}
-_IDS = ("functions.multiply:0", "abcdefghi")  # Kimi's templates write the first, Mistral's insist on the second
+_NAME, _TYPES = TRIAL.function["name"], {name: (each["type"],) for name, each in TRIAL.function["parameters"]["properties"].items()}
 
 
-class Writes(Protocol):
-    """What is asked of a tokenizer."""
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]: ...
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, tools: Sequence[Any] | None, add_generation_prompt: bool) -> str: ...
-
-
-def dialect_of(tokenizer: Writes, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[Dialect, tuple[Decision, ...]]:
+def dialect_of(tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> tuple[Dialect, tuple[Decision, ...]]:
     """A model's, with the choices that were made. Renders some times: not for an event loop."""
     return choose_dialect("\n".join(tokenizer.chat_templates.values()), tool_parser, reasoning_parser, tokenizer.apply_chat_template)
 
@@ -61,7 +43,7 @@ def choose_dialect(
     tools, decisions = guessed, []
     if guessed is not None and tool_parser == "auto":
         decisions.append(Decision("tool_call_parser", guessed.name, f"the chat template writes {guessed.signs[0]}"))
-    rendered = None if render is None or tool_parser == "none" else rehearse(render)
+    rendered = None if render is None or tool_parser == "none" else rendered_call(render)
     if rendered is not None:
         tools, told = _tried(guessed, rendered, named=tool_parser != "auto")
         decisions = told or decisions
@@ -85,24 +67,21 @@ def _shows(template: str, signs: Collection[str], unlike: Collection[str]) -> bo
     return all(text in template for text in signs) and not any(text in template for text in unlike)
 
 
-# --- the rehearsal
+# --- the trial
 
 
-def rehearse(render: Render) -> tuple[str, str] | None:
+def rendered_call(render: Render) -> tuple[str, str] | None:
     """What the template makes of an answer with a call, and the beginning that every answer has; None where it shows no calls."""
-    asked = {"role": "user", "content": _ASKED}
+    asked, tools = {"role": "user", "content": TRIAL.question}, [{"type": "function", "function": TRIAL.function}]
     try:
-        begun = render([asked], _TOOLS, True).rpartition(_ASKED)[2]
+        begun = render([asked], tools, True).rpartition(TRIAL.question)[2]
     except HeadraceError:
         return None
-    for content in ("", None):
-        for id in _IDS:
-            answer = {"role": "assistant", "content": content, "tool_calls": [{**_CALL, "id": id}]}
-            try:
-                text = render([asked, answer], _TOOLS, False).rpartition(_ASKED)[2]
-            except HeadraceError:
-                continue
-            return (text, begun) if "multiply" in text else None
+    for content, id in itertools.product(("", None), TRIAL.ids):
+        call = {"id": id, "type": "function", "function": {"name": _NAME, "arguments": TRIAL.arguments}}
+        with contextlib.suppress(HeadraceError):
+            text = render([asked, {"role": "assistant", "content": content, "tool_calls": [call]}], tools, False).rpartition(TRIAL.question)[2]
+            return (text, begun) if _NAME in text else None
     return None
 
 
@@ -125,12 +104,12 @@ def _tried(guessed: ToolFormat | None, rendered: tuple[str, str], *, named: bool
 def reads_back(format: ToolFormat, text: str, begun: str) -> bool:
     """Whether a call that was rendered comes out as it went in. Where an answer begins is known only about."""
     prefix = next((index for index, pair in enumerate(zip(text, begun, strict=False)) if pair[0] != pair[1]), min(len(text), len(begun)))
-    wanted = [("multiply", _ARGUMENTS)]
+    wanted = [(_NAME, TRIAL.arguments)]
     return any(_calls_in(format, text[start:]) == wanted for start in dict.fromkeys((prefix, text.rfind("<", 0, prefix + 1), 0)) if start >= 0)
 
 
 def _calls_in(format: ToolFormat, text: str) -> list[tuple[str, Any]]:
-    parser = form_of(Dialect(format, None), "", {"multiply": {name: (kind,) for name, kind in _TYPES.items()}}).create_parser()
+    parser = form_of(Dialect(format, None), "", {_NAME: _TYPES}).create_parser()
     assert parser is not None
     segments: list[Segment] = [*parser.push(text), *parser.finish()]
     texts: dict[int, str] = {}

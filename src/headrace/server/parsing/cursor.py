@@ -91,6 +91,12 @@ class Cursor:
                 return character
             self.match(_SPACE)
 
+    def expect(self, character: str) -> Wait:
+        """Takes white space and this character. Raises as ``peek``, and Malformed where another comes."""
+        if (yield from self.space()) != character:
+            raise Malformed
+        self.take(self.at + 1)
+
     def skip_space(self) -> Wait:
         """Drops white space, all there is, to the end of the text if need be."""
         while True:

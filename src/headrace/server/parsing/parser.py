@@ -1,7 +1,7 @@
 """The one parser of answers: a description (formats.py) tells it what to look for.
 
 What lives here: reasoning first, then content with calls between; or messages with headers that say which is which. What may not:
-JSON itself (json_text.py), names of model families.
+values themselves (values.py), names of model families.
 
 Text that begins like a call and is none is content, all of it. Of a call that breaks off after its name and the beginning of its
 arguments have been given out, the rest is content and the call stays incomplete, which its arguments show: the brace that makes
@@ -11,15 +11,23 @@ them JSON is given out only when the call is whole. What an answer that was cut 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+import secrets
+import string
+import uuid
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from headrace.server.parsing.arguments import Types, read_keywords, read_tagged, read_up_to, read_word
+from headrace.server.parsing.arguments import Types, read_tagged, read_up_to
 from headrace.server.parsing.cursor import Cursor, Ended, Malformed, Wait
 from headrace.server.parsing.formats import Channels, ReasoningFormat, Style, ToolFormat
-from headrace.server.parsing.json_text import read_text, read_value
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.parsing.texts import CustomText
+from headrace.server.parsing.values import Give, read_keywords, read_text, read_value, read_word
+
+if TYPE_CHECKING:
+    from headrace.server.parsing import Form
 
 _TRIMMED = 16  # characters of white space before a marker that belong to nobody
 _TRAILING = re.compile(r"[ \t\r\n]+\Z")
@@ -28,9 +36,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _ASIDE = ("id", "type", "tool_call_id")  # what some models add to a call
 _NAME = re.compile(r"[\w.:/-]")  # letters of a name that nothing but what follows it ends
 _NO_TYPES: Types = {}
-
-CreateId = Callable[[str, int], str]
-Give = Callable[[str], None]
+_LETTERS = string.ascii_letters + string.digits
 
 
 class _Markers:
@@ -60,30 +66,17 @@ def _beginnings(text: str) -> str:
     return "(?:".join(letters) + ")?" * (len(letters) - 1)
 
 
-class FormatParser:
-    """``tools``: the format of calls, None: there are none. ``reasoning``: None: there is none. ``opened``: the prompt began it.
+class OutputParser:
+    """One answer's text in pieces, in; segments out. How the text is cut into pieces changes nothing but how segments are cut.
 
-    ``functions``: what may be called, with the types of parameters; only a format without a marker must name one to be taken for a call,
-    or any with ``only``. ``fixed_name``: calls are of this function, and only their arguments are written. ``single``: nothing follows
-    the first call.
+    Only a format without a marker must name a function that was offered to be taken for a call, or any with ``form.only``.
     """
 
-    def __init__(
-        self,
-        tools: ToolFormat | None,
-        reasoning: ReasoningFormat | None,
-        *,
-        create_id: CreateId,
-        opened: bool = False,
-        functions: Mapping[str, Types] | None = None,
-        fixed_name: str = "",
-        single: bool = False,
-        only: bool = False,
-    ) -> None:
-        self._tools, self._reasoning, self._opened = tools, reasoning, opened
-        self._create_id, self._functions, self._fixed_name, self._single = create_id, functions or {}, fixed_name, single
+    def __init__(self, form: Form) -> None:
+        tools, reasoning = form.tools, form.reasoning
+        self._form = form
         self._channels = next((each.channels for each in (reasoning, tools) if each is not None and each.channels is not None), None)
-        self._known_only = only or (tools is not None and tools.bare) or (self._channels is not None and self._channels.known)
+        self._known_only = form.only or (tools is not None and tools.bare) or (self._channels is not None and self._channels.known)
         self._cursor = Cursor()
         self._out: list[Segment] = []
         self._ids: set[str] = set()
@@ -95,20 +88,27 @@ class FormatParser:
         self._steps: Wait | None = self._run()
 
     def push(self, text: str) -> list[Segment]:
+        """What can be said after more text. Never raises."""
         if self._steps is not None:
             self._cursor.push(text)
             self._advance()
         return self._taken()
 
     def finish(self, reason: str = "stop") -> list[Segment]:
+        """What was held back, once the text has ended; ``reason`` is the engine's. Where it is length, half a marker is no text."""
         if self._steps is not None:
             self._cursor.ended, self._cut_off = True, reason == "length"
             self._advance()
+        self._begin_text()
         return self._taken()
 
     def end_reason(self, reason: str) -> str:
-        if reason != "stop":
-            return reason
+        """The finish_reason to report, after ``finish()``, where the engine reports ``reason``.
+
+        ``tool_calls`` where the model stopped and its calls are complete; ``length`` where the text ends inside of a call.
+        """
+        if reason != "stop" or self._form.text_of:
+            return "tool_calls" if reason == "stop" else reason
         if self._cut:
             return "length"
         return "tool_calls" if self._complete and self._complete == self._count else "stop"
@@ -127,7 +127,7 @@ class FormatParser:
     # --- the answer
 
     def _run(self) -> Wait:
-        tools, reasoning = self._tools, self._reasoning
+        tools, reasoning = self._form.tools, self._form.reasoning
         if self._channels is not None:
             yield from self._read_messages(self._channels)
         else:
@@ -137,7 +137,7 @@ class FormatParser:
         yield from self._until(_Markers(()), self._say)
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Wait:
-        if (yield from self._cursor.literal(reasoning.begin)) or self._opened or reasoning.implied:
+        if (yield from self._cursor.literal(reasoning.begin)) or self._form.opened or reasoning.implied:
             yield from self._cursor.skip_space()
             if (yield from self._until(_Markers((reasoning.end,)), self._think)):
                 yield from self._cursor.literal(reasoning.end)
@@ -179,10 +179,10 @@ class FormatParser:
             header = yield from read_up_to(cursor, channels.header_end)
             if re.fullmatch(channels.reasoning, header):
                 cursor.head()
-                return self._think if self._reasoning is not None else self._say
+                return self._think if self._form.reasoning is not None else self._say
             called = None if re.fullmatch(channels.content, header) else re.fullmatch(channels.call, header)
-            if called is not None and self._tools is not None:
-                yield from self._read_called(self._tools, called.groupdict().get("name"))
+            if called is not None and self._form.tools is not None:
+                yield from self._read_called(self._form.tools, called.groupdict().get("name"))
                 yield from cursor.skip_space()
             elif called is not None or not re.fullmatch(channels.content, header):
                 raise Malformed
@@ -198,7 +198,7 @@ class FormatParser:
         if name is None:
             yield from self._read_section(tools)
             return
-        if self._single and self._count:
+        if self._form.single and self._count:
             yield from self._drop()
         self._call = _Call()
         self._name(name)
@@ -212,8 +212,17 @@ class FormatParser:
             self._out.append(Reasoning(text))
 
     def _say(self, text: str) -> None:
-        if text:
+        if text and self._form.text_of:
+            self._begin_text()
+            self._out.append(ToolCallArguments(0, text, custom=True))
+        elif text:
             self._out.append(Content(text))
+
+    def _begin_text(self) -> None:
+        """Of the one call that what the user reads is."""
+        if self._form.text_of and not self._count:
+            self._count = 1
+            self._out.append(ToolCallStart(0, create_call_id(), self._form.text_of, custom=True))
 
     def _until(self, markers: _Markers, give: Give) -> Generator[None, None, str]:
         """Gives out the text before a marker and the white space that leads to it; returns the marker, or nothing where none comes."""
@@ -267,7 +276,7 @@ class FormatParser:
     def _next_call(self, tools: ToolFormat) -> Generator[None, None, bool]:
         """After a call: up to the next one. What is in the way of it is content."""
         cursor = self._cursor
-        if self._single or self._fixed_name:
+        if self._form.single or self._form.fixed_name:
             yield from self._drop()
         for literal in tools.end:
             yield from cursor.literal(literal)
@@ -301,8 +310,8 @@ class FormatParser:
             yield
 
     def _read_call(self, tools: ToolFormat) -> Wait:
-        self._call = _Call(name=self._fixed_name or None)
-        if self._fixed_name:
+        self._call = _Call(name=self._form.fixed_name or None)
+        if self._form.fixed_name:
             yield from self._read_arguments()
         elif tools.style is Style.OBJECT:
             yield from self._read_object()
@@ -325,7 +334,7 @@ class FormatParser:
         call.in_arguments, call.verbatim = True, False
         self._start_if_known()
         if tools.tags is not None:
-            yield from read_tagged(cursor, tools.tags, self._functions.get(name, _NO_TYPES), self._argue)
+            yield from read_tagged(cursor, tools.tags, self._form.functions.get(name, _NO_TYPES), self._argue)
         else:
             yield from read_keywords(cursor, tools.literals, self._argue)
         call.past_arguments = True
@@ -345,41 +354,28 @@ class FormatParser:
         yield from self._read_arguments()
 
     def _name(self, name: str) -> None:
-        if not name or (self._known_only and name not in self._functions):
+        if not name or (self._known_only and name not in self._form.functions):
             raise Malformed
         self._call.name = name
 
     def _read_keyed(self) -> Wait:
         """``{name: arguments}``"""
-        cursor = self._cursor
-        for expected in ("{", ":"):
-            if (yield from cursor.space()) != expected:
-                raise Malformed
-            cursor.take(cursor.at + 1)
-            if expected == "{":
-                self._name((yield from read_text(cursor)))
+        yield from self._cursor.expect("{")
+        self._name((yield from read_text(self._cursor)))
+        yield from self._cursor.expect(":")
         yield from self._read_arguments()
-        if (yield from cursor.space()) != "}":
-            raise Malformed
-        cursor.take(cursor.at + 1)
+        yield from self._cursor.expect("}")
 
     def _read_object(self) -> Wait:
         """``{"name": …, "arguments": …}`` in either order."""
-        cursor = self._cursor
-        if (yield from cursor.space()) != "{":
-            raise Malformed
-        ended = ","
-        while ended == ",":
-            cursor.take(cursor.at + 1)
+        cursor, before = self._cursor, "{"
+        while before != "}":
+            yield from cursor.expect(before)
             key = yield from read_text(cursor)
-            if (yield from cursor.space()) != ":":
-                raise Malformed
-            cursor.take(cursor.at + 1)
+            yield from cursor.expect(":")
             yield from self._read_member(key)
-            ended = yield from cursor.space()
-        if ended != "}":
-            raise Malformed
-        cursor.take(cursor.at + 1)
+            before = "," if (yield from cursor.space()) == "," else "}"
+        yield from cursor.expect("}")
 
     def _read_member(self, key: str) -> Wait:
         call = self._call
@@ -407,19 +403,21 @@ class FormatParser:
             return
         self._cursor.head()
         call.index, self._count = self._count, self._count + 1
-        id = call.id if call.id and call.id not in self._ids else self._create_id(call.name, call.index)
+        fresh = create_call_id(self._form.id_length, self._form.id_form, call.name, call.index)
+        id = call.id if call.id and call.id not in self._ids else fresh
         self._ids.add(id)
-        self._out.append(ToolCallStart(call.index, id, call.name))
+        custom = call.name in self._form.customs
+        call.text = CustomText() if custom else None
+        self._out.append(ToolCallStart(call.index, id, call.name, custom))
         held, call.held = "".join(call.held), []
-        if held:
-            self._argue(held)
+        self._argue(held)
 
     def _argue(self, text: str) -> None:
         call = self._call
         if call.index is None:
             call.held.append(text)
-        else:
-            self._out.append(ToolCallArguments(call.index, text))
+        elif text := text if call.text is None else call.text.push(text):
+            self._out.append(ToolCallArguments(call.index, text, call.text is not None))
 
     def _complete_call(self) -> None:
         call = self._call
@@ -460,7 +458,7 @@ class FormatParser:
             self._argue(rest)
 
     def _may_be_header(self, head: str) -> bool:
-        return any(head.startswith(each) or each.startswith(head) for each in ("<|", "to=", "all", *self._functions))
+        return any(head.startswith(each) or each.startswith(head) for each in ("<|", "to=", "all", *self._form.functions))
 
 
 @dataclass(slots=True)
@@ -475,6 +473,7 @@ class _Call:
     verbatim: bool = True  # its arguments are given out as they are written
     complete: bool = False
     held: list[str] = field(default_factory=list)  # arguments that came before the name
+    text: CustomText | None = None  # what its client gets of them, where that is the text in them
 
 
 def _trimmed(text: str, begin: int, end: int) -> int:
@@ -485,23 +484,16 @@ def _trimmed(text: str, begin: int, end: int) -> int:
 
 def _merged(segments: list[Segment]) -> list[Segment]:
     """Neighbours of one kind as one."""
-    found: list[Segment] = []
-    for kind, group in groupby(segments, key=_kind):
-        run = list(group)
-        if len(run) == 1:
-            found += run
-        elif kind == (Reasoning, 0):
-            found.append(Reasoning(_joined(run)))
-        elif kind == (Content, 0):
-            found.append(Content(_joined(run)))
-        else:
-            found.append(ToolCallArguments(kind[1], _joined(run)))
-    return found
+    runs = [list(run) for _, run in groupby(segments, key=_kind)]
+    return [run[0] if len(run) == 1 else replace(run[0], text="".join(each.text for each in run)) for run in runs]  # type: ignore[union-attr, arg-type]
 
 
 def _kind(segment: Segment) -> tuple[type, int]:
-    return type(segment), segment.index if isinstance(segment, (ToolCallStart, ToolCallArguments)) else 0
+    return type(segment), getattr(segment, "index", 0)
 
 
-def _joined(run: list[Segment]) -> str:
-    return "".join(segment.text for segment in run if not isinstance(segment, ToolCallStart))
+def create_call_id(length: int = 0, form: str = "", name: str = "", index: int = 0) -> str:
+    """Some templates insist on a number of letters and digits, some on the name and the index; others take any."""
+    if form:
+        return form.format(name=name, index=index)
+    return "".join(secrets.choice(_LETTERS) for _ in range(length)) if length else f"call_{uuid.uuid4().hex}"

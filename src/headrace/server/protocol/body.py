@@ -1,100 +1,201 @@
-"""A body whose fields are all known to its route and of the types that fields.py says.
+"""Decoded JSON as msgspec structs: what the bodies of all routes have in common (fields that are a struct's, known ones that are refused, and
+nothing else), queries, and the one translator of what msgspec says is wrong into errors that name the place.
 
-What lives here: the one check of names and types for every route, ids and sizes. What may not: what a field means.
+What lives here: reading, the errors' words, token ids. What may not: fields of a route, what is told of them (fields.toml).
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Meta, Struct
 
 from headrace.errors import InvalidRequest
-from headrace.server.fields import Field, Use
+from headrace.sampling_params import shown
 from headrace.server.wire import PART_ITEMS
 
-MAX_LABEL = 4096  # characters of a label
-_LARGEST_INTEGER = 2**64
+_WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "a list", "object": "an object"}
+_EXPECTED = re.compile(r"Expected `(?P<kinds>.+?)`(?:, got `(?P<got>\w+)`| (?P<length>of length )?(?P<bound>[<>]=?) (?P<limit>\S+))")
+_PLACE = re.compile(r"(?P<said>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*?)(?P<member>\[\.\.\.\])?`)?$", re.S)
+_STEP = re.compile(r"\[(\d+)\]|\.(\w+)")
+
+
+def read(kind: Any, value: Any, where: str = "", *, strict: bool = True) -> Any:
+    """``where``: what the client calls the value; "" for a body. ``strict``: numbers are no texts. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(value, kind, strict=strict, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _translated(kind, value, where, str(error)) from None
+
+
+def _translated(kind: Any, value: Any, where: str, text: str) -> InvalidRequest:
+    found = _PLACE.match(text)
+    assert found is not None, text
+    said, path = found["said"], found["path"] or ""
+    place = (where + path).lstrip(".")
+    given, nodes = _looked_up(kind, value, path)
+    if said.startswith("Invalid"):
+        words = [str(word).lower() for node in nodes for word in node.get("enum", ()) if word is not None]
+        part = place.removesuffix(".type") if path.endswith("].type") or path == ".type" else ""
+        return _unknown_word(place, part, given, words)
+    if said.startswith("Object"):
+        name = said.partition("`")[2].rstrip("`")[:100]
+        return _wrong_member(f"{place}.{name}".lstrip("."), "missing" in said, [name for node in nodes for name in node.get("properties", ())])
+    if found["key"] or found["member"]:
+        return _unexpected(place, f"{'a key' if found['key'] else 'a value'} of {place}", said, None)
+    return _unexpected(place, place, said, given)
+
+
+def _wrong_member(name: str, missing: bool, known: list[str]) -> InvalidRequest:
+    if missing:
+        return InvalidRequest(f"{name} is missing; it is required.", param=name, code="missing_required_parameter")
+    others = f" or use {', '.join(known)}" if known else ""
+    return InvalidRequest(f"{name} is not supported; leave it out{others}.", param=name, code="unsupported_parameter")
+
+
+def _unexpected(param: str, name: str, said: str, given: Any) -> InvalidRequest:
+    """``given``: the value; None where it is not known."""
+    found = _EXPECTED.match(said)
+    if found is None:  # a number beyond what floats and 64 bits hold
+        return InvalidRequest(f"{name} is out of range; give a smaller number.", param=param)
+    wanted = " or ".join(_WORDS[kind] for kind in found["kinds"].split(" | ") if kind in _WORDS)
+    if found["got"]:
+        what = shown(given) if isinstance(given, str) else _WORDS.get(found["got"], "null")
+        return InvalidRequest(f"{name} must be {wanted}, not {what}.", param=param, code="invalid_type")
+    limit = f"at {'most' if '<' in found['bound'] else 'least'} {found['limit']}"
+    if found["length"]:
+        unit = "characters" if found["kinds"] == "str" else "entries"
+        return InvalidRequest(f"{name} has {len(given)} {unit}; give {limit}.", param=param)
+    rule = "must be" if given is None else f"is {shown(given)}; give"
+    return InvalidRequest(f"{name} {rule} {wanted} of {limit}.", param=param)
+
+
+def _unknown_word(place: str, part: str, given: Any, taken: list[str]) -> InvalidRequest:
+    """``part``: what is of that type, where the type says what it is."""
+    if part:
+        kinds = ", ".join(taken)
+        return InvalidRequest(f"{part} is of type {given[:40]!r}; this server takes {kinds} here.", param=part, code="unsupported_content")
+    return InvalidRequest(f"{place} is {shown(given)}; give {' or '.join(taken)}.", param=place)
+
+
+def _looked_up(kind: Any, value: Any, path: str) -> tuple[Any, list[dict[str, Any]]]:
+    """What stands at that path, and the schemas of what may stand there."""
+    (schema,), parts = msgspec.json.schema_components([kind])
+    nodes: list[Any] = [schema]
+    for index, name in _STEP.findall(path):
+        children = [node.get("items") if index else node.get("properties", {}).get(name) for node in _branches(nodes, parts, value)]
+        nodes = [child for child in children if child]
+        value = value[int(index)] if index else value[name]
+    return value, list(_branches(nodes, parts, value))
+
+
+def _branches(nodes: Iterable[dict[str, Any]], parts: dict[str, Any], value: Any) -> Iterator[dict[str, Any]]:
+    """The schemas of a value, where it says itself which of several it is that one."""
+    for node in nodes:
+        held = parts[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        by_tag = held.get("discriminator", {"propertyName": "", "mapping": {}})
+        tag = value.get(by_tag["propertyName"]) if isinstance(value, dict) else None
+        one = by_tag["mapping"].get(tag) if isinstance(tag, str) else None
+        if "anyOf" in held:
+            yield from _branches([{"$ref": one}] if one else held["anyOf"], parts, value)
+        else:
+            yield held
+
+
+_MAX_FIELDS = 8
+
+Query = TypeVar("Query", bound=Struct)
+
+
+def read_query(query: bytes, kind: type[Query]) -> Query:
+    """Raises InvalidRequest naming the parameter."""
+    try:
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+    except ValueError:
+        known = ", ".join(kind.__struct_fields__)
+        raise InvalidRequest(f"The query has more than {_MAX_FIELDS} parameters; use {known}.", param="query") from None
+    names = [name for name, _ in pairs]
+    twice = next((name for name in kind.__struct_fields__ if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"{twice} is given more than once; give it once.", param=twice)
+    found: Query = read(kind, dict(pairs), strict=False)
+    return found
+
+
 _ID_FIELDS = frozenset(("prompt", "tokens", "allowed_token_ids"))  # whose readers take packed ids
+# Objects of ours, of which a null member asks for nothing. What others hold is the template's, or the client's own.
+OBJECTS = frozenset(("stream_options", "structured_outputs", "text", "reasoning", "thinking", "output_config"))
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list, array),
-    "object": (dict,),
-}
+_LARGEST = 2**31 - 1
+Label = Annotated[str, Meta(max_length=4096)]
+TokenId = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Ids = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _LARGEST}})]  # may be packed
 
-
-class Body:
-    """A body whose fields are all known to its route; null means absent."""
-
-    def __init__(self, raw: Mapping[str, Any], fields: Iterable[Field]) -> None:
-        self._fields = {field.name: field for field in fields}
-        self._values = {name: _unpacked(name, value) for name, value in raw.items() if value is not None}
-        unknown = next((name for name in raw if name not in self._fields), None)
-        if unknown is not None:
-            raise InvalidRequest(
-                f"{unknown[:100]!r} is not a field of this route; leave it out or check its spelling.", param=unknown[:100], code="unknown_parameter"
-            )
-        for name, value in self._values.items():
-            _check(self._fields[name], value)
-        # What is left of refused fields asks for nothing.
-        self._values = {name: value for name, value in self._values.items() if self._fields[name].use is not Use.REFUSED}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._values.get(name, default)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def require(self, name: str) -> Any:
-        if name not in self._values:
-            raise InvalidRequest(f"{name} is missing; it is required.", param=name, code="missing_required_parameter")
-        return self._values[name]
-
-    def sampling(self) -> dict[str, Any]:
-        return {name: value for name, value in self._values.items() if self._fields[name].use is Use.SAMPLING}
+TOLD = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 
 
-def _unpacked(name: str, value: Any) -> Any:
-    return value.tolist() if isinstance(value, array) and name not in _ID_FIELDS else value
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that is known elsewhere and not supported here: an error, unless its value asks for nothing."""
+
+    instead: str
+    unless: Sequence[Any] = ()
+    code: str = "unsupported_parameter"
+
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not any(type(value) is type(neutral) and value == neutral for neutral in self.unless):
+            raise InvalidRequest(f"{name} is not supported: {self.instead}.", param=name, code=self.code)
 
 
-def _check(field: Field, value: Any) -> None:
-    """Types of everything but sampling parameters, which have a validator of their own."""
-    if field.use is Use.REFUSED:
-        if not any(type(value) is type(neutral) and value == neutral for neutral in field.neutral):
-            raise InvalidRequest(f"{field.name} is not supported: {field.help}.", param=field.name, code=field.code)
-    elif field.use is Use.SAMPLING:
-        check_size(field.name, value)
-    else:
-        _check_type(field, value)
+def refused(*tables: str) -> Mapping[str, Refused]:
+    """What stands in these tables of fields.toml."""
+    entries = {name: entry for table in tables for name, entry in TOLD["refused"][table].items()}
+    return {name: Refused(entry) if isinstance(entry, str) else Refused(**entry) for name, entry in entries.items()}
 
 
-def _check_type(field: Field, value: Any) -> None:
-    names = (field.schema,) if isinstance(field.schema, str) else field.schema
-    accepted = tuple(kind for name in names for kind in _TYPES[name])
-    if not isinstance(value, accepted) or (isinstance(value, bool) and "boolean" not in names):
-        raise InvalidRequest(f"{field.name} must be {_either(names)}, not {_shown(value)}.", param=field.name, code="invalid_type")
-    if field.use is Use.LABEL and isinstance(value, str) and len(value) > MAX_LABEL:
-        raise InvalidRequest(f"{field.name} has {len(value)} characters; give at most {MAX_LABEL}.", param=field.name)
+class Body(Struct):
+    """The fields of a route. Null says the same as leaving a field out: it is gone before the struct is made."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    one_of: ClassVar[tuple[str, ...]] = ()  # fields of which exactly one is given
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All that are known, taken or not."""
+        return (*cls.__struct_fields__, *cls.refused)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises InvalidRequest naming the field."""
+        taken, given = cls.__struct_fields__, {}
+        for name, value in raw.items():
+            if name in taken:
+                if value is not None:
+                    given[name] = _plain(name, value)
+            elif name in cls.refused:
+                cls.refused[name].check(name, value)
+            else:
+                raise InvalidRequest(
+                    f"{name[:100]!r} is not a field of this route; leave it out or check its spelling.", param=name[:100], code="unknown_parameter"
+                )
+        body: Self = read(cls, given)
+        return body
 
 
-def check_size(name: str, value: Any) -> None:
-    """JSON integers have no bound; beyond 64 bits they are nobody's meaning and overflow floats."""
-    if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-        raise InvalidRequest(f"{name} is an integer beyond 64 bits; give a smaller one.", param=name)
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return " or ".join(f"{'an' if name[0] in 'aio' else 'a'} {name}" for name in names)
-
-
-def _shown(value: Any) -> str:
-    words = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", array: "an array", dict: "an object"}
-    return words[type(value)]
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, array) and name not in _ID_FIELDS:
+        return value.tolist()
+    if name in OBJECTS and isinstance(value, dict):
+        return {key: member for key, member in value.items() if member is not None}
+    return value
 
 
 def read_ids(name: str, value: Any) -> array[int]:

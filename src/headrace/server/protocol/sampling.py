@@ -1,6 +1,6 @@
-"""What all generating routes share: sampling parameters, how an answer is written, what a chat template gets.
+"""What the routes that generate share: the fields of all of them and of OpenAI's two older ones, and what is made of these.
 
-What lives here: the way from fields to SamplingParams, AnswerOptions and TemplateOptions. What may not: the bounds of sampling
+What lives here: the way from fields to SamplingParams and what else a request holds. What may not: the bounds of sampling
 parameters (sampling_params.py checks them once for every route), fields of a single route.
 """
 
@@ -8,52 +8,206 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from msgspec import Meta, Struct, structs
 
 from headrace.errors import InvalidRequest
-from headrace.sampling_params import Expectations, SamplingParams, shown
-from headrace.server.messages import check_template_kwargs, read_customs, read_tools
-from headrace.server.protocol.body import Body, check_size
-from headrace.server.protocol.structured import format_name, read_structured_outputs
-from headrace.server.tools import ToolChoice, offer
+from headrace.sampling_params import (
+    BOUNDS,
+    EXPECTED,
+    MAX_BAD_WORDS,
+    MAX_ID_ENTRIES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    Bounds,
+    Expectations,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputs,
+)
+from headrace.server.answers import TEXT_ALONE, Shape
+from headrace.server.messages import MAX_TOOLS, Chat, Customs, FreeText, Mode, ToolChoice, offer
+from headrace.server.protocol.body import Body, Ids, Label, Refused, TokenId, refused
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Read = TypeVar("Read", bound="GeneratingBody")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_SALT = 1024  # characters; the engine takes some more, for it gets the tenant's name, too
 MAX_USER = 256  # characters that tell users apart
-EXPECTED = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
+EXPECTED_NAMES = {"ttft": "expected_ttft", "tpot": "expected_tpot", "reading_speed": "reading_speed"}
+
+# What a template gets from us; a request cannot replace it.
+_RESERVED = frozenset(
+    ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "bos_token", "eos_token")
+)
 
 # A model's generation_config.json and the server's own defaults, by the names of SamplingParams.
-_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection")
-_DEFAULTS = {name: name for name in _SAME} | {"max_new_tokens": "max_tokens"}
+_DEFAULTS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_detection", "speculative")},
+    "max_new_tokens": "max_tokens",
+}
+
+# What a number may be that SamplingParams or Expectations check, for every route and for Python.
+NUMBERS: Mapping[str, Bounds] = {
+    **BOUNDS, **{theirs: EXPECTED[ours] for ours, theirs in EXPECTED_NAMES.items()},
+    "max_completion_tokens": BOUNDS["max_tokens"], "max_output_tokens": BOUNDS["max_tokens"], "top_logprobs": BOUNDS["logprobs"],
+}  # fmt: skip
+
+_NAMED = {"additionalProperties": False, "properties": {name: {"type": "integer", "minimum": 1} for name in RepetitionDetection.__dataclass_fields__}}
+Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[Word], Meta(max_length=MAX_STOP_STRINGS)]
+Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
+Budget = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Variables = Annotated[dict[str, Any], Meta(max_length=64)]  # of a chat template
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """How the answer is written, for both generating routes."""
+class Structured(Struct, forbid_unknown_fields=True):
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
-    model: str | None
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool  # in every chunk
-    return_token_ids: bool
-    prompt_logprobs: bool
-    priority: int
-    cache_salt: str
-    user: str  # as the client names its own
-    expects: Expectations
-    truncate_prompt_tokens: int | None  # -1: as many as fit
-    limit_name: str | None  # of the field that limits the answer; None: a default, which may shrink to what fits
+
+class ObjectFormat(Struct, tag="json_object"):
+    pass
+
+
+class SchemaFormat(Struct, tag="json_schema"):
+    schema: dict[str, Any]
+
+
+Format = FreeText | ObjectFormat | SchemaFormat
+
+
+class Described(Struct):
+    schema: dict[str, Any]
+
+
+class DescribedFormat(Struct, tag="json_schema"):
+    json_schema: Described
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+
+
+FunctionName = Annotated[str, Meta(min_length=1)]
+
+
+class Named(Struct):
+    name: FunctionName
+
+
+class FunctionChoice(Struct, tag="function"):
+    """Chat completions have the name inside of an object, responses beside the type."""
+
+    function: Named | None = None
+    name: FunctionName | None = None
+
+
+class CustomChoice(Struct, tag="custom"):
+    custom: Named | None = None
+    name: FunctionName | None = None
+
+
+ToolNames = Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Struct):
+    tools: ToolNames | None = None
+    mode: Literal["auto", "required"] = "auto"
+
+
+class AllowedChoice(AllowedTools, tag="allowed_tools"):
+    """As above, nested or not."""
+
+    allowed_tools: AllowedTools | None = None
+
+
+Choice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedChoice
+
+
+class GeneratingBody(Body):
+    """The fields of every route that generates. Where None is the default, it is the model's or the server's."""
+
+    model: str | None = None
+    stream: bool = False
+    logit_bias: Annotated[Bias, Meta(max_length=MAX_ID_ENTRIES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}})] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    expected_ttft: float | None = None
+    expected_tpot: float | None = None
+    reading_speed: float | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1, extra_json_schema={"not": {"const": 0}})] | None = None
     explain: bool = False
-    thinking_budget: int | None = None  # tokens
-    needs_reasoning: bool = False  # the budget is refused where nobody knows what reasoning is
-    grammar_name: str = "structured_outputs"  # of the field that says what the answer must be
-    tools: tuple[tuple[str, str], ...] = ()  # of which a grammar is made: where each schema stands, and the schema
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ID_ENTRIES)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    bad_words: Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)] = []
+    allowed_token_ids: Annotated[Ids, Meta(extra_json_schema={"minItems": 1, "maxItems": 2**18})] | None = None
+    repetition_detection: Annotated[bool | dict[str, int], Meta(extra_json_schema=_NAMED)] | None = None
+    speculative: bool | None = None
+    structured_outputs: Structured | None = None
+    user: Label = ""
+    metadata: dict[str, Any] = {}
+    prompt_cache_key: Label = ""
+    safety_identifier: Label = ""
+    service_tier: Label = ""
+
+    format_name: ClassVar[str] = "response_format"  # of the API's own field that says what the answer must be
+    wire_names: ClassVar[Mapping[str, str]] = {}  # what clients call what SamplingParams call otherwise
+    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody")
+
+    @property
+    def limit_name(self) -> str | None:
+        """Of the field that limits the answer; None: a default does, which may shrink to what fits."""
+        names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+        return next((name for name in names if getattr(self, name, None) is not None), None)
+
+    @property
+    def grammar_name(self) -> str:
+        """Of the field that says what the answer must be."""
+        return self.format_name if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def user_name(self) -> str:
+        """Whom the client asks for: by OpenAI's field, or Anthropic's in metadata."""
+        name = self.user or self.metadata.get("user_id")
+        return name[:MAX_USER] if isinstance(name, str) else ""
+
+
+class OlderBody(GeneratingBody, kw_only=True):
+    """The fields of OpenAI's two older routes."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    n: int = 1
+    stop: Word | Stops | None = None
+    response_format: FreeText | ObjectFormat | DescribedFormat | None = None
+
+    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateOptions:
-    """What a chat template gets besides messages. ``tools`` is None where it shall not see any; ``choice`` says what is made of them."""
+class Conversation:
+    """What a chat template gets. ``tools`` is None where it shall not see any; ``choice`` says what is made of them."""
 
+    messages: Chat
     tools: list[dict[str, Any]] | None
     choice: ToolChoice
     add_generation_prompt: bool = True
@@ -61,144 +215,128 @@ class TemplateOptions:
     variables: dict[str, Any]
 
 
-def template_options(body: Body) -> TemplateOptions:
-    """For the routes that take tools and variables as chat completions do."""
-    tools = read_tools(body.get("tools"))
-    choice, parallel, customs = body.get("tool_choice", "auto"), body.get("parallel_tool_calls", True), read_customs(body.get("tools"))
-    tools, read = offer(choice, tools, parallel=parallel, customs=customs)
-    continues = body.get("continue_final_message", False)
-    return TemplateOptions(
-        tools=tools,
-        choice=read,
-        add_generation_prompt=body.get("add_generation_prompt", not continues),
-        continue_final_message=continues,
-        variables={
-            **effort_variables("reasoning_effort", body.get("reasoning_effort")),
-            **check_template_kwargs(body.get("chat_template_kwargs")),
-        },
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Generic[Read]):
+    """A checked body of a route that generates: the fields themselves, and what is made of several of them."""
+
+    body: Read
+    params: SamplingParams
+    expects: Expectations
+    shape: Shape = TEXT_ALONE
 
 
-def effort_variables(where: str, effort: Any) -> dict[str, Any]:
-    """How much to think is the template's to say to the model."""
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise InvalidRequest(f"{where} must be one of {', '.join(EFFORTS)}.", param=where)
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(Asked[Read]):
+    """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; it is refused where nobody knows what
+    reasoning is, if ``needs_reasoning``."""
+
+    conversation: Conversation
+    echo: bool = False
+    thinking_budget: int | None = None
+    needs_reasoning: bool = False
+
+
+def choose(
+    choice: Any, tools: list[dict[str, Any]], *, parallel: bool, customs: Customs, place: str = "function.parameters"
+) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
+    """What the model is shown, and what is made of it. Raises InvalidRequest. ``place``: of a function's schema in a tool."""
+    allowed = None
+    if isinstance(choice, AllowedChoice):
+        held = choice.allowed_tools or choice
+        allowed, choice = frozenset(map(_name_of, held.tools or [FunctionChoice()])), held.mode
+    named = "" if isinstance(choice, str) else _name_of(choice)
+    asked = ToolChoice(Mode.NAMED, named, parallel=False) if named else ToolChoice(Mode(choice), parallel=parallel)
+    return offer(asked, tools, allowed=allowed, place=place, customs=customs)
+
+
+def _name_of(choice: FunctionChoice | CustomChoice) -> str:
+    held = choice.function if isinstance(choice, FunctionChoice) else choice.custom
+    name = choice.name if held is None else held.name
+    if name is None:
+        raise InvalidRequest(
+            "tool_choice names no function; give its name.", param="tool_choice.name", code="missing_required_parameter"
+        )
+    return name
+
+
+def template_variables(effort: Effort | None, given: dict[str, Any]) -> dict[str, Any]:
+    """How much to think is the template's to say to the model. Of what is ``given`` besides nothing may be ours."""
+    taken = next((name for name in given if name in _RESERVED or name.startswith("_")), None)
+    if taken is not None:
+        raise InvalidRequest(f"chat_template_kwargs may not set {taken[:40]!r}; leave it out.", param="chat_template_kwargs")
+    return {**({} if effort is None else {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}), **given}
 
 
 def model_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: defaults[theirs] for theirs, ours in _DEFAULTS.items() if defaults.get(theirs) is not None}
 
 
-def sampling_params(body: Body, values: dict[str, Any], wire_names: Mapping[str, str], *, echo_logprobs: bool = False) -> SamplingParams:
-    """SamplingParams, with its errors renamed to what the client wrote."""
-    check_size(wire_names.get("max_tokens", "max_tokens"), values.get("max_tokens"))
-    values["prompt_logprobs"] = body.get("prompt_logprobs")
-    if echo_logprobs and values["prompt_logprobs"] is None:
-        values["prompt_logprobs"] = values.get("logprobs")
-    if "logit_bias" in body:
-        values["logit_bias"] = _read_logit_bias(body.get("logit_bias"))
-    values["structured_outputs"] = read_structured_outputs(body)
+# What is handed on as it is; a field of another meaning or name is given beside them.
+_BESIDE = ("logprobs", "max_tokens", "structured_outputs")
+_SAMPLED = tuple(name for name in OlderBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__ and name not in _BESIDE)
+
+
+def asked(body: Read, defaults: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """What every Asked has, of the model's ``defaults``, a body's own fields, and ``values`` beside them. Raises InvalidRequest naming the
+    field as the client wrote it."""
+    given = {**{name: getattr(body, name, None) for name in _SAMPLED}, **values}
+    own = {name: value for name, value in given.items() if value is not None}
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens is 0; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
     try:
-        return SamplingParams(**values)
+        params = SamplingParams(**{**model_defaults(defaults), **own}, structured_outputs=_structured_outputs(body))
+        expects = Expectations(**{ours: getattr(body, theirs) for ours, theirs in EXPECTED_NAMES.items()})
     except InvalidRequest as error:
-        name = wire_names.get(error.param or "", error.param)
-        if name == error.param:
-            raise
-        raise InvalidRequest(error.message.replace(str(error.param), str(name), 1), param=name, code=error.code) from None
+        raise _renamed(error, {"max_tokens": body.limit_name or "max_tokens", **EXPECTED_NAMES, **body.wire_names}) from None
+    return {"body": body, "params": params, "expects": expects}
 
 
-def _read_logit_bias(value: dict[str, Any]) -> dict[int, Any]:
-    """JSON keys are strings; the engine's are token ids."""
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise InvalidRequest(f"logit_bias has the key {key[:40]!r}; give token ids.", param="logit_bias")
-        check_size("logit_bias", bias)
-    return {int(key): bias for key, bias in value.items()}
+def _renamed(error: InvalidRequest, wire_names: Mapping[str, str]) -> InvalidRequest:
+    ours = error.param or ""
+    theirs = wire_names.get(ours, ours)
+    return InvalidRequest(error.message.replace(ours, theirs, 1), param=theirs, code=error.code)
 
 
-def answer_options(body: Body) -> AnswerOptions:
-    stream = body.get("stream", False)
-    streamed = _stream_options(body, stream)
-    options = AnswerOptions(
-        model=body.get("model"),
-        stream=stream,
-        include_usage=streamed.get("include_usage", streamed.get("continuous_usage_stats", False)),
-        continuous_usage=streamed.get("continuous_usage_stats", False),
-        return_token_ids=body.get("return_token_ids", False),
-        prompt_logprobs="prompt_logprobs" in body,
-        priority=body.get("priority", 0),
-        cache_salt=body.get("cache_salt", ""),
-        user=_user(body),
-        expects=_expectations(body),
-        truncate_prompt_tokens=body.get("truncate_prompt_tokens"),
-        limit_name=next((name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in body), None),
-        explain=body.get("explain", False),
-        thinking_budget=_thinking_budget(body),
-        needs_reasoning="thinking_token_budget" in body,
-        grammar_name=format_name(body),
-    )
-    _check_options(options)
-    return options
+def _format(body: GeneratingBody) -> Format | DescribedFormat | None:
+    owner, _, name = body.format_name.rpartition(".")
+    found: Format | DescribedFormat | None = getattr(getattr(body, owner) if owner else body, name, None)
+    return found
 
 
-def _thinking_budget(body: Body) -> int | None:
-    """By the field that all routes have, or in Anthropic's own."""
-    if "thinking_token_budget" in body:
-        return read_budget("thinking_token_budget", body.get("thinking_token_budget"))
-    return read_budget("thinking.budget_tokens", body.get("thinking", {}).get("budget_tokens"))
-
-
-def read_budget(name: str, tokens: Any) -> int | None:
-    if tokens is None:
+def _structured_outputs(body: GeneratingBody) -> StructuredOutputs | None:
+    given, format = body.structured_outputs, _format(body)
+    if given is not None and not isinstance(format, FreeText | None):
+        raise InvalidRequest(
+            f"structured_outputs and {body.format_name} both say what the answer must be; give one of them.", param=body.format_name
+        )
+    if given is not None:
+        return StructuredOutputs(**{name: value for name, value in structs.asdict(given).items() if value is not None})
+    if isinstance(format, FreeText | None):
         return None
-    if type(tokens) is not int:
-        raise InvalidRequest(f"{name} must be an integer.", param=name, code="invalid_type")
-    if not 0 <= tokens < 2**31:
-        raise InvalidRequest(f"{name} is {shown(tokens)}; give a number of tokens, from 0.", param=name)
-    return int(tokens)
-
-
-def _user(body: Body) -> str:
-    """OpenAI's field, or Anthropic's in metadata."""
-    name = body.get("user") or body.get("metadata", {}).get("user_id")
-    return name[:MAX_USER] if isinstance(name, str) else ""
-
-
-def _expectations(body: Body) -> Expectations:
-    """With errors renamed to what the client wrote."""
+    if isinstance(format, ObjectFormat):
+        return StructuredOutputs(json_object=True)
     try:
-        return Expectations(**{ours: body.get(theirs) for ours, theirs in EXPECTED.items()})
+        schema = format.schema if isinstance(format, SchemaFormat) else format.json_schema.schema
+        return StructuredOutputs(json=schema)  # type: ignore[arg-type]  # taken as users write it
     except InvalidRequest as error:
-        ours = str(error.param)
-        raise InvalidRequest(error.message.replace(ours, EXPECTED[ours], 1), param=EXPECTED[ours]) from None
+        raise InvalidRequest(error.message.replace("structured_outputs.json", f"{body.format_name}'s schema"), param=body.format_name) from None
 
 
-def _check_options(options: AnswerOptions) -> None:
-    if options.prompt_logprobs and options.stream:
+def older_shape(body: OlderBody, *, logprobs: bool) -> Shape:
+    if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs is not given in streams; set stream to false.", param="prompt_logprobs")
-    if not -(2**31) <= options.priority < 2**31:
-        raise InvalidRequest(f"priority is {options.priority}; give an integer of 32 bits.", param="priority")
-    if len(options.cache_salt) > MAX_SALT:
-        raise InvalidRequest(f"cache_salt has {len(options.cache_salt)} characters; give at most {MAX_SALT}.", param="cache_salt")
-    keep = options.truncate_prompt_tokens
-    if keep is not None and keep != -1 and not 1 <= keep < 2**31:
-        raise InvalidRequest(f"truncate_prompt_tokens is {keep}; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens")
-
-
-def _stream_options(body: Body, stream: bool) -> dict[str, bool]:
-    given: dict[str, Any] = body.get("stream_options", {})
-    if "stream_options" in body and not stream:
+    if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
-    for name, value in given.items():
-        if name not in ("include_usage", "include_obfuscation", "continuous_usage_stats"):
-            raise InvalidRequest(f"stream_options has no field {name[:100]!r}; leave it out.", param="stream_options", code="unknown_parameter")
-        if not isinstance(value, bool):
-            raise InvalidRequest(f"stream_options.{name} must be a boolean.", param="stream_options", code="invalid_type")
-        if value and name == "include_obfuscation":
-            raise InvalidRequest(f"stream_options.{name} is not supported; leave it out.", param="stream_options", code="unsupported_parameter")
-    if given.get("continuous_usage_stats") and given.get("include_usage") is False:
+    streamed = body.stream_options or StreamOptions()
+    continuous = bool(streamed.continuous_usage_stats)
+    if continuous and streamed.include_usage is False:
         raise InvalidRequest("stream_options.continuous_usage_stats needs include_usage; set it to true.", param="stream_options")
-    return given
+    return Shape(
+        logprobs=logprobs, prompt_logprobs=body.prompt_logprobs is not None, token_ids=body.return_token_ids,
+        include_usage=continuous or bool(streamed.include_usage), continuous_usage=continuous,
+    )  # fmt: skip
+
+
+def thinking_options(budget: int | None, own: int | None = None) -> dict[str, Any]:
+    """``budget``: by the field that all routes have; ``own``: in the API's own, which asks for nothing where nobody reasons."""
+    return {"thinking_budget": own if budget is None else budget, "needs_reasoning": budget is not None}

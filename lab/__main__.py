@@ -1,0 +1,74 @@
+"""``python -m lab NAME …``, in the repository's root: which measurement of what Headrace claims, with which engine.
+
+What lives here: the list. What may not: any measuring. What measures a user's deployment is ``headrace bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.cli import answer
+from headrace.commands.bench import Benchmark, declare_all, run_one
+from headrace.config import EngineConfig
+from headrace.flags import CommandParser, add_config_flags, engine_config
+
+PROG = "python -m lab"
+
+
+@dataclass(frozen=True, slots=True)
+class Behind(Benchmark):
+    """Takes the engine's flags behind ``--``, as ``args.flags``, because they are given on to other processes."""
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "table": Behind("lab.table", "every row of the performance table, beside its floor and a peer's figure"),
+    "truth": Behind("lab.truth", "how true a simulation is here: prices fitted to one load, held against another"),
+    "profile": Behind("lab.profile_page", "where a start's time goes and where a step's, on one page"),
+    "skip": Benchmark("lab.skip", "does the device wait for launches, or they for it (GPU)", model=True, engine=True),
+    "rival": Benchmark("lab.rival", "the same shape on llama.cpp, both sides in turn", model=True, engine=True),
+    "arena": Benchmark(
+        "lab.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True
+    ),
+    "capacity": Benchmark(
+        "lab.capacity", "requests a second within a bound on the time between tokens, simulated"
+    ),
+    "overload": Benchmark(
+        "lab.overload", "requests served in time when more are asked than a device can do, simulated"
+    ),
+    "policies": Benchmark(
+        "lab.policies", "orders of service, each by its own measure, over a whole load curve, simulated"
+    ),
+    "policies-served": Behind("lab.policies_served", "the same on a CPU server of this machine, beside its simulation"),
+    "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
+    "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
+    "stream-rate": Benchmark("lab.stream_rate", "tokens a second one server streams, nothing computed"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status, as that of ``headrace``."""
+    return answer(_run, argv)
+
+
+def _run(words: list[str]) -> int:
+    parser = CommandParser(prog=PROG, description="Measures what Headrace claims.")
+    declare_all(parser, BENCHMARKS)
+    args = parser.parse_args(words)
+    benchmark = BENCHMARKS[args.benchmark]
+    return _run_behind(benchmark, args) if isinstance(benchmark, Behind) else run_one(benchmark, args)
+
+
+def _run_behind(benchmark: Behind, args: argparse.Namespace) -> int:
+    """A wrong flag is said before minutes are spent."""
+    parser = CommandParser(prog=f"{PROG} {args.benchmark} … --")
+    add_config_flags(parser, EngineConfig)
+    config = engine_config(parser.parse_args(list(args.flags)))
+    status: int = benchmark.load().run(args, config)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

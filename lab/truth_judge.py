@@ -1,0 +1,66 @@
+"""The verdict of ``python -m lab truth``: a part of B as it was simulated, in the mean over lucks, beside the runs of it that were measured.
+
+What lives here: that comparison, and how it is shown. What may not: measuring (truth_run.py), fitting (planner/calibrate.py), bounds
+(planner/against.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.observe.report import table
+from headrace.planner.against import COLUMNS, Compared, compare_figures
+from headrace.planner.devices import Device
+from headrace.planner.simulator import Load, simulate
+from headrace.spec import DecoderSpec
+from lab.truth_loads import Part
+
+ASKED = ("mean_step_ms", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms")  # figures the verdict is of
+LUCKS = 8  # simulations of a part, each disturbed otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One part of B."""
+
+    part: Part
+    compared: tuple[Compared, ...]
+
+    @property
+    def asked(self) -> list[Compared]:
+        return [each for each in self.compared if each.figure in ASKED]
+
+    def __str__(self) -> str:
+        rows = [[*each.row()[:-1], each.row()[-1] if each.figure in ASKED else ""] for each in self.compared]
+        return f"B, {self.part.name} ({self.part}):\n{table(COLUMNS, rows)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = []
+        for each in self.compared:
+            judged = {"error": each.error, "bound": each.bound, "asked": each.figure in ASKED, "verdict": each.verdict}
+            figures.append(asdict(each) | judged)
+        return {"load": str(self.part), "figures": figures}
+
+
+def simulated(spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, lucks: int = LUCKS) -> dict[str, float]:
+    """The mean of each figure; one run where nothing disturbs steps."""
+    load, runs = Load(part.asked(), seed=part.seed, max_concurrency=part.room), []
+    for luck in range(lucks):
+        report = simulate(spec, config, device, replace(load, luck=luck))
+        runs.append(report.figures)
+        if report.pricing.disturbances(luck) is None:
+            break
+    names = [name for name, value in runs[0].items() if isinstance(value, (int, float))]
+    return {name: sum(run[name] for run in runs) / len(runs) for name in names}
+
+
+def judge(spec: DecoderSpec, config: EngineConfig, device: Device, part: Part, runs: Sequence[Mapping[str, Any]], lucks: int = LUCKS) -> Judged:
+    """Raises ConfigError where requests failed."""
+    for each in runs:
+        if each["failed"]:
+            raise ConfigError(f"{each['failed']} requests of the part {part.name} failed, so there is nothing to hold a simulation against.")
+    return Judged(part, tuple(compare_figures(simulated(spec, config, device, part, lucks), runs)))

@@ -1,0 +1,137 @@
+"""Runs of ``python -m lab truth``: one server, or one engine in this process, under one part of a load after another. It writes one trace; which
+of its steps were which part's is noted as it grows.
+
+What lives here: starting, loading and stopping. What may not: loads (truth_loads.py), fitting, comparing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.driver import drive
+from headrace.bench.load import BenchFailed
+from headrace.config import EngineConfig
+from headrace.observe.report import write_json
+from headrace.planner.runs import RecordedRun, read_run
+from headrace.planner.workload.statistics import summarise
+from lab.own_server import own_server
+from lab.truth_loads import Part
+
+_PRIMES = 7919
+TAIL = 1 << 16  # bytes of a trace that hold its last step
+_STEP = re.compile(rb'"step":(\d+)\b')
+SETTLES = 0.3  # s after a part until its last steps are in the trace
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Runner:
+    """``bench``: a part under load, its figures into a file. ``until``: the number of the first step that is nobody's yet."""
+
+    folder: Path
+    trace: Path
+    bench: Callable[[Part, Path], None]
+    until: int = 0
+    spans: dict[str, range] = field(default_factory=dict)
+
+    def run(self, part: Part, name: str) -> Figures:
+        path = self.path(name)
+        self.bench(part, path)
+        time.sleep(SETTLES)
+        begin, self.until = self.until, _steps_so_far(self.trace)
+        self.spans[name] = range(begin, self.until)
+        found: Figures = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def recorded(self, names: Sequence[str]) -> RecordedRun:
+        """The steps of these parts."""
+        return read_run(self.trace).cut([self.spans[name] for name in names])
+
+
+def _steps_so_far(trace: Path) -> int:
+    """By the numbers in the trace's last lines."""
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - TAIL))
+        numbers = [int(each) for each in _STEP.findall(file.read())]
+    return max(numbers, default=-1) + 1
+
+
+# --- over HTTP
+
+
+@contextmanager
+def served(flags: Sequence[str], folder: Path) -> Iterator[Runner]:
+    """A server with ``flags`` (MODEL and the engine's). Raises BenchFailed."""
+    trace = folder / "trace.json"
+    with own_server([*flags, "--trace", str(trace)], folder / "server.log") as url:
+        yield Runner(folder, trace, lambda part, path: _bench(url, part, path))
+
+
+def _bench(url: str, part: Part, path: Path) -> None:
+    command = [sys.executable, "-m", "headrace", "bench", "serve", "--base-url", url, *part.flags(), "--num-warmups", "0", "--output-json", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode or not path.exists():
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        raise BenchFailed(f"headrace bench serve ended with status {done.returncode} in the part {part.name}: {lines[-1]}")
+
+
+# --- in this process
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Device seconds of the steps of one part, in front of another observer."""
+
+    inner: Any
+    seconds: list[float] = field(default_factory=list)
+
+    def on_step(self, *step: Any) -> Any:
+        record = self.inner.on_step(*step)
+        if not record.failed:
+            self.seconds.append(record.measured_seconds)
+        return record
+
+
+@contextmanager
+def offline(config: EngineConfig, folder: Path) -> Iterator[Runner]:
+    """One engine, each part with other ids: no HTTP, as LLM.generate. Raises what the engine raises."""
+    from headrace.engine.assembly import trace_into
+    from headrace.engine.llm import LLM
+
+    salts, trace = itertools.count(_PRIMES, _PRIMES), folder / "trace.json"
+    with LLM.from_config(config) as llm:
+        engine, vocab = llm.engine, llm.info.vocab_size
+        engine.await_kernels()
+        engine.prepare()
+        for part in (Part("warm", 64, 300, 8, 0.9), Part("warm shared", 32, 64, 8, prefix=1024)):  # what is built or captured at first use
+            drive(engine.core, part.dialogues(next(salts), vocab))
+        observer = trace_into(str(trace), engine, replace(config.device, overlap=engine.core.depth))
+        try:
+            yield Runner(folder, trace, lambda part, path: _drive(engine.core, observer, part, next(salts), vocab, path))
+        finally:
+            engine.core.observe(engine.recorder)
+            observer.close()
+
+
+def _drive(core: Any, observer: Any, part: Part, salt: int, vocab: int, path: Path) -> None:
+    measured = _Measured(observer)
+    core.observe(measured)
+    made = drive(core, part.dialogues(salt, vocab), max_concurrency=part.room)
+    for sample in made.samples:  # a client elsewhere sends when a request is due, also while a step runs
+        sample.sent = sample.sent if sample.due is None else sample.due
+    seconds = measured.seconds
+    steps = {"steps": len(seconds), "mean_step_ms": sum(seconds) / len(seconds) * 1e3} if seconds else {}
+    write_json(path, {**summarise(made.samples, made.seconds), **steps, "requests": [asdict(sample) for sample in made.samples]})

@@ -1,0 +1,487 @@
+/* Paged attention: packed queries over blocks of keys and values, decode and prefill alike, without copying the cache.
+ *
+ * What lives here: causal grouped-query attention with windows and soft caps. What may not: writing the cache (elementwise.c).
+ *
+ * A work item is (sequence, KV head, a few queries): the query heads of one KV head are rows of one small matrix, so a key is read once for
+ * all of them. Keys are taken in CHUNKs at absolute multiples of CHUNK; in a chunk, scores are a product with the transposed keys (16 keys
+ * side by side in a vector), then softmax goes online (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022) and the values follow.
+ * Within a SPLIT (absolute multiples again) the running maximum starts afresh and splits are merged in order, whoever computed them
+ * (flash decoding). Keys and values in fewer bits (kv_codes.h) are multiplied as codes; a key's scale multiplies its score, and a value's the
+ * weight it gets, so nothing is rounded on the way. So a row's bits depend on neither the batch, nor the chunking of a prompt, nor the number of threads.
+ */
+#include "common.h"
+#include "kv_codes.h"
+
+#define CHUNK 64      /* keys a softmax step: four vectors */
+#define SPLIT 1024    /* keys after which the sums start afresh */
+#define MAX_ROWS 64   /* query rows a work item */
+#define MAX_DIM 512
+
+typedef struct {
+    int type, cache_type; /* of q and out; of the caches */
+    int64_t sequences, q_heads, kv_heads, dim, block_size, tokens;
+    const char *q;
+    char *out; /* [tokens, q_heads, dim], contiguous */
+    int64_t q_row, q_head; /* strides, elements */
+    const char *k_cache, *v_cache;
+    int64_t k_block, k_head, k_token, v_block, v_head, v_token; /* strides, elements */
+    const int32_t *table, *query_start, *context_len;
+    int64_t table_row; /* stride, elements */
+    int64_t max_query_len, max_context_len;
+    int64_t window; /* keys a query sees, itself included; 0 = all */
+    const float *k_scales, *v_scales; /* [kv_heads], or NULL for 1: of codes without scales of their own */
+    float scale, soft_cap; /* soft_cap 0 = none */
+} Attention;
+
+/* Where a chunk's keys and values lie, and their scales; NULL for those that are never touched. */
+typedef struct {
+    const char *keys[CHUNK], *values[CHUNK], *key_scales[CHUNK], *value_scales[CHUNK];
+} Lines;
+
+/* What one thread works in. Rows are (query, head) pairs; `dim` is rounded up to 16. */
+typedef struct {
+    float queries[MAX_ROWS * MAX_DIM];                                    /* [row][dim], as bf16 pairs where those are multiplied directly */
+    float keys[CHUNK * MAX_DIM] __attribute__((aligned(64)));             /* [dim or pair of dims][key] */
+    float values[CHUNK * MAX_DIM] __attribute__((aligned(64)));           /* [key][dim] */
+    float scores[MAX_ROWS * CHUNK] __attribute__((aligned(64)));          /* [row][key] */
+    float sums[MAX_ROWS * MAX_DIM] __attribute__((aligned(64)));          /* [row][dim], of this split */
+    float merged[MAX_ROWS * MAX_DIM] __attribute__((aligned(64)));        /* [row][dim], of the splits before */
+    Lines now, next; /* of this chunk and of the one behind it */
+    float key_scale[CHUNK] __attribute__((aligned(64))), key_low[CHUNK] __attribute__((aligned(64)));     /* of coded keys: scale, value of code 0 */
+    float value_scale[CHUNK] __attribute__((aligned(64))), value_low[CHUNK] __attribute__((aligned(64))); /* and values */
+    float query_sum[MAX_ROWS], lows[MAX_ROWS]; /* sum of a row's query; what the lows of values add to each of its sums */
+    float top[MAX_ROWS], total[MAX_ROWS], merged_top[MAX_ROWS], merged_total[MAX_ROWS];
+} Workspace;
+
+static _Thread_local Workspace scratch; /* mapped at first touch, no larger than the widest head needs */
+
+/* One work item: rows r = query * group + head of the queries first .. first + num_queries - 1 of a sequence. */
+typedef struct {
+    const int32_t *table;
+    int64_t kv_head, token, position; /* packed index and position of the item's first query */
+    int64_t num_queries, group;
+    int rows;
+} Item;
+
+/* ---- loading ---- */
+
+/* Of the chunk at `chunk`; only keys low .. high - 1 are ever touched. */
+static void find_lines(Lines *found, const Attention *a, const Item *it, int64_t chunk, int64_t low, int64_t high) {
+    const int coded = is_coded(a->cache_type);
+    const int64_t size = coded ? 1 : size_of(a->cache_type), line = row_bytes(a->dim, a->cache_type), scales = scale_bytes(a->cache_type);
+    const int64_t k_line = coded ? line : a->k_token * size, v_line = coded ? line : a->v_token * size;
+    int64_t index = chunk / a->block_size, offset = chunk % a->block_size;
+    for (int j = 0; j < CHUNK; j++, offset++) {
+        found->keys[j] = found->values[j] = found->key_scales[j] = found->value_scales[j] = NULL;
+        if (offset == a->block_size) offset = 0, index++;
+        if (chunk + j < low || chunk + j >= high) continue;
+        const char *keys = a->k_cache + (it->table[index] * a->k_block + it->kv_head * a->k_head) * size;
+        const char *values = a->v_cache + (it->table[index] * a->v_block + it->kv_head * a->v_head) * size;
+        found->keys[j] = keys + offset * k_line, found->values[j] = values + offset * v_line;
+        found->key_scales[j] = keys + a->block_size * line + offset * scales, found->value_scales[j] = values + a->block_size * line + offset * scales;
+    }
+}
+
+/* Of one chunk's keys or values; 0 for absent ones. */
+INLINE void load_scales(const Attention *a, const Item *it, const char *const *found, const char *const *next, const float *shared, float *scale, float *low) {
+    const int64_t own = scale_bytes(a->cache_type);
+    const float all = shared ? shared[it->kv_head] : 1.0f;
+    for (int j = 0; j < CHUNK; j++) {
+        scale[j] = !found[j] ? 0.0f : own ? read_bf16(found[j]) : all;
+        low[j] = found[j] && own == 4 ? read_bf16(found[j] + 2) : 0.0f;
+        if (own && next[j]) __builtin_prefetch(next[j]);
+    }
+}
+
+#if defined(__AVX512F__)
+/* 16 x 16 transpose of 32-bit lanes. */
+INLINE void transpose16(__m512i *r) {
+    __m512i t[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 8)
+        UNROLL for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xDD);
+        }
+    UNROLL for (int j = 0; j < 8; j++) {
+        r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xDD);
+    }
+}
+#endif
+
+/* Sixteen lines of `width` 32-bit lanes (NULL: zeros) into to[lane][CHUNK], columns 0 .. 15. */
+INLINE void transpose_lines(const float *const *lines, int64_t width, float *to) {
+    int64_t d = 0;
+#if defined(__AVX512F__)
+    for (; d + 16 <= width; d += 16) {
+        __m512i r[16];
+        UNROLL for (int j = 0; j < 16; j++) r[j] = lines[j] ? _mm512_loadu_si512(lines[j] + d) : _mm512_setzero_si512();
+        transpose16(r);
+        UNROLL for (int j = 0; j < 16; j++) _mm512_store_si512(to + (d + j) * CHUNK, r[j]);
+    }
+#endif
+    for (; d < width; d++)
+        for (int j = 0; j < 16; j++) {
+            float lane = 0.0f;
+            if (lines[j]) memcpy(&lane, lines[j] + d, 4);
+            to[d * CHUNK + j] = lane;
+        }
+}
+
+/* Asks for a line of the next chunk while this one is worked on: blocks lie anywhere, so the machine cannot guess them. */
+INLINE void fetch_line(const char *line, int64_t dim, const int type) {
+    if (line)
+        for (int64_t at = 0; at < row_bytes(dim, type); at += 64) __builtin_prefetch(line + at);
+}
+
+INLINE v16 load_held(const char *line, int64_t at, int64_t left, const int type) {
+    return is_coded(type) ? load_codes(line, at, left, type) : load_upto(line, at, left, type);
+}
+
+/* The chunk's keys into w->keys, side by side; absent ones are zeros. */
+INLINE void load_keys(const Attention *a, Workspace *w, const int type, const int pairs) {
+    const char *const *found = w->now.keys, *const *next = w->next.keys;
+    float wide[16][MAX_DIM];
+    for (int group = 0; group < CHUNK; group += 16) {
+        const float *lines[16];
+        for (int j = 0; j < 16; j++) {
+            lines[j] = (const float *)found[group + j];
+            fetch_line(next[group + j], a->dim, type);
+            if (type == F32 || (pairs && !is_coded(type)) || !lines[j]) continue;
+            for (int64_t d = 0; d < a->dim; d += 16) {
+                const v16 x = load_held(found[group + j], d, a->dim - d, type);
+                if (pairs)
+                    *(h16u *)((uint16_t *)wide[j] + d) = narrow_bf16(x);
+                else
+                    *(v16u *)(wide[j] + d) = x;
+            }
+            lines[j] = wide[j];
+        }
+        transpose_lines(lines, pairs ? a->dim / 2 : a->dim, w->keys + group);
+    }
+}
+
+/* The chunk's values into w->values, as float32; absent ones are zeros (their weight is 0, and 0 times what lies there may be NaN). */
+INLINE void load_values(const Attention *a, Workspace *w, int64_t dim, const int type) {
+    const char *const *found = w->now.values, *const *next = w->next.values;
+    for (int64_t j = 0; j < CHUNK; j++) {
+        float *to = w->values + j * dim;
+        int64_t d = 0;
+        fetch_line(next[j], a->dim, type);
+        if (found[j]) {
+            for (; d + 16 <= a->dim; d += 16) *(v16 *)(to + d) = load_held(found[j], d, 16, type);
+            for (; d < dim; d += 16) *(v16 *)(to + d) = load_held(found[j], d, a->dim - d, type);
+        }
+        for (; d < dim; d += 16) *(v16 *)(to + d) = splat(0.0f);
+    }
+}
+
+INLINE void load_queries(const Attention *a, const Item *it, Workspace *w, int64_t dim, const int pairs) {
+    const int64_t size = size_of(a->type);
+    for (int r = 0; r < it->rows; r++) {
+        const int64_t token = it->token + r / it->group, head = it->kv_head * it->group + r % it->group;
+        const char *q = a->q + (token * a->q_row + head * a->q_head) * size;
+        if (pairs)
+            memcpy(w->queries + r * dim, q, a->dim * size);
+        else
+            for (int64_t d = 0; d < a->dim; d += 16) *(v16u *)(w->queries + r * dim + d) = load_upto(q, d, a->dim - d, a->type);
+        v16 sum = splat(0.0f);
+        if (a->cache_type == U4)
+            for (int64_t d = 0; d < a->dim; d += 16) sum += load_upto(q, d, a->dim - d, a->type);
+        w->query_sum[r] = sum16(sum);
+    }
+}
+
+/* ---- arithmetic ---- */
+
+INLINE v16 multiply_add(v16 sum, float q, v16 k, const int pairs) {
+#if HAVE_BF16_DOT
+    if (pairs) return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(q), (__m512bh)k);
+#endif
+    (void)pairs;
+    return sum + q * k;
+}
+
+/* scores[row][key] = q . k for `rows` rows: one pass over the transposed keys. */
+INLINE void score_rows(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, const int rows, const int pairs) {
+    v16 sums[4][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < 4; c++) sums[r][c] = splat(0.0f);
+    for (int64_t d = 0; d < width; d++) {
+        v16 k[4];
+        UNROLL for (int c = 0; c < 4; c++) k[c] = *(const v16 *)(keys + d * CHUNK + c * 16);
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int c = 0; c < 4; c++) sums[r][c] = multiply_add(sums[r][c], queries[r * dim + d], k[c], pairs);
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < 4; c++) *(v16 *)(scores + r * CHUNK + c * 16) = sums[r][c];
+}
+
+/* sums[row][0 .. 63] += weights[row][key] * values[key][0 .. 63], 16 * cols columns of them. */
+INLINE void weigh_rows(const float *weights, const float *values, float *sums, int64_t dim, const int rows, const int cols) {
+    v16 acc[4][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < cols; c++) acc[r][c] = *(const v16 *)(sums + r * dim + c * 16);
+    for (int j = 0; j < CHUNK; j++) {
+        v16 v[4];
+        UNROLL for (int c = 0; c < cols; c++) v[c] = *(const v16 *)(values + j * dim + c * 16);
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int c = 0; c < cols; c++) acc[r][c] += weights[r * CHUNK + j] * v[c];
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < cols; c++) *(v16 *)(sums + r * dim + c * 16) = acc[r][c];
+}
+
+INLINE void weigh(const float *weights, const float *values, float *sums, int64_t dim, const int rows) {
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) weigh_rows(weights, values + d, sums + d, dim, rows, 4);
+    for (; d < dim; d += 16) weigh_rows(weights, values + d, sums + d, dim, rows, 1);
+}
+
+static __attribute__((noinline)) void score(const float *queries, const float *keys, float *scores, int64_t dim, int64_t width, int rows, int pairs) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) {
+        if (pairs)
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 4, 1);
+        else
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 4, 0);
+    }
+    for (; r < rows; r++) {
+        if (pairs)
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 1, 1);
+        else
+            score_rows(queries + r * dim, keys, scores + r * CHUNK, dim, width, 1, 0);
+    }
+}
+
+/* Scales, caps and masks a row's scores, turns them into weights and moves the row's maximum and sums along. */
+static __attribute__((noinline)) void soften_row(const Attention *a, Workspace *w, int r, int64_t position, int64_t chunk, int64_t dim) {
+    static const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float *scores = w->scores + r * CHUNK;
+    const int64_t last = position - chunk, first = a->window > 0 ? last - a->window + 1 : 0; /* keys of this chunk that the row sees */
+    const int upto = last > CHUNK ? CHUNK : (int)last, from = first > CHUNK ? CHUNK : first < 0 ? 0 : (int)first;
+    const int coded = is_coded(a->cache_type);
+    v16 s[4], best = splat(-INFINITY), sum = splat(0.0f), low = splat(0.0f);
+    UNROLL for (int c = 0; c < 4; c++) {
+        s[c] = *(v16 *)(scores + c * 16);
+        if (coded) s[c] = s[c] * *(v16 *)(w->key_scale + c * 16) + *(v16 *)(w->key_low + c * 16) * w->query_sum[r];
+        s[c] *= a->scale;
+        if (a->soft_cap > 0) s[c] = vtanh(s[c] / a->soft_cap) * a->soft_cap;
+        const i16 key = lanes + c * 16;
+        s[c] = pick((key <= upto) & (key >= from), s[c], splat(-INFINITY));
+        best = vmax(s[c], best);
+    }
+    const float before = w->top[r], highest = max16(best), top = highest > before ? highest : before;
+    if (top == -INFINITY) { /* nothing seen so far */
+        memset(scores, 0, CHUNK * sizeof(float));
+        return;
+    }
+    UNROLL for (int c = 0; c < 4; c++) {
+        s[c] = vexp(s[c] - top);
+        *(v16 *)(scores + c * 16) = coded ? s[c] * *(v16 *)(w->value_scale + c * 16) : s[c];
+        if (coded) low += s[c] * *(v16 *)(w->value_low + c * 16);
+        sum += s[c];
+    }
+    const float shrink = before == -INFINITY ? 0.0f : expf(before - top);
+    w->lows[r] = w->lows[r] * shrink + sum16(low);
+    w->total[r] = w->total[r] * shrink + sum16(sum);
+    w->top[r] = top;
+    if (shrink != 1.0f)
+        for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) *= shrink;
+}
+
+INLINE void load_typed(const Attention *a, Workspace *w, int64_t dim, const int type, int pairs) {
+    if (pairs && type != F32 && type != F16)
+        load_keys(a, w, type, 1);
+    else
+        load_keys(a, w, type, 0);
+    load_values(a, w, dim, type);
+}
+
+static __attribute__((noinline)) void load_chunk(const Attention *a, const Item *it, Workspace *w, int pairs) {
+    const int64_t dim = (a->dim + 15) / 16 * 16;
+    if (is_coded(a->cache_type)) {
+        load_scales(a, it, w->now.key_scales, w->next.key_scales, a->k_scales, w->key_scale, w->key_low);
+        load_scales(a, it, w->now.value_scales, w->next.value_scales, a->v_scales, w->value_scale, w->value_low);
+    }
+    switch (a->cache_type) {
+        case F32: load_typed(a, w, dim, F32, pairs); break;
+        case F16: load_typed(a, w, dim, F16, pairs); break;
+        case BF16: load_typed(a, w, dim, BF16, pairs); break;
+        case I8: load_typed(a, w, dim, I8, pairs); break;
+        case E4M3: load_typed(a, w, dim, E4M3, pairs); break;
+        case E5M2: load_typed(a, w, dim, E5M2, pairs); break;
+        default: load_typed(a, w, dim, U4, pairs);
+    }
+}
+
+static void attend_chunk(const Attention *a, const Item *it, Workspace *w, int64_t chunk, int pairs) {
+    const int64_t dim = (a->dim + 15) / 16 * 16;
+    load_chunk(a, it, w, pairs);
+    score(w->queries, w->keys, w->scores, dim, pairs ? a->dim / 2 : a->dim, it->rows, pairs);
+    int r = 0;
+    for (; r < it->rows; r++) soften_row(a, w, r, it->position + r / it->group, chunk, dim);
+    for (r = 0; r + 4 <= it->rows; r += 4) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 4);
+    for (; r < it->rows; r++) weigh(w->scores + r * CHUNK, w->values, w->sums + r * dim, dim, 1);
+}
+
+/* ---- splits ---- */
+
+static void clear_sums(Workspace *w, int rows, int64_t dim) {
+    memset(w->sums, 0, rows * dim * sizeof(float));
+    for (int r = 0; r < rows; r++) w->top[r] = -INFINITY, w->total[r] = w->lows[r] = 0.0f;
+}
+
+/* into += from: both are sums relative to their own maximum. */
+static void merge_row(float *into, float *into_top, float *into_total, const float *from, float from_top, float from_total, int64_t dim) {
+    if (from_top == -INFINITY) return;
+    const float top = from_top > *into_top ? from_top : *into_top;
+    const float keep = *into_top == -INFINITY ? 0.0f : expf(*into_top - top), add = expf(from_top - top);
+    for (int64_t d = 0; d < dim; d++) into[d] = into[d] * keep + from[d] * add;
+    *into_total = *into_total * keep + from_total * add;
+    *into_top = top;
+}
+
+static int can_pair(const Attention *a) {
+    return HAVE_BF16_DOT && a->type == BF16 && (a->cache_type == BF16 || is_coded(a->cache_type)) && a->dim % 2 == 0;
+}
+
+/* Keys of one split into w->sums, w->top, w->total; low .. high - 1 is what the item's queries may see at all. */
+static void attend_split(const Attention *a, const Item *it, Workspace *w, int64_t split, int64_t low, int64_t high) {
+    const int64_t dim = (a->dim + 15) / 16 * 16, end = split + SPLIT < high ? split + SPLIT : high;
+    int64_t chunk = split > low ? split : low / CHUNK * CHUNK;
+    clear_sums(w, it->rows, dim);
+    find_lines(&w->now, a, it, chunk, low, high);
+    for (; chunk < end; chunk += CHUNK) {
+        find_lines(&w->next, a, it, chunk + CHUNK, low, high);
+        attend_chunk(a, it, w, chunk, can_pair(a));
+        w->now = w->next;
+    }
+    if (a->cache_type == U4)
+        for (int r = 0; r < it->rows; r++)
+            for (int64_t d = 0; d < dim; d += 16) *(v16 *)(w->sums + r * dim + d) += w->lows[r];
+}
+
+INLINE int64_t first_key(const Attention *a, int64_t position) {
+    const int64_t first = a->window > 0 ? position - a->window + 1 : 0;
+    return first > 0 ? first : 0;
+}
+
+static void store_rows(const Attention *a, const Item *it, const float *sums, const float *total) {
+    const int64_t dim = (a->dim + 15) / 16 * 16, size = size_of(a->type);
+    for (int r = 0; r < it->rows; r++) {
+        const int64_t token = it->token + r / it->group, head = it->kv_head * it->group + r % it->group;
+        char *out = a->out + (token * a->q_heads + head) * a->dim * size;
+        const float norm = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+        for (int64_t d = 0; d < a->dim; d += 16) store_upto(out, d, a->dim - d, *(const v16u *)(sums + r * dim + d) * norm, a->type);
+    }
+}
+
+static void attend_item(const Attention *a, const Item *it, Workspace *w) {
+    const int64_t dim = (a->dim + 15) / 16 * 16;
+    const int64_t low = first_key(a, it->position), high = it->position + it->num_queries; /* keys anyone in the item sees */
+    load_queries(a, it, w, dim, can_pair(a));
+    memset(w->merged, 0, it->rows * dim * sizeof(float));
+    for (int r = 0; r < it->rows; r++) w->merged_top[r] = -INFINITY, w->merged_total[r] = 0.0f;
+    for (int64_t split = low / SPLIT * SPLIT; split < high; split += SPLIT) {
+        attend_split(a, it, w, split, low, high);
+        for (int r = 0; r < it->rows; r++)
+            merge_row(w->merged + r * dim, w->merged_top + r, w->merged_total + r, w->sums + r * dim, w->top[r], w->total[r], dim);
+    }
+    store_rows(a, it, w->merged, w->merged_total);
+}
+
+/* ---- work ---- */
+
+/* Work item `index` of (sequence, tile, KV head); false where a sequence has fewer tiles than the longest. */
+static int make_item(const Attention *a, int64_t index, int64_t tiles, int64_t queries, Item *it) {
+    const int64_t sequence = index / (tiles * a->kv_heads), tile = index / a->kv_heads % tiles;
+    const int64_t begin = a->query_start[sequence], length = a->query_start[sequence + 1] - begin, first = tile * queries;
+    if (first >= length) return 0;
+    it->table = a->table + sequence * a->table_row;
+    it->kv_head = index % a->kv_heads;
+    it->token = begin + first;
+    it->position = a->context_len[sequence] - length + first;
+    it->num_queries = length - first < queries ? length - first : queries;
+    it->group = a->q_heads / a->kv_heads;
+    it->rows = (int)(it->num_queries * it->group);
+    return 1;
+}
+
+static int64_t queries_an_item(const Attention *a) {
+    const int64_t fit = MAX_ROWS / (a->q_heads / a->kv_heads);
+    return fit < a->max_query_len ? fit : a->max_query_len;
+}
+
+/* Few items and long contexts (one long sequence, few KV heads): the splits of an item are spread over the threads, then merged in order. */
+static int attend_by_splits(const Attention *a, int64_t items, int64_t tiles, int64_t queries, int threads) {
+    const int64_t dim = (a->dim + 15) / 16 * 16, splits = (a->max_context_len + SPLIT - 1) / SPLIT;
+    const int64_t row_size = dim + 2, item_size = queries * (a->q_heads / a->kv_heads) * row_size;
+    float *partial = malloc(items * splits * item_size * sizeof(float));
+    if (partial == NULL) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        Workspace *w = &scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items * splits; i++) {
+            Item it;
+            if (!make_item(a, i / splits, tiles, queries, &it)) continue;
+            const int64_t low = first_key(a, it.position), high = it.position + it.num_queries, split = i % splits * SPLIT;
+            float *to = partial + i * item_size;
+            load_queries(a, &it, w, dim, can_pair(a));
+            clear_sums(w, it.rows, dim);
+            if (split + SPLIT > low && split < high) attend_split(a, &it, w, split, low, high);
+            for (int r = 0; r < it.rows; r++, to += row_size) {
+                to[0] = w->top[r], to[1] = w->total[r];
+                memcpy(to + 2, w->sums + r * dim, dim * sizeof(float));
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < items; i++) {
+            Item it;
+            if (!make_item(a, i, tiles, queries, &it)) continue;
+            clear_sums(w, it.rows, dim);
+            for (int64_t s = 0; s < splits; s++) {
+                const float *from = partial + (i * splits + s) * item_size;
+                for (int r = 0; r < it.rows; r++, from += row_size)
+                    merge_row(w->sums + r * dim, w->top + r, w->total + r, from + 2, from[0], from[1], dim);
+            }
+            store_rows(a, &it, w->sums, w->total);
+        }
+    }
+    free(partial);
+    return 0;
+}
+
+static void attend_by_items(const Attention *a, int64_t items, int64_t tiles, int64_t queries, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && items > 1)
+    {
+        Workspace *w = &scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = items - 1; i >= 0; i--) { /* late tiles see more keys: the long ones first */
+            Item it;
+            if (make_item(a, i, tiles, queries, &it)) attend_item(a, &it, w);
+        }
+    }
+}
+
+/* Tokens behind the last query and queries that see nothing get zeros. Returns 1 if memory ran out. */
+int headrace_attention(const Attention *a, int threads) {
+    const int64_t covered = a->query_start[a->sequences], line = a->q_heads * a->dim * size_of(a->type);
+    if (covered < a->tokens) memset(a->out + covered * line, 0, (a->tokens - covered) * line);
+    if (a->max_query_len < 1 || a->sequences < 1) return 0;
+    const int64_t queries = queries_an_item(a), tiles = (a->max_query_len + queries - 1) / queries, items = a->sequences * tiles * a->kv_heads;
+    if (items < 2 * threads && a->max_context_len > SPLIT && threads > 1) return attend_by_splits(a, items, tiles, queries, threads);
+    attend_by_items(a, items, tiles, queries, threads);
+    return 0;
+}

@@ -1,0 +1,127 @@
+"""The twins of attention over paged keys and values, of the rotary embedding and the cache write before it.
+
+What lives here: formulas in plain torch. What may not: anything that is fast at the cost of being plain.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.attention import kv_codes
+from headrace.kernels.inputs import AttentionInputs, Quantized
+
+
+def rotary_write(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hk, D]
+    v: Tensor,  # [T, Hk, D]
+    positions: Tensor,  # [T], int64
+    cos_sin: Tensor | None,  # [max_positions, rotary_dim], float32: cosines of the pairs, then their sines; None: no rotation
+    k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    slots: Tensor,  # [T], int64: block * block_size + offset; -1 writes nothing
+    quantized: Quantized | None = None,
+) -> Tensor:
+    """Rotates q and k (RoFormer, halves paired) and writes k and v into the cache. Returns the rotated q [T, Hq, D].
+
+    ``quantized``: the cache is uint8, [blocks, Hk, block_size, token bytes], and holds codes (kv_codes.py).
+    """
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    kept = slots >= 0
+    if quantized is not None:
+        kv_codes.write(k_cache, k[kept], slots[kept], quantized.format, quantized.k_scales)
+        kv_codes.write(v_cache, v[kept], slots[kept], quantized.format, quantized.v_scales)
+        return q
+    blocks = torch.div(slots[kept], k_cache.shape[2], rounding_mode="floor")
+    offsets = slots[kept] % k_cache.shape[2]
+    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    wide = x[..., : 2 * half].float()
+    first, second = wide[..., :half], wide[..., half:]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * half :]), dim=-1)
+
+
+def paged_attention(
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    inputs: AttentionInputs,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    quantized: Quantized | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over blocks (PagedAttention, Kwon et al. 2023). Returns [T, Hq, D].
+
+    Query i of a sequence with Lq queries and context length Lc sits at position Lc - Lq + i and sees the positions up
+    to its own, the last ``window`` of them. A query that sees nothing (padding: a negative position) yields zeros.
+    Scores are capped as soft_cap · tanh(score / soft_cap). Only blocks that hold a visible key are read.
+    ``quantized``: as for ``rotary_write``; what codes mean is computed with in float32.
+    """
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    starts, contexts = inputs.query_start.tolist(), inputs.context_len.tolist()
+    for row, context in enumerate(contexts):
+        begin, end = starts[row], starts[row + 1]
+        first = max(0, context - (end - begin) + 1 - window) if window is not None else 0
+        if end > begin and context > first:
+            table = inputs.block_table[row]
+            k, v = _gather(k_cache, v_cache, table, first, context, q.shape[2], quantized)
+            out[begin:end] = _attend(q[begin:end].float(), k, v, first, context, scale, window, soft_cap).to(q.dtype)
+    return out
+
+
+def rope_attention(
+    qkv: Tensor,  # [T, Hq + 2 Hk, D]
+    positions: Tensor,  # [T], int64
+    cos_sin: Tensor,  # [max_positions, rotary_dim], float32
+    k_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    v_cache: Tensor,  # [blocks, Hk, block_size, D], any strides
+    inputs: AttentionInputs,
+    scale: float,
+) -> Tensor:
+    """``rotary_write``, then ``paged_attention`` without window and cap. Returns [T, Hq, D].
+
+    A candidate gives None, with nothing done, for a step that it is not for.
+    """
+    kv_heads = k_cache.shape[1]
+    q, k, v = qkv.split_with_sizes((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    q = rotary_write(q, k, v, positions, cos_sin, k_cache, v_cache, inputs.slots)
+    return paged_attention(q, k_cache, v_cache, inputs, scale, None, None)
+
+
+def _gather(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, first: int, end: int, head_dim: int, quantized: Quantized | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values at positions first … end - 1, as float32 [Hk, end - first, D]."""
+    positions, size = torch.arange(first, end, device=table.device), k_cache.shape[2]
+    at = table[torch.div(positions, size, rounding_mode="floor")].long(), positions % size
+    if quantized is None:
+        k, v = (cache[at[0], :, at[1]].float() for cache in (k_cache, v_cache))
+    else:
+        k = kv_codes.read(k_cache, *at, head_dim, quantized.format, quantized.k_scales)
+        v = kv_codes.read(v_cache, *at, head_dim, quantized.format, quantized.v_scales)
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, first: int, context: int, scale: float, window: int | None, soft_cap: float | None) -> Tensor:
+    """One sequence in float32: q [Lq, Hq, D]; k and v [Hk, L, D] at positions ``first`` … ``context`` - 1. Returns [Lq,
+    Hq, D]."""
+    num_queries, num_heads, head_dim = q.shape
+    grouped = q.transpose(0, 1).reshape(k.shape[0], -1, head_dim)  # [Hk, Hq / Hk * Lq, D]
+    scores = (grouped @ k.transpose(1, 2)).view(num_heads, num_queries, -1) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    at = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
+    keys = torch.arange(first, context, device=q.device)
+    hidden = keys > at if window is None else (keys > at) | (keys <= at - window)
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).nan_to_num(0.0)  # NaN: a row that sees nothing
+    return (weights.view(k.shape[0], -1, k.shape[1]) @ v).view(num_heads, num_queries, head_dim).transpose(0, 1)

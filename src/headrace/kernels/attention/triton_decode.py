@@ -1,0 +1,353 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+"""Attention of sequences with few queries: the tiles of all sequences dealt out evenly, partial results merged by whoever comes last.
+
+What lives here: the kernel and its scratch memory. What may not: choosing tiles or kernels (paged.py), dealing out tiles (triton_plan.py),
+keys that sequences share (triton_cascade.py).
+
+A program's span of the line of tiles (triton_plan.py) meets at most two pairs of sequence and KV head that it does not hold whole: one it
+continues (part 0), one it begins (part 1). Each program of such a pair leaves its part and takes a ticket; the last one adds up the
+parts, in order of the line. A program goes through its span in one flat loop, so that the keys of the next pair are on their way while
+the last ones are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.kernels.attention.triton_cascade import Common, attend_shared, settle
+from headrace.kernels.attention.triton_codes import add_values, held
+from headrace.kernels.attention.triton_plan import (
+    BEGIN,
+    END,
+    FIELDS,
+    FIRST_0,
+    HEAD,
+    LAST_0,
+    SEQUENCE,
+    SHARED_LINE,
+    SHARED_SPAN,
+    STEP,
+    Plan,
+    first_key,
+    own_keys,
+    tiles_of,
+)  # fmt: skip
+from headrace.kernels.attention.triton_prefill import LOG2_E, MAX_WINDOW, Attended, load_held, padded, scores, weigh
+from headrace.kernels.attention.triton_sharing import CHUNK, ROWS, SLOT
+from headrace.kernels.build.launch import launchable
+
+if TYPE_CHECKING:
+    from headrace.kernels.attention.paged import Tiles
+
+_AGAIN = 32  # keys read at once by programs that begin again: few, so that this takes no registers of the first pass
+LEAST_MASS = tl.constexpr(2.0**-64)  # of a row whose scores were taken as powers of 2; and 1 / LEAST_MASS at most
+
+
+@triton.jit
+def _own(context, queries, few):
+    """Context and queries of a sequence as this kernel sees it: none of one for the other kernel."""
+    return tl.where(queries <= few, context, 0), tl.where(queries <= few, queries, 0)
+
+
+@triton.jit
+def _place(shared_ptr, shared_row, sequence, shares, kv_head, KV_HEADS: tl.constexpr, MEMBERS: tl.constexpr):
+    """Where the pair's own part lies for those who add it to that of its chunk (triton_cascade.py)."""
+    chunk = tl.load(shared_ptr + CHUNK * shared_row + sequence, mask=shares, other=0)
+    return (chunk * MEMBERS + tl.load(shared_ptr + SLOT * shared_row + sequence, mask=shares, other=0)) * KV_HEADS + kv_head
+
+
+@triton.jit
+def _doubtful(mass):
+    """Whether float32 may not have held what makes up sums of powers of 2. One score too high lifts the sum: there is no more to look at."""
+    return ~((mass >= LEAST_MASS) & (mass <= 1.0 / LEAST_MASS))  # NaN: yes
+
+
+@triton.jit
+def _fold_parts(
+    row, first, last, inside, live, part_ptr, part_peak_ptr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, UNIFIED: tl.constexpr,
+):  # fmt: skip
+    """Sums of what programs first … last found for rows ``row`` of one pair: [G, D], their peak and mass. UNIFIED: as they are."""
+    element = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    peak = tl.zeros((BLOCK_G,), tl.float32) if UNIFIED else tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_G,), tl.float32)
+    for some in range(first, last + 1, BLOCK_P):
+        for each in tl.static_range(BLOCK_P):  # their loads stand together; a thread sums up what it loaded
+            program = some + each
+            at = (program * 2 + (program == first).to(tl.int32)) * BLOCK_M + row
+            here = tl.load(part_peak_ptr + at, mask=live & (program <= last), other=float("-inf"), cache_modifier=".cg")
+            place = part_ptr + at.to(tl.int64)[:, None] * BLOCK_D + element[None, :]
+            part = tl.load(place, mask=inside & (program <= last), other=0.0, cache_modifier=".cg")
+            if UNIFIED:
+                weight = tl.exp2(here)
+                total += part * weight[:, None]
+                mass += weight
+            else:
+                higher = tl.maximum(peak, here)
+                shift = tl.where(higher == float("-inf"), 0.0, higher)
+                weight, keep = tl.exp2(here - shift), tl.exp2(peak - shift)
+                total = total * keep[:, None] + part * weight[:, None]
+                mass = mass * keep + weight
+                peak = higher
+    return total, peak, mass
+
+
+@triton.jit
+def _merge(
+    sequence, head, first, last, rest, out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr,
+    UNIFIED: tl.constexpr,
+):  # fmt: skip
+    """Adds up what programs first … last found for one pair of sequence and KV head, each part weighted by its share of the mass.
+
+    ``rest``: where to leave it for those who read the keys before them, −1 if nobody does.
+    """
+    start = tl.load(query_start_ptr + sequence)
+    queries = tl.load(query_start_ptr + sequence + 1) - start
+    member, element = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (member < GROUP)[:, None] & (element < DIM)[None, :]
+    for query in range(queries):
+        total, peak, mass = _fold_parts(
+            query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED
+        )  # fmt: skip
+        if UNIFIED:  # noqa: SIM102  this one is compiled away
+            if tl.max((_doubtful(mass) & (member < GROUP)).to(tl.int32), 0) > 0:
+                total, peak, mass = _fold_parts(
+                    query * GROUP + member, first, last, inside, member < GROUP, part_ptr, part_peak_ptr, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, False
+                )  # fmt: skip
+        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        if rest < 0:
+            at_out = (start + query).to(tl.int64) * out_token + (head * GROUP + member) * out_head
+            tl.store(out_ptr + at_out[:, None] + element[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            tl.store(rest_ptr + (rest * GROUP + member).to(tl.int64)[:, None] * BLOCK_D + element[None, :], out, mask=inside)
+            tl.store(rest_peak_ptr + rest * GROUP + member, peak + tl.log2(mass), mask=member < GROUP)
+
+
+@triton.jit
+def _own_span(
+    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
+    k_shared, v_shared, begin, end, sequence, kv_head, step, few, window,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+    CASCADE: tl.constexpr, COMMON_M: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """Attends to tiles begin … end - 1 of the line, the first of which is tile ``step`` of (sequence, kv_head). Returns the pair it ends
+    in or before, and which rows' sums are in doubt. UNIFIED: scores are powers of 2 as they are, not relative to the highest.
+    TIMES: that many tiles here are one of the plan's.
+    """
+    program = tl.program_id(0)
+    lane, element = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query = lane // GROUP
+    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak = tl.zeros((BLOCK_M,), tl.float32) if UNIFIED else tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    masses = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # by key of a tile: their sum is wanted once a pair, not once a tile
+    doubt = tl.zeros((BLOCK_M,), tl.int32)
+    for unit in range(begin, end):
+        start = tl.load(query_start_ptr + sequence)
+        counted = tl.load(query_start_ptr + sequence + 1) - start
+        context, queries = _own(tl.load(context_ptr + sequence), counted, few)
+        own = own_keys(shared_ptr, shared_row, sequence, sequence >= 0, CASCADE)
+        whole = tiles_of(context, queries, own, window, WINDOW, BLOCK_N * TIMES) * TIMES
+        lowest = first_key(context, queries, own, window, WINDOW)
+        tile = lowest // (BLOCK_N * TIMES) * TIMES + step
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = (key < context) & (key >= lowest)
+        live = lane < queries * GROUP
+        inside = live[:, None] & (element < DIM)[None, :]
+        token = (start + query).to(tl.int64)
+        head = kv_head * GROUP + lane % GROUP
+        k_head_at, v_head_at, table = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head, table_ptr + sequence.to(tl.int64) * table_row
+        q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
+        k, k_scale, k_low = load_held(
+            k_ptr, k_ptr, k_shared, table, tile, key, there, context, k_block, k_head_at, k_row, kv_head, q,
+            False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        v, v_scale, v_low = load_held(
+            v_ptr, v_ptr, v_shared, table, tile, key, there, context, v_block, v_head_at, v_row, kv_head, q,
+            False, True, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        position = context - queries + query
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        fresh = (step == 0) | (unit == begin)  # what another pair left is not multiplied by zero: it may be NaN
+        total = tl.where(fresh, 0.0, total)
+        if not UNIFIED:
+            peak = tl.where(fresh, float("-inf"), peak)
+        masses = tl.where(fresh, 0.0, masses)
+        if UNIFIED:
+            score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, True, SOFT_CAP, KV, PRECISION)
+            weight = tl.exp2(score * (LOG2_E if SOFT_CAP else scale * LOG2_E))
+            masses += weight
+            total = add_values(total, weight, v, v_scale, v_low, KV, PRECISION)
+        else:
+            weight, keep, peak = weigh(peak, q, k, k_scale, k_low, seen, scale, soft_cap, True, SOFT_CAP, KV, PRECISION)
+            masses = masses * keep[:, None] + weight
+            total = add_values(total * keep[:, None], weight, v, v_scale, v_low, KV, PRECISION)
+        ends = step + 1 == whole
+        begun = unit - step >= begin  # by this program
+        if ends | (unit + 1 == end):
+            mass = tl.sum(masses, 1)
+            if UNIFIED:
+                doubt = doubt | (_doubtful(mass) & live & (context > 0)).to(tl.int32)
+            result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+            if CASCADE & ends & begun & (own > 0):
+                rest = _place(shared_ptr, shared_row, sequence, sequence >= 0, kv_head, KV_HEADS, COMMON_M // BLOCK_G) * GROUP + lane
+                tl.store(rest_ptr + rest.to(tl.int64)[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(rest_peak_ptr + rest, peak + tl.log2(mass), mask=live)
+            elif ends & begun:
+                at = (token * out_token + head * out_head)[:, None] + element[None, :]
+                tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+            else:
+                place = ((program * 2 + begun.to(tl.int32)) * BLOCK_M + lane).to(tl.int64)
+                tl.store(part_ptr + place[:, None] * BLOCK_D + element[None, :], result, mask=inside)
+                tl.store(part_peak_ptr + place, peak + tl.log2(mass), mask=live)
+        step = tl.where(ends, 0, step + 1)
+        kv_head += ends.to(tl.int32)
+        sequence += (kv_head == KV_HEADS).to(tl.int32)
+        kv_head = tl.where(kv_head == KV_HEADS, 0, kv_head)
+    return sequence, kv_head, doubt
+
+
+@launchable(do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "few", "window", "table_row", "shared_row"])
+def _decode_kernel(
+    q_ptr, out_ptr, part_ptr, part_peak_ptr, ticket_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
+    common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, plan_ptr, shared_ptr,
+    k_shared, v_shared, few, window,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+    CASCADE: tl.constexpr, COMMON_M: tl.constexpr, COMMON_N: tl.constexpr,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, UNIFIED: tl.constexpr, TIMES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+    if CASCADE:
+        attend_shared(
+            q_ptr, out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, k_ptr, v_ptr, k_shared, v_shared,
+            table_ptr, plan_ptr, shared_ptr, q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row,
+            shared_row, scale, soft_cap, GROUP, KV_HEADS, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M, PRECISION,
+        )  # fmt: skip
+    record = plan_ptr + program * FIELDS
+    begin, end = tl.load(record + BEGIN), tl.load(record + END)
+    sequence, kv_head, step = tl.load(record + SEQUENCE), tl.load(record + HEAD), tl.load(record + STEP)
+    if begin < end:
+        first_sequence, first_head, first_step = sequence, kv_head, step
+        sequence, kv_head, doubt = _own_span(
+            q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr, rest_ptr, rest_peak_ptr, shared_ptr,
+            k_shared, v_shared, begin, end, first_sequence, first_head, first_step, few, window,
+            q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+            CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_G, PRECISION, UNIFIED, 1,
+        )  # fmt: skip
+        if UNIFIED:  # noqa: SIM102  this one is compiled away
+            if tl.max(doubt, 0) > 0:
+                tl.debug_barrier()  # what is in doubt is written before it is written over
+                _own_span(
+                    q_ptr, out_ptr, part_ptr, part_peak_ptr, k_ptr, v_ptr, table_ptr, query_start_ptr, context_ptr,
+                    rest_ptr, rest_peak_ptr, shared_ptr, k_shared, v_shared, begin * TIMES, end * TIMES, first_sequence, first_head,
+                    first_step * TIMES, few, window,
+                    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, shared_row, scale, soft_cap,
+                    CASCADE, COMMON_M, GROUP, KV_HEADS, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_M, BLOCK_N // TIMES, BLOCK_G,
+                    PRECISION, False, TIMES,
+                )  # fmt: skip
+        which = tl.arange(0, 2)  # the pair continued, the pair begun
+        firsts, lasts = tl.load(record + FIRST_0 + 2 * which), tl.load(record + LAST_0 + 2 * which)
+        split = firsts <= lasts
+        complete = which * 0
+        if tl.max(split.to(tl.int32), 0) > 0:
+            tl.debug_barrier()  # parts of all threads before the tickets of one
+            arrived = tl.atomic_add(ticket_ptr + firsts, 1, mask=split, sem="acq_rel")
+            complete = (split & (arrived == lasts - firsts)).to(tl.int32)
+            tl.store(ticket_ptr + firsts, 0, mask=complete > 0)  # as the next launch wants it
+            for pair in range(2):
+                if tl.sum(tl.where(which == pair, complete, 0), 0) > 0:
+                    its_sequence, its_head = tl.where(pair == 0, first_sequence, sequence), tl.where(pair == 0, first_head, kv_head)
+                    rest = sequence * 0 - 1
+                    if CASCADE:
+                        shares = own_keys(shared_ptr, shared_row, its_sequence, its_sequence >= 0, CASCADE) > 0
+                        place = _place(shared_ptr, shared_row, its_sequence, shares, its_head, KV_HEADS, COMMON_M // BLOCK_G)
+                        rest = tl.where(shares, place, -1)
+                    _merge(
+                        its_sequence, its_head, tl.sum(tl.where(which == pair, firsts, 0), 0), tl.sum(tl.where(which == pair, lasts, 0), 0), rest,
+                        out_ptr, part_ptr, part_peak_ptr, rest_ptr, rest_peak_ptr, query_start_ptr, out_token, out_head,
+                        GROUP, DIM, BLOCK_D, BLOCK_M, BLOCK_G, BLOCK_P, UNIFIED,
+                    )  # fmt: skip
+        if CASCADE:  # noqa: SIM102  this one is compiled away
+            if tl.load(record + SHARED_LINE) > 0:
+                common_span = tl.load(record + SHARED_SPAN)
+                merged_first, merged_last = tl.sum(tl.where(which == 0, complete, 0), 0), tl.sum(tl.where(which == 1, complete, 0), 0)
+                AT_ONCE: tl.constexpr = 4 if BLOCK_D == 128 else 1  # parts; smaller heads have more pairs a program and gain nothing by it
+                SETTLED: tl.constexpr = COMMON_M // BLOCK_G // (2 if AT_ONCE > 1 else 1)  # pairs: as many as registers hold
+                some, past = first_sequence * KV_HEADS + first_head, sequence * KV_HEADS + kv_head  # pairs before ``past`` are done with
+                continued = tl.where(first_step > 0, some, -1)
+                past += tl.where(past == some, tl.maximum(merged_first, merged_last), merged_last)  # a pair may begin before and end behind this span
+                while some < past:
+                    each = some + tl.arange(0, SETTLED)
+                    done = (each < past) & ((each != continued) | (merged_first > 0))
+                    its = each // KV_HEADS
+                    done = done & (own_keys(shared_ptr, shared_row, its, done, CASCADE) > 0)
+                    settle(
+                        tl.load(shared_ptr + CHUNK * shared_row + its, mask=done, other=0),
+                        tl.load(shared_ptr + SLOT * shared_row + its, mask=done, other=0), each % KV_HEADS, done,
+                        out_ptr, common_ptr, common_peak_ptr, rest_ptr, rest_peak_ptr, common_ticket_ptr, shared_ptr,
+                        common_span, shared_row, out_token, out_head,
+                        GROUP, KV_HEADS, DIM, BLOCK_D, BLOCK_G, COMMON_N, COMMON_M // BLOCK_G, COMMON_M, AT_ONCE,
+                    )  # fmt: skip
+                    some += SETTLED
+    if PDL:
+        gdc_launch_dependents()
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What programs leave for each other, for launches that follow each other. ``tickets`` are zero between them."""
+
+    parts: Tensor  # [programs, 2, rows, D], float32
+    peaks: Tensor  # [programs, 2, rows], float32
+    tickets: Tensor  # [programs], int32
+
+
+def make_scratch(programs: int, rows: int, head_dim: int, device: torch.device | str) -> Scratch:
+    parts = torch.empty((programs, 2, rows, padded(head_dim)), dtype=torch.float32, device=device)
+    peaks = torch.empty((programs, 2, rows), dtype=torch.float32, device=device)
+    return Scratch(parts, peaks, torch.zeros(programs, dtype=torch.int32, device=device))
+
+
+def attend(call: Attended, few: int, tiles: Tiles, plan: Plan, scratch: Scratch, common: Common | None, unified: bool) -> None:
+    """Fills ``out`` for the sequences with 1 to ``few`` queries. See PagedAttention; ``few`` × group heads fit into ``tiles.rows``.
+
+    ``plan`` is this step's, with this window. ``common``: scratch memory for what sequences share, needed if the plan says that some do.
+    ``unified``: not for float16, whose weights reach from 2⁻²⁴ to 2¹⁶.
+    """
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
+    kind, scales = held(k_cache, v_cache, quantized)
+    heads, dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[1]
+    block_g = triton.next_power_of_2(heads // kv_heads)
+    shared, parts = plan.shared, (scratch.parts, scratch.peaks, scratch.parts, scratch.peaks, scratch.tickets)  # of no use
+    if shared is not None:
+        assert common is not None, "a plan in which sequences may share keys needs memory for that"
+        parts = (common.parts, common.peaks, common.rest, common.rest_peaks, common.tickets)
+    _decode_kernel[(plan.spans.shape[0],)](
+        q, out, scratch.parts, scratch.peaks, scratch.tickets, k_cache, v_cache,
+        inputs.block_table, inputs.query_start, inputs.context_len, *parts, plan.spans, plan.spans if shared is None else shared,
+        *scales, few, window or MAX_WINDOW,
+        *q.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], inputs.block_table.stride(0),
+        0 if shared is None else shared.stride(0), scale, soft_cap or 0.0,
+        CASCADE=shared is not None, COMMON_M=ROWS, COMMON_N=tiles.common,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads, WINDOW=window is not None, SOFT_CAP=soft_cap is not None,
+        KV=kind, BLOCK_SIZE=inputs.block_size, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys,
+        BLOCK_G=block_g, BLOCK_P=max(1, min(8, 8192 // (block_g * padded(dim)))),
+        PRECISION="ieee", UNIFIED=unified, TIMES=max(1, tiles.keys // _AGAIN), PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

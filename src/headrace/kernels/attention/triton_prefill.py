@@ -1,0 +1,386 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+"""Attention of sequences with many queries: one program for a run of queries and one KV head.
+
+What lives here: the kernel, and what triton_decode.py and triton_cascade.py share: loading a tile of keys, steps of the online softmax.
+What may not: choosing tiles or kernels (paged.py).
+
+    sequence            | 0 (a long prompt)      | 1 (one token) | 2          Which sequence a run of queries belongs to is found on the
+    run of queries      | 0      1      2        | 3             | 4     5    device. The last queries of a sequence see most keys, so
+    program             | 5      4      3        | 2             | 1     0    the last run goes first; one of few queries ends at once.
+
+Rows of a tile are (query, head of the group) pairs, so that all query heads of a KV head share each tile of keys. Tiles of keys lie at
+absolute multiples of BLOCK_N, whatever the chunk; a tile in which a row sees nothing leaves that row's sums untouched, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headrace.kernels.attention.triton_codes import add_values, held, load_codes, scaled_scores
+from headrace.kernels.build.launch import launchable
+from headrace.kernels.inputs import AttentionInputs, Quantized
+
+if TYPE_CHECKING:
+    from headrace.kernels.attention.paged import Tiles
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_MOST_RUNS = 65535  # that the second dimension of a grid takes; heads of one run go side by side, for the sake of the cache
+_MOST_LEFT = 4096  # parts of tokens that programs leave for each other: 64 MB for 32 heads of 128
+MAX_WINDOW = 2**30  # in place of no window, for what is computed from it in vain
+
+
+@triton.jit
+def _sequence_of(run, query_start_ptr, sequences, QUERIES: tl.constexpr):
+    """Sequence s owns the runs start[s] // QUERIES + s …: enough for any lengths, and found by halving, without a sum over those before."""
+    low, high = sequences * 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begun = tl.load(query_start_ptr + middle) // QUERIES + middle <= run
+        low, high = tl.where(begun, middle, low), tl.where(begun, high, middle)
+    return low
+
+
+@triton.jit
+def _capped(score, cap):
+    """cap · tanh(score / cap)."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (score / cap))))
+
+
+@triton.jit
+def load_tile(
+    ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride,
+    BULK: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys (or values) ``key`` of one head, [BLOCK_N, BLOCK_D]. MASKED: only those that are ``there``, zeros in place of others.
+
+    ``head_at`` is the offset of the KV head. Nothing is looked up beyond ``context``. BULK: the copy engine brings the tile, by the
+    descriptor ``rows`` of rows [.., D]; strides then count rows, and it brings what lies beyond a sequence in its last block too.
+    """
+    element = tl.arange(0, BLOCK_D)
+    if BULK:
+        if MASKED:
+            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < context, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
+        return rows.load([(block * block_stride + head_at).to(tl.int32) + tile * BLOCK_N % BLOCK_SIZE, 0])
+    if BLOCK_SIZE % BLOCK_N == 0:  # one block, wherever the tile lies
+        first = tile * BLOCK_N
+        block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < context, other=0).to(tl.int64)
+        corner = ptr + block * block_stride + head_at + first % BLOCK_SIZE * row_stride  # so that what differs by thread stays the same
+        at = corner + (tl.arange(0, BLOCK_N)[:, None] * row_stride + element[None, :])
+    else:
+        if MASKED:
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        at = ptr + (blocks * block_stride + head_at + (key % BLOCK_SIZE).to(tl.int64) * row_stride)[:, None] + element[None, :]
+    if MASKED:
+        return tl.load(at, mask=there[:, None] & (element < DIM)[None, :], other=0.0)
+    if DIM != BLOCK_D:
+        return tl.load(at, mask=(element < DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def load_held(
+    ptr, rows, shared_ptr, table_ptr, tile, key, there, context, block_stride, head_at, row_stride, kv_head, like,
+    BULK: tl.constexpr, MASKED: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile as ``load_tile`` has it, or KV: of codes (triton_codes.py), with their scales and lows."""
+    if KV:
+        codes, scale, low = load_codes(
+            ptr, shared_ptr, table_ptr, tile, key, there, context, block_stride, head_at, kv_head, like,
+            KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        return codes, scale, low
+    else:
+        loaded = load_tile(
+            ptr, rows, table_ptr, tile, key, there, context, block_stride, head_at, row_stride, BULK, MASKED, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N
+        )  # fmt: skip
+        return loaded, key, key  # no scales
+
+
+@triton.jit
+def scores(
+    q, k, k_scale, k_low, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Of ``q`` [M, D] with a tile's keys ``k`` [N, D]: [M, N], not scaled yet where nothing caps them. MASKED: −inf but where ``seen``.
+    KV: keys are codes, with ``k_scale`` and ``k_low`` [N] (triton_codes.py)."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if KV:
+        score = scaled_scores(score, q, k_scale, k_low, KV)
+    if SOFT_CAP:
+        score = _capped(score * scale, soft_cap)
+    return tl.where(seen, score, float("-inf")) if MASKED else score
+
+
+@triton.jit
+def weigh(
+    peak, q, k, k_scale, k_low, seen, scale, soft_cap, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One step of the online softmax (Milakov and Gimelshein 2018): weights of a tile's keys [M, N], by how much to lower what was summed
+    up so far [M], the new peak [M].
+
+    ``peak`` [M] (float32, powers of 2), ``q`` [M, D], ``k`` [N, D]. MASKED: a row uses the keys that ``seen`` [M, N] says.
+    """
+    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # above 0
+    score = scores(q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
+    higher = tl.maximum(peak, tl.max(score, 1) * factor)
+    shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # −inf: a row that has seen nothing yet
+    weight = tl.exp2(score * factor - shift[:, None])  # one instruction for the product and the difference
+    return weight, tl.exp2(peak - shift), higher
+
+
+@triton.jit
+def accumulate(
+    total, peak, mass, q, position,
+    k_ptr, v_ptr, k_map, v_map, table_ptr, k_block, k_head, k_row, v_block, v_head, v_row,
+    k_shared, v_shared, kv_head, first_tile, end_tile, first_key, context, window, scale, soft_cap,
+    BULK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Absorbs tiles first_tile … end_tile - 1 of keys. Keys before first_key or from context on are not used.
+
+    Not MASKED: the caller knows that every row sees every key of these tiles.
+    """
+    for tile in range(first_tile, end_tile):
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = (key < context) & (key >= first_key)
+        k, k_scale, k_low = load_held(
+            k_ptr, k_map, k_shared, table_ptr, tile, key, there, context, k_block, k_head, k_row, kv_head, q,
+            BULK, MASKED, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        v, v_scale, v_low = load_held(
+            v_ptr, v_map, v_shared, table_ptr, tile, key, there, context, v_block, v_head, v_row, kv_head, q,
+            BULK, MASKED, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        if BULK and MASKED:
+            v = tl.where(there[:, None], v, 0.0)  # what lies beyond a sequence may be NaN, and NaN · 0 would be too
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        weight, keep, peak = weigh(peak, q, k, k_scale, k_low, seen, scale, soft_cap, MASKED, SOFT_CAP, KV, PRECISION)
+        mass = mass * keep + tl.sum(weight, 1)
+        total = add_values(total * keep[:, None], weight, v, v_scale, v_low, KV, PRECISION)
+    return total, peak, mass
+
+
+@triton.jit
+def _fold(total, peak, mass, part, part_peak, part_mass):
+    """What was found so far with one more part, [M, D], [M], [M]. A part in which a row saw nothing leaves it untouched, to the bit."""
+    higher = tl.maximum(peak, part_peak)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    keep, weight = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
+    return tl.fma(part, weight[:, None], total * keep[:, None]), higher, tl.fma(part_mass, weight, mass * keep)
+
+
+@triton.jit
+def _fold_stored(
+    total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same of parts that programs left in memory."""
+    element = tl.arange(0, BLOCK_D)
+    for part in range(first_part, end_part):
+        at = row + part
+        found = tl.load(parts_ptr + at[:, None] * BLOCK_D + element[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        its_peak = tl.load(sums_ptr + 2 * at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        its_mass = tl.load(sums_ptr + 2 * at + 1, mask=live, other=0.0, cache_modifier=".cg")
+        total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
+    return total, peak, mass
+
+
+@launchable(
+    do_not_specialize=["table_ptr", "query_start_ptr", "context_ptr", "tokens", "sequences", "few", "window", "table_row", "shares", "most_parts"]
+)
+def _prefill_kernel(
+    q_ptr, out_ptr, k_ptr, v_ptr, k_map, v_map, table_ptr, query_start_ptr, context_ptr, parts_ptr, sums_ptr, ticket_ptr,
+    k_shared, v_shared, tokens, sequences, few, window, shares, most_parts,
+    q_token, q_head, out_token, out_head, k_block, k_head, k_row, v_block, v_head, v_row, table_row, scale, soft_cap,
+    BULK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, KV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, UNIFORM: tl.constexpr,
+    MANY_RUNS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    RUNS: tl.constexpr = 0 if MANY_RUNS else 1  # the dimension of the grid
+    kv_head = tl.program_id(1 - RUNS)
+    run = tl.num_programs(RUNS) - 1 - tl.program_id(RUNS)  # the last queries see most: they go first
+    if PDL:
+        gdc_wait()
+    sequence = _sequence_of(run, query_start_ptr, sequences, QUERIES)
+    if UNIFORM:
+        start = tl.load(query_start_ptr + sequence)
+        queries = tl.load(query_start_ptr + sequence + 1) - start
+    else:
+        bounds = tl.load(query_start_ptr + sequence + tl.arange(0, 2))  # by several threads, which the compiler then takes to diverge
+        start = tl.min(bounds, 0)
+        queries = tl.max(bounds, 0) - start
+    context = tl.load(context_ptr + sequence)
+    first = (run - start // QUERIES - sequence) * QUERIES
+    lane = tl.arange(0, BLOCK_M)
+    element = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + lane % GROUP
+    if (first < queries) & (queries > few):
+        query = first + lane // GROUP
+        live = (query < queries) & (lane < QUERIES * GROUP)
+        token = (start + query).to(tl.int64)
+        inside = live[:, None] & (element < DIM)[None, :]
+        q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + element[None, :], mask=inside, other=0.0)
+        position = context - queries + query
+        total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_M,), tl.float32)
+        lowest = context - queries + first  # position of the first query here
+        end = tl.minimum(context, lowest + QUERIES)
+        first_key = 0
+        whole = tl.maximum(lowest + 1, 0) // BLOCK_N  # tiles before this one are seen by every row
+        if WINDOW:
+            first_key = tl.maximum(lowest + 1 - window, 0)
+            whole = 0
+        k_head_at, v_head_at = kv_head.to(tl.int64) * k_head, kv_head.to(tl.int64) * v_head
+        table = table_ptr + sequence.to(tl.int64) * table_row
+        writes = True
+        if PART:  # keys in parts of a fixed size, each from nothing, folded in their order: by this program, or dealt out to several
+            TILES: tl.constexpr = PART // BLOCK_N
+            share, past = tl.program_id(2), tl.cdiv(end, BLOCK_N)
+            first_part, end_part = first_key // PART, tl.cdiv(end, PART)
+            row = (token * (tl.num_programs(1 - RUNS) * GROUP) + head) * most_parts
+            for part in range(first_part + share, end_part, shares):
+                found, its_mass = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+                its_peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                if not WINDOW:
+                    found, its_peak, its_mass = accumulate(
+                        found, its_peak, its_mass, q, position,
+                        k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                        k_shared, v_shared, kv_head, part * TILES, tl.minimum(whole, (part + 1) * TILES), 0, context, window, scale, soft_cap,
+                        BULK, False, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                    )  # fmt: skip
+                found, its_peak, its_mass = accumulate(
+                    found, its_peak, its_mass, q, position,
+                    k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                    k_shared, v_shared, kv_head,
+                    tl.maximum(tl.maximum(whole, part * TILES), first_key // BLOCK_N), tl.minimum(past, (part + 1) * TILES),
+                    first_key, context, window, scale, soft_cap,
+                    BULK, True, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
+                if shares == 1:
+                    total, peak, mass = _fold(total, peak, mass, found, its_peak, its_mass)
+                else:
+                    tl.store(parts_ptr + (row + part)[:, None] * BLOCK_D + element[None, :], found, mask=inside)
+                    tl.store(sums_ptr + 2 * (row + part), its_peak, mask=live)
+                    tl.store(sums_ptr + 2 * (row + part) + 1, its_mass, mask=live)
+            if shares > 1:
+                tl.debug_barrier()  # parts of all threads before the ticket of one
+                ticket = ticket_ptr + run * tl.num_programs(1 - RUNS) + kv_head
+                writes = tl.atomic_add(ticket, 1, sem="acq_rel") == shares - 1
+                if writes:
+                    tl.store(ticket, 0)  # as the next launch wants it
+                    total, peak, mass = _fold_stored(
+                        total, peak, mass, row, live, inside, parts_ptr, sums_ptr, first_part, end_part, BLOCK_M, BLOCK_D
+                    )  # fmt: skip
+        else:
+            if not WINDOW:
+                total, peak, mass = accumulate(
+                    total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                    k_shared, v_shared, kv_head, 0, whole, 0, context, window, scale, soft_cap,
+                    BULK, False, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+                )  # fmt: skip
+            total, peak, mass = accumulate(
+                total, peak, mass, q, position, k_ptr, v_ptr, k_map, v_map, table, k_block, k_head_at, k_row, v_block, v_head_at, v_row,
+                k_shared, v_shared, kv_head,
+                tl.maximum(whole, first_key // BLOCK_N), tl.cdiv(end, BLOCK_N), first_key, context, window, scale, soft_cap,
+                BULK, True, WINDOW, SOFT_CAP, KV, BLOCK_SIZE, DIM, BLOCK_D, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        at_out = (token * out_token + head * out_head)[:, None] + element[None, :]
+        tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=inside & writes)
+    if run == tl.num_programs(RUNS) - 1:  # tokens of no sequence
+        for token in range(tl.load(query_start_ptr + sequences), tokens):
+            at = ((lane * 0 + token).to(tl.int64) * out_token + head * out_head)[:, None] + element[None, :]
+            mask = (lane < GROUP)[:, None] & (element < DIM)[None, :]
+            tl.store(out_ptr + at, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=mask)
+    if PDL:
+        gdc_launch_dependents()
+
+
+def padded(head_dim: int) -> int:
+    """What a matrix instruction takes in place of ``head_dim``."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def bulk_keys(k_cache: Tensor, v_cache: Tensor) -> int:
+    """The largest power of 2 of keys that the copy engine can bring at once: rows of one block, one after another; 0 if it cannot."""
+    size, dim = k_cache.shape[2:]
+    aligned = all(stride % dim == 0 for cache in (k_cache, v_cache) for stride in cache.stride()[:2])
+    fits = aligned and k_cache.stride(2) == v_cache.stride(2) == dim and dim * k_cache.element_size() % 16 == 0
+    fits = fits and max(_num_rows(k_cache), _num_rows(v_cache)) < 2**31  # it counts rows in 32 bits
+    return size & -size if fits else 0
+
+
+def cache_arguments(k_cache: Tensor, v_cache: Tensor, keys: int, *, bulk: bool) -> tuple[Any, ...]:
+    """Both caches as ``load_tile`` wants them, then six strides: of block, head and row, in elements, or with ``bulk`` in rows."""
+    if not bulk:
+        return k_cache, v_cache, *k_cache.stride()[:3], *v_cache.stride()[:3]
+    dim = k_cache.shape[3]
+    strides = (stride // dim for cache in (k_cache, v_cache) for stride in cache.stride()[:3])
+    return _rows_map(k_cache, keys), _rows_map(v_cache, keys), *strides
+
+
+def _rows_map(cache: Tensor, keys: int) -> TensorDescriptor:
+    """A descriptor of all rows from the first of ``cache`` to its last; those of other layers and of the other half lie between."""
+    dim = cache.shape[3]
+    return TensorDescriptor(cache, [_num_rows(cache), dim], [dim, 1], [keys, padded(dim)])
+
+
+def _num_rows(cache: Tensor) -> int:
+    (blocks, heads, size, dim), (block, head, row, _) = cache.shape, cache.stride()
+    return ((blocks - 1) * block + (heads - 1) * head + (size - 1) * row) // dim + 1
+
+
+class Attended(NamedTuple):
+    """What PagedAttention is called with, and what it fills."""
+
+    q: Tensor  # [T, Hq, D]
+    out: Tensor  # [T, Hq, D]
+    k_cache: Tensor  # [blocks, Hk, block_size, D]
+    v_cache: Tensor  # [blocks, Hk, block_size, D]
+    inputs: AttentionInputs
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    quantized: Quantized | None = None
+
+
+def attend(call: Attended, few: int, tiles: Tiles, bulk: bool, processors: int, tickets: Tensor) -> None:
+    """Fills ``out`` for the sequences with more than ``few`` queries, and with zeros for tokens of no sequence. See PagedAttention.
+
+    With ``tiles.part`` keys are absorbed in parts of so many, dealt out to several programs where runs of queries are fewer than processors.
+    ``tickets`` [processors], int32, are zero between launches.
+    """
+    q, out, k_cache, v_cache, inputs, scale, window, soft_cap, quantized = call
+    kind, shared = held(k_cache, v_cache, quantized)
+    (tokens, heads, dim), kv_heads, sequences = q.shape, k_cache.shape[1], inputs.context_len.shape[0]
+    group = heads // kv_heads
+    runs = tokens // (tiles.rows // group) + sequences
+    keys, values, *strides = cache_arguments(k_cache, v_cache, tiles.keys, bulk=bulk)
+    many, parts = runs > _MOST_RUNS, -(-inputs.max_context_len // tiles.part) if tiles.part else 1
+    shares = max(1, min(parts, processors // (runs * kv_heads))) if tokens * parts <= _MOST_LEFT else 1
+    left = torch.empty((tokens, heads, parts, padded(dim)) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
+    sums = torch.empty((tokens, heads, parts, 2) if shares > 1 else (1,), dtype=torch.float32, device=q.device)
+    _prefill_kernel[(*((runs, kv_heads) if many else (kv_heads, runs)), shares)](
+        q, out, k_cache, v_cache, keys, values, inputs.block_table, inputs.query_start, inputs.context_len,
+        left, sums, tickets,
+        *shared, tokens, sequences, few, window or MAX_WINDOW, shares, parts,
+        *q.stride()[:2], *out.stride()[:2], *strides, inputs.block_table.stride(0), scale, soft_cap or 0.0,
+        BULK=bulk, GROUP=group, WINDOW=window is not None, SOFT_CAP=soft_cap is not None, KV=kind, BLOCK_SIZE=inputs.block_size,
+        DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, PART=tiles.part, UNIFORM=tiles.uniform, MANY_RUNS=many,
+        PRECISION="ieee", PDL=False, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

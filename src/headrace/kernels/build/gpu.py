@@ -1,0 +1,118 @@
+"""What candidates on a GPU have in common.
+
+What lives here: how a Triton kernel becomes a candidate, and what of its compiler a start prepares. What may not:
+kernels, importing triton before a call site asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, F, Sizes, plainly_empty
+from headrace.processes.builders import Builders
+
+TRITON = "triton"
+DEVICES = ("cuda",)
+MIN_CAPABILITY = (8, 0)  # bf16 matrix instructions, asynchronous copies
+
+
+@cache
+def missing(device: torch.device) -> str | None:
+    """Why no Triton kernel can run on ``device``; None if one can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (it comes with torch for CUDA)"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return "compute capability {}.{} is below {}.{}".format(*capability, *MIN_CAPABILITY)
+    return None
+
+
+def can_chain(site: CallSite[Any]) -> bool:
+    """Whether kernels of this call site may be launched while the one before still runs. Where bits count, one kernel
+    serves all batches."""
+    return site.programmatic and not site.batch_invariant and torch.cuda.get_device_capability(site.device) >= (9, 0)
+
+
+def load(path: str) -> Any:
+    """``module:name`` below this package."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"headrace.kernels.{module}"), name)
+
+
+def triton(
+    path: str,
+    rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None,
+    refuses: Callable[[CallSite[F]], str | None] = lambda site: None,
+    *,
+    name: str = TRITON,
+    chained: int = 0,
+    takes: bool = False,
+    **declared: Any,
+) -> Candidate[F]:
+    """A Triton kernel, for call sites that it does not refuse. A name that starts with ``create_`` makes the callable
+    from the site; any other is the callable. ``chained``: for so many rows it can be launched while the kernel before
+    still runs. ``takes``: it is told where results get their memory.
+    """
+
+    def create(site: CallSite[F]) -> Any:
+        if (reason := refuses(site) or missing(site.device)) is not None:
+            return Declined(reason)
+        found = load(path)
+        if takes and site.empty is not plainly_empty:
+            found = partial(found, empty=site.empty)
+        if chained and can_chain(site):
+            return partial(_chained, found, chained)
+        return found(site) if ":create_" in path else found
+
+    return Candidate(name, create, DEVICES, failure=failure, rehearse=rehearse, **declared)
+
+
+def _chained(found: Callable[..., object], most: int, first: torch.Tensor, *rest: object) -> object:
+    """Few rows are a chain of short kernels. Norms and rotations of more stand between products of torch's, beside
+    which kernels let in early are in the way: 8 and 3 % of a step of 256 and 128 rows of an 8B model, on an H200. What
+    stands before a step's layers and behind its head is short whatever the rows, so it has no such bound.
+    """
+    return found(first, *rest, programmatic=len(first) <= most)
+
+
+def failure(error: Exception) -> str | None:
+    reason: str | None = load("build.toolchain:build_failure")(error)
+    return reason
+
+
+def prepare_compiler() -> tuple[str, str | None]:
+    """What every compilation needs once, without looking at a device; importing the compiler is part of it.
+
+    Returns the folder in which compiled kernels are kept, and if it is not the one Triton was told to use or nothing
+    can be compiled, why.
+    """
+    from headrace.kernels.build import toolchain
+
+    folder, problem = toolchain.cache_folder()
+    return folder, toolchain.prepare_compiler() or problem
+
+
+def prepare_kernels(device: torch.device) -> None:
+    """What must be there before kernels are compiled in several threads: all of them are imported."""
+    load("build.toolchain:prepare_kernels")(device)
+
+
+@contextmanager
+def built_by(builders: Builders | None) -> Iterator[None]:
+    """What this thread compiles within, they compile for it."""
+    from headrace.kernels.build.launch import BUILDERS
+
+    before = BUILDERS.set(builders)
+    try:
+        yield
+    finally:
+        BUILDERS.reset(before)

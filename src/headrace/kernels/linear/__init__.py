@@ -1,0 +1,5 @@
+"""Matrix products of layers, plain and with what stands around them.
+
+What lives here: the twins (reference.py), their candidates, what those were measured to be best at. What may not:
+layers, models.
+"""

@@ -1,0 +1,358 @@
+"""The candidates for matrix products, best first.
+
+What lives here: the ordered lists, what declines a call site before anything is compiled or looked for, small calls
+that build what a model will launch. What may not: kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.kernels.build import gpu
+from headrace.kernels.build.native import native
+from headrace.kernels.build.rehearsals import TOKENS, corner
+from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, Shape, Sizes, WeightFacts
+from headrace.kernels.linear import compressed, onednn, panels
+from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.gated_tiles import measured_tiles
+from headrace.kernels.linear.native import create_linear
+from headrace.kernels.linear.packing import empty
+from headrace.kernels.linear.ring_forms import MEASURED as RINGS
+from headrace.kernels.linear.ring_forms import RingForms
+from headrace.sites import Split, matrices
+
+FLAT, FUSED = "flat", "fused"  # for few rows
+CODED, EIGHT = "codes", "w8a8"  # quantised weights
+RING, GATED, TUNED = "ring", "gated", "tuned"
+INTEGER = "integer"  # who computes in float32 wants no input rounded
+INTEGERS = frozenset({"integer_products"})
+SMALL_WEIGHT = 2**20  # elements; launching takes longer than reading fewer
+_LARGEST = 2048  # what a program of the kernels for few rows reads at once of a row, at most: one vector form does
+
+
+# ---- few rows, in Triton ----
+
+
+def _few_rows(site: CallSite[WeightFacts]) -> str | None:
+    """What the kernels for few rows do not serve."""
+    outs, ins = site.facts.out_features, site.facts.in_features
+    if site.facts.fused:
+        return "few rows of this layer go through fused_linear"
+    if (reason := gpu.missing(site.device)) is not None:
+        return reason
+    if torch.cuda.get_device_capability(site.device)[0] != 9:
+        return "measured on compute capability 9 alone"
+    if ins % 64 or outs * ins < SMALL_WEIGHT:
+        return f"{ins} to {outs} is no large weight with rows that the copy engine can read"
+    return None
+
+
+def _flat_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """The product alone, in every form of the layer. Of a corner of the weight: what is compiled does not depend on its
+    size."""
+    for biased in {False, _biased(sizes)}:
+        yield from _form_calls(site, run, "alone", lambda outs: Around(), biased=biased)
+
+
+def _fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """The product with what stands around it where the layer has its place: before attention, behind it, or in the
+    feed-forward."""
+    spec, facts = sizes.spec, site.facts
+    norm = partial(site.zeros, 1, 1, dtype=torch.float32)
+    weight = torch.float32 if spec.norm_offset else facts.dtype
+    if facts.gated:
+        yield from _form_calls(site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), biased=spec.mlp_bias)
+        return
+    places = {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}
+    for split, biased in places:
+        if split is Split.COLUMN:
+            yield from _form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), biased=biased)
+        else:
+            behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
+            yield from _form_calls(site, run, "added", behind, biased=biased)
+
+
+def _form_calls(site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], *, biased: bool) -> Calls:
+    whole = site.facts.shape
+    shape = Shape(corner(whole.outs, _LARGEST), corner(whole.ins, _LARGEST), whole.gated)
+    rows = shape.outs * (2 if shape.gated else 1)
+
+    def launch(form: Any) -> object:
+        product = run(site.zeros(rows, shape.ins), site.zeros(rows) if biased else None).product
+        return replace(product, shape=shape).launch(form, site.zeros(1, shape.ins), around(shape.outs))
+
+    for form in dict.fromkeys(form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None):
+        yield f"{place}{', bias' if biased else ''}, {shape.outs % 16}, {form}", partial(launch, form)
+
+
+def _biased(sizes: Sizes) -> bool:
+    return sizes.spec.qkv_bias or sizes.spec.output_bias or sizes.spec.mlp_bias
+
+
+# ---- one order of sums, in Triton ----
+
+
+def _varies(site: CallSite[WeightFacts]) -> str | None:
+    return None if site.batch_invariant else "torch's own product (cuBLAS) is quicker where bits may depend on the batch"
+
+
+def invariant_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """A kernel of our own (torch's products need none): every tile the layer will choose, over a corner of the
+    weight."""
+    ins, outs = corner(site.facts.in_features, 512), corner(site.facts.out_features, 512)
+
+    def multiply(tile: Any, *, bias: bool) -> object:
+        layer = run(site.zeros(outs, ins), site.zeros(outs) if bias else None)
+        return layer.compute(site.zeros(TOKENS, ins), tile)
+
+    tile_of = run(site.zeros(0, ins), None).tile
+    tiles = dict.fromkeys(tile_of(tokens, site.facts.out_features) for tokens in range(1, sizes.max_num_batched_tokens + 1, 16))
+    for bias in {False, _biased(sizes)}:
+        for tile in tiles:
+            yield f"{ins} to {outs}{' with bias' if bias else ''}, {tile}", partial(multiply, tile, bias=bias)
+
+
+# ---- CUDA C++ for shapes that were measured ----
+
+
+def _served(site: CallSite[WeightFacts]) -> Declined | None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(site.device) != (9, 0):
+        return Declined("its matrix instruction is that of compute capability 9.0")
+    return None
+
+
+def create_gated(site: CallSite[WeightFacts]) -> Any:
+    """A product and an activation stand behind it."""
+    outs, ins = site.facts.out_features, site.facts.in_features
+    if (declined := _served(site)) is not None:
+        return declined
+    if outs % 16 or ins % 8:
+        return Declined(f"{ins} to {outs} is no weight with rows that the copy engine can read")
+    tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get(Shape(outs // 2, ins), ())
+    if not any(tile for _, tile in tiles):
+        return Declined("nothing was measured to be better than product and activation for this weight")
+    return gpu.load("linear.cuda_gated:create_gated")(site)
+
+
+def _gated_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
+    layer = make(torch.empty(0, 0), None)
+    for tile in dict.fromkeys(tile for _, tile in reversed(layer.tiles) if tile is not None):  # those for many rows compile longest
+        yield f"{tile}", partial(layer.kernels.function, (tile, sizes.spec.activation, tile.thin(site.facts.out_features // 2)))
+
+
+def create_ring(site: CallSite[WeightFacts]) -> Any:
+    """The forms of triton_flat.py stand behind it."""
+    if (declined := _served(site)) is not None:
+        return declined
+    forms = RINGS.table(torch.cuda.get_device_name(site.device)).get(site.facts.shape, ())
+    if not any(form for _, form in forms):
+        return Declined("nothing was measured to be better than the other forms for this weight")
+    return gpu.load("linear.cuda_ring:create_ring")(site)
+
+
+def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tuple[int, Any], ...]:
+    """Of ``others``, up to so many rows this form, those that some number of rows is left to."""
+    kept, before = [], 0
+    for most, form in others:
+        if any(next((ring for up_to, ring in forms if rows <= up_to), None) is None for rows in range(before + 1, most + 1)):
+            kept.append((most, form))
+        before = most
+    return tuple(kept)
+
+
+def _ring_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
+    """Every form of its own, and those of the others that are left to them."""
+    layer = make(torch.empty(0, 0), None)
+    gate = sizes.spec.activation if layer.shape.gated else None
+    for form in dict.fromkeys(replace(form, late=False) for _, form in layer.forms if form is not None):
+        yield f"{form}, {gate}", partial(layer.kernels.function, (form, gate))
+
+    def left(weight: Any, bias: Any) -> Any:
+        layer = make(weight, bias)
+        product = layer.others.product
+        return replace(layer.others, product=replace(product, forms=unserved(layer.forms, product.forms)))
+
+    yield from _fused_calls(site, left, sizes)
+
+
+# ---- 8-bit inputs and weights, in Triton ----
+
+
+def _not_eight(site: CallSite[WeightFacts]) -> str | None:
+    facts = site.facts
+    if facts.shared:
+        return "an embedding reads single rows of the same weight"
+    if len(set(facts.eights)) != 1 or None in facts.eights:
+        return "computes with inputs and weights of one 8-bit type alone, with a scale a row or blocks of 128"
+    if facts.in_features % 16 or facts.out_features % 16:
+        return f"{facts.in_features} to {facts.out_features} is no weight that the vendor's product takes"
+    if facts.eights[0] is not None and facts.eights[0].kind == "fp8" and torch.cuda.get_device_capability(site.device) < (8, 9):
+        return "multiplies FP8 from compute capability 8.9 on"
+    return None
+
+
+def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    yield from _eight_form_calls(site, run, "alone", lambda outs: Around(), {False, _biased(sizes)})
+
+
+def _eight_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
+    weight = torch.float32 if spec.norm_offset else facts.dtype
+    if facts.gated:
+        yield from _eight_form_calls(site, run, "gated", lambda outs: Around(norm(), 1.0, spec.activation), {spec.mlp_bias})
+        return
+    for split, biased in {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}:
+        if split is Split.COLUMN:
+            yield from _eight_form_calls(site, run, "normed", lambda outs: Around(norm(), 1.0), {biased})
+        else:
+            behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
+            yield from _eight_form_calls(site, run, "added", behind, {biased})
+
+
+def _eight_form_calls(site: CallSite[WeightFacts], run: Any, place: str, around: Callable[[int], Around], biases: set[bool]) -> Calls:
+    """Rounding a row of the layer's width, and the product in every form, of a corner of the weight."""
+    facts, maker, device = site.facts, run.__self__, site.device
+    outs, ins = (corner(size, 512) for size in (facts.out_features, facts.in_features))
+    kind = torch.int8 if maker.eight.kind == "int8" else torch.float8_e4m3fn
+
+    def product(ins: int, *, bias: bool) -> Any:
+        weight = torch.zeros(outs, ins, dtype=torch.uint8, device=device).view(kind)
+        scale = torch.zeros(-(-outs // 128), -(-ins // 128), device=device) if maker.eight.group else torch.zeros(outs, device=device)
+        static = torch.ones((), device=device) if maker.eight.static else None
+        return maker.product(weight, scale, static, site.zeros(outs) if bias else None)
+
+    given = around(outs)
+    yield f"{place}, rounded, {facts.in_features}", lambda: product(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given)
+
+    def multiply(form: Any, *, bias: bool) -> object:
+        layer, width = product(ins, bias=bias), outs // (1 + (place == "gated"))
+        codes, scale = layer.weight[:1], torch.zeros(1, -(-ins // 128) if maker.eight.group else 1, device=device)
+        return layer.launch(form, codes, scale, around(width), facts.dtype)
+
+    for form in dict.fromkeys(form for _, form in maker.all_forms):
+        for bias in biases:
+            yield f"{place}{', bias' * bias}, {maker.eight}, {outs % 16}, {form}", partial(multiply, form, bias=bias)
+
+
+# ---- codes of few bits, in Triton ----
+
+
+def _uncoded(site: CallSite[WeightFacts]) -> str | None:
+    """What the kernels for codes in groups do not serve."""
+    facts = site.facts
+    if facts.shared:
+        return "an embedding reads single rows of the same weight"
+    if not facts.codings or None in facts.codings:
+        odd = [label for label, coding in zip(facts.formats, facts.codings, strict=True) if coding is None]
+        return f"computes with codes in groups of 16, 32, 64, or multiples of 128 inputs, not with {', '.join(dict.fromkeys(odd)) or 'this'}"
+    return None
+
+
+def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """The product alone in every form, and the kernel that widens."""
+    for biased in {False, _biased(sizes)}:
+        for coding, product in _coded_corners(site, run, biased=biased):
+            if not biased:
+                yield f"{coding}, widened{', gate' * product.packed.gated}", partial(product.widen, 0, 64, site.facts.dtype)
+            yield from _coded_form_calls(site, coding, product, "alone", lambda outs: Around())
+
+
+def coded_fused_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """With what stands around it, as ``_fused_calls`` has it."""
+    spec, norm = sizes.spec, partial(site.zeros, 1, 1, dtype=torch.float32)
+    weight = torch.float32 if spec.norm_offset else site.facts.dtype
+    facts = site.facts
+    places = {(each.split, each.bias) for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)}
+    for split, biased in places:
+        for coding, product in _coded_corners(site, run, biased=biased):
+            if facts.gated:
+                yield from _coded_form_calls(site, coding, product, "gated", lambda outs: Around(norm(), 1.0, spec.activation))
+            elif split is Split.COLUMN:
+                yield from _coded_form_calls(site, coding, product, "normed", lambda outs: Around(norm(), 1.0))
+            else:
+                behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
+                yield from _coded_form_calls(site, coding, product, "added", behind)
+
+
+def _coded_corners(site: CallSite[WeightFacts], run: Any, *, biased: bool) -> Iterator[tuple[str, Any]]:
+    """A small weight of each coding, which kernels cannot tell from the layer's."""
+    facts, maker = site.facts, run.__self__
+    outs, ins = (corner(size, 512) for size in (facts.out_features, facts.in_features))
+    for coding in dict.fromkeys(each for each in facts.codings if each is not None):
+        for ordered in (False, True) if coding.ordered else (False,):
+            packed = empty(coding, outs, ins, site.device, gated=facts.gated, ordered=ordered)
+            yield f"{coding}{', in order' * ordered}", maker.product(packed, site.zeros(outs) if biased else None)
+
+
+def _coded_form_calls(site: CallSite[WeightFacts], name: str, product: Any, place: str, around: Callable[[int], Around]) -> Calls:
+    packed, biased = product.packed, product.bias is not None
+    for most, form in product.forms:
+        if form is not None and (place == "alone" or most <= MOST_ROWS):
+            behind = partial(around, packed.outs // (1 + (place == "gated")))
+            call = lambda form=form, behind=behind: product.launch(form, site.zeros(1, packed.ins), behind())  # noqa: E731
+            yield f"{place}{', bias' * biased}, {name}, {packed.outs % 16}, {packed.ins % 16}, {packed.gated}, {form}", call
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+_BFLOAT16 = _HALVES[:1]  # what is not yet normed may overflow float16
+
+
+def _hopper(name: str, create: Any, *techniques: str, dtypes: tuple[torch.dtype, ...] = _BFLOAT16, rehearse: Any = None) -> Candidate[WeightFacts]:
+    failure = gpu.failure if rehearse is not None else None
+    return Candidate(name, create, gpu.DEVICES, dtypes, frozenset(techniques), False, optional=True, failure=failure, rehearse=rehearse)
+
+
+def _tuned(create: str) -> Candidate[WeightFacts]:
+    return _hopper(TUNED, lambda site: gpu.load(f"linear.tuned:{create}")(site), "tuned_products", dtypes=_HALVES)
+
+
+def _coded(create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str) -> Candidate[WeightFacts]:
+    return gpu.triton(
+        f"linear.coded:{create}", rehearse, _uncoded,
+        name=CODED, dtypes=dtypes, techniques=frozenset({"quantized_gemm", *techniques}), batch_invariant=False, optional=True,
+    )  # fmt: skip
+
+
+def _eight(create: str, rehearse: Any, dtypes: tuple[torch.dtype, ...], *techniques: str) -> Candidate[WeightFacts]:
+    return gpu.triton(
+        f"linear.eight_bits:{create}", rehearse, _not_eight,
+        name=EIGHT, dtypes=dtypes, techniques=frozenset({"quantized_gemm", *techniques}), batch_invariant=False, optional=True,
+    )  # fmt: skip
+
+
+_FLAT = frozenset({"flat_gemm"})
+LINEAR = (
+    Candidate("onednn", onednn.create_linear, batch_invariant=False),
+    native(create_linear),
+    gpu.triton(
+        "linear.flat_linear:create_linear", _flat_calls, _few_rows,
+        name=FLAT, dtypes=_HALVES, techniques=_FLAT, batch_invariant=False, optional=True,
+    ),
+    _tuned("create_linear"),
+    gpu.triton("linear.triton_linear:create_linear", invariant_calls, _varies, optional=True),
+)  # fmt: skip
+FUSED_LINEAR = (
+    _hopper(RING, create_ring, "flat_gemm", "deep_fusion", "early_weights", rehearse=_ring_calls),
+    gpu.triton(
+        "linear.flat_linear:create_fused", _fused_calls, _few_rows,
+        name=FUSED, dtypes=_BFLOAT16, techniques=_FLAT | {"deep_fusion"}, batch_invariant=False,
+    ),
+)  # fmt: skip
+PACKED_LINEAR = (
+    _eight("create_linear", _eight_calls, _HALVES),
+    _coded("create_linear", coded_calls, _HALVES),
+    native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),
+    native(partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True),
+    native(partial(panels.create_linear, rounds=False), optional=True),
+)
+PACKED_FUSED = (
+    _eight("create_fused", _eight_fused_calls, _BFLOAT16, "deep_fusion"),
+    _coded("create_fused", coded_fused_calls, _BFLOAT16, "deep_fusion"),
+)
+ADDED_LINEAR = (_tuned("create_sum"),)
+GATED_LINEAR = (_hopper(GATED, create_gated, "gated_products", rehearse=_gated_calls),)

@@ -1,0 +1,129 @@
+"""Gate and what it gates as one product, for 65 rows and more (gated*.cu): a layer's callable, machine code, launches.
+
+What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune.py), compiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.build import nvrtc
+from headrace.kernels.build.driver import TensorMap, tensor_map
+from headrace.kernels.build.variants import Variants
+from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
+from headrace.kernels.linear.gated_tiles import Form, Tile, Tiles, measured_tiles
+from headrace.kernels.norm.triton_activation import KINDS
+from headrace.spec import Activation
+
+_NAME = "gated"
+_DEPTH, _THREADS = 64, 384  # as the sources have them
+_SHARED = 232448 - 2048  # bytes of a processor, less what is aligned and the barriers
+_SOURCES = {Form.ONE: "linear/gated.cu", Form.TURNS: "linear/gated_turns.cu", Form.TALL: "linear/gated_tall.cu"}
+
+
+def _stage_bytes(tile: Tile) -> int:
+    return 2 * _DEPTH * (tile.rows + tile.columns)
+
+
+def stages_of(tile: Tile) -> int:
+    """How deep the ring is: what fits."""
+    return min(8, _SHARED // _stage_bytes(tile))
+
+
+def _shared_bytes(tile: Tile) -> int:
+    return 1024 + stages_of(tile) * (_stage_bytes(tile) + 16)
+
+
+def places(tile: Tile, rows: int, outs: int) -> int:
+    """Tiles that the programs of a cluster take at once, in all."""
+    if tile.form is Form.TALL:  # side by side; the others lie below each other
+        return -(-rows // tile.rows) * -(-outs // tile.columns)
+    return -(-rows // (tile.rows * tile.cluster)) * -(-outs // (tile.columns // 2))
+
+
+def instruction(columns: int, *, registers: bool = False) -> str:
+    """The matrix instruction for 64 rows and so many columns, as ``mma(sums, x, w, keep)``; without ``keep`` sums begin at zero.
+
+    ``registers``: x is what a thread holds of the 64 rows, four pairs of bfloat16; else both are descriptors of shared memory.
+    """
+    count = columns // 2
+    sums, held = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    x, taken, given, turned = "unsigned long long x", 1, '"l"(x)', ", 0, 0"
+    if registers:
+        x, taken, given, turned = "const unsigned (&x)[4]", 4, ", ".join(f'"r"(x[{i}])' for i in range(4)), ", 0"
+    left = ", ".join(f"%{count + i}" for i in range(taken))
+    left = f"{{{left}}}" if registers else left
+    return (
+        f"__device__ __forceinline__ void mma(float (&c)[{count}], {x}, unsigned long long w, int keep) {{\n"
+        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + taken + 1}, 0;\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, {left}, %{count + taken}, p, 1, 1{turned};\\n}}\\n"\n'
+        f'    : {held} : {given}, "l"(w), "r"(keep));\n}}\n'
+    )
+
+
+def machine_code(tile: Tile, activation: Activation, thin: int) -> bytes:
+    """Built, or kept from before. ``thin``: as ``Tile.thin`` has it. Raises CompileError."""
+    defined = {"COLUMNS": tile.columns, "STAGES": stages_of(tile), "KIND": KINDS[activation]}
+    if tile.form is Form.TALL:
+        defined["THIN"] = thin
+    instructions = "".join(map(instruction, (tile.columns, thin) if thin else (tile.columns,)))
+    text = nvrtc.source("build/matrix.cuh", "build/activation.cuh", "linear/gated_end.cuh") + instructions + nvrtc.source(_SOURCES[tile.form])
+    return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in defined.items())))
+
+
+Kernels = Variants[tuple[Tile, Activation, int]]  # as machine_code takes them
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    return Kernels(device, _NAME, lambda variant: machine_code(*variant), lambda variant: _shared_bytes(variant[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """y = act(x · Wᵀ) ⊙ (x · Vᵀ): ``x`` [T, in] and the weight [2 out, in], W before V, in bfloat16; float32 sums, one rounding.
+
+    ``tiles`` says for how many rows which tile is best; the others get None: product and activation apart are as quick.
+    """
+
+    weight: Tensor
+    kernels: Kernels
+    tiles: Tiles
+    maps: dict[int, TensorMap]  # of the weight, by rows of a box
+    empty: Empty = plainly_empty
+
+    def __call__(self, x: Tensor, activation: Activation) -> Tensor | None:
+        tile = self.tile(x.shape[0])
+        return self.compute(x, activation, tile) if tile else None
+
+    def tile(self, tokens: int) -> Tile | None:
+        """That serves so many rows; None: none does."""
+        return next((tile for most, tile in self.tiles if tokens <= most), None)
+
+    def compute(self, x: Tensor, activation: Activation, tile: Tile) -> Tensor:
+        rows, outs = x.contiguous(), self.weight.shape[0] // 2
+        y = self.empty((rows.shape[0], outs), x.dtype, x.device)
+        clusters = min(places(tile, rows.shape[0], outs), self.kernels.processors // tile.cluster)
+        self.kernels.function((tile, activation, tile.thin(outs))).launch(
+            clusters * tile.cluster, _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
+            tensor_map(rows, tile.rows // 2, _DEPTH), *self._weight_maps(tile, outs), c_void_p(y.data_ptr()),
+            c_int(rows.shape[0]), c_int(outs), c_int(rows.shape[1]), cluster=tile.cluster,
+        )  # fmt: skip
+        return y
+
+    def _weight_maps(self, tile: Tile, outs: int) -> list[TensorMap]:
+        """As the kernel takes them: tall tiles may leave columns to thin ones."""
+        widths = [tile.columns, *[tile.thin(outs) or tile.columns] * (tile.form is Form.TALL)]
+        for rows in {columns // 2 for columns in widths} - self.maps.keys():
+            self.maps[rows] = tensor_map(self.weight, rows, _DEPTH)
+        return [self.maps[columns // 2] for columns in widths]
+
+
+def create_gated(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], GatedLinear]:
+    kernels, shape = kernels_of(site.device), Shape(site.facts.out_features // 2, site.facts.in_features)
+    tiles = measured_tiles(torch.cuda.get_device_name(site.device)).get(shape, ())
+    return lambda weight, bias: GatedLinear(weight.contiguous(), kernels, tiles, {}, site.empty)

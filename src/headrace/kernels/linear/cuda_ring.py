@@ -1,0 +1,140 @@
+"""Products of 2 to 64 rows with what stands around them, whose weights are under way early (ring.cu): a layer's callable, its launches.
+
+What lives here: what the kernel is given, its machine code. What may not: which form is best (ring_forms.py), the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.build import nvrtc
+from headrace.kernels.build.driver import TensorMap, tensor_map
+from headrace.kernels.build.variants import Variants
+from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
+from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.cuda_gated import instruction
+from headrace.kernels.linear.flat_linear import create_fused
+from headrace.kernels.linear.packing import Packed
+from headrace.kernels.linear.ring_forms import DEPTH, MEASURED, RingForm, RingForms, form_of
+from headrace.kernels.norm.triton_activation import KINDS
+from headrace.spec import Activation
+
+_NAME = "ring"
+_MOST_MAPS = 1024  # of inputs that are described at once
+
+
+def machine_code(form: RingForm, gate: Activation | None) -> bytes:
+    """Built, or kept from before. Raises CompileError."""
+    kind, coding = -1 if gate is None else KINDS[gate], form.coding
+    sizes = {"ROWS": form.rows, "GROUPS": form.columns // 64, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind}
+    if coding is not None:
+        sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
+    sources = ("linear/ring.cu",) if coding is None else ("linear/packed.cuh", "linear/ring.cu")
+    text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
+    text += instruction(form.rows, registers=coding is not None) + nvrtc.source(*sources)
+    return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
+
+
+class Kernels(Variants[tuple[RingForm, Activation | None]]):
+    """As machine_code takes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, _NAME, lambda variant: machine_code(*variant), lambda variant: variant[0].shared_bytes)
+        self._maps: dict[tuple[int, int, int, int], TensorMap] = {}
+
+    def input_map(self, x: Tensor, rows: int) -> TensorMap:
+        """Of rows [T, in], one behind the other."""
+        place = (x.data_ptr(), *x.shape, rows)
+        if place not in self._maps:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            self._maps[place] = tensor_map(x, rows, DEPTH)
+        return self._maps[place]
+
+
+@cache
+def kernels_of(device: int) -> Kernels:
+    return Kernels(torch.device("cuda", device))
+
+
+@dataclass(frozen=True, slots=True)
+class RingLinear:
+    """As ``fused_linear``'s twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (that or float32).
+
+    ``others`` computes what no form of the table serves. The result is not rounded between the product and what follows it.
+    """
+
+    weight: Tensor | Packed  # [out, in]; gated: [2 out, in]
+    bias: Tensor | None
+    shape: Shape
+    forms: RingForms  # of the weight's coding, if it has one
+    kernels: Kernels
+    programmatic: bool
+    others: Callable[[Tensor, Around], Fused]
+    maps: dict[int, TensorMap]  # of the weight, by columns of a tile
+    empty: Empty = plainly_empty
+
+    def __call__(self, x: Tensor, around: Around) -> Fused:
+        form = form_of(self.forms, x.shape[0])
+        return self.others(x, around) if form is None else self.compute(x, around, form)
+
+    def compute(self, x: Tensor, around: Around, form: RingForm) -> Fused:
+        x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
+        tokens, ins = x.shape
+        y = self.empty((tokens, outs), x.dtype, x.device)
+        scaled = sums = None
+        if around.scale is not None:
+            scaled = self.empty((tokens, outs), x.dtype, x.device)
+            sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
+        pieces = 0 if around.squares is None else around.squares.shape[0]
+        kernels.function((replace(form, late=False), around.gate)).launch(
+            form.programs(self.shape, kernels.processors), 2 * form.columns + 32, torch.cuda.current_stream(x.device).cuda_stream,
+            kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
+            _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
+            c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),
+            *(() if isinstance(self.weight, Tensor) else (_at(self.weight.factor),)), programmatic=self.programmatic, cluster=form.ways,
+        )  # fmt: skip
+        return y, scaled, sums
+
+    def _weights(self, columns: int) -> TensorMap | c_void_p:
+        if not isinstance(self.weight, Tensor):
+            return _at(self.weight.blocks)
+        if columns not in self.maps:
+            self.maps[columns] = _gated_map(self.weight, columns) if self.shape.gated else tensor_map(self.weight, columns, DEPTH)
+        return self.maps[columns]
+
+
+def _gated_map(weight: Tensor, columns: int) -> TensorMap:
+    """Eight rows of the gate and the eight that it gates in turn."""
+    outs, ins = weight.shape[0] // 2, weight.shape[1]
+    return tensor_map(weight.view(2, outs // 8, 8, ins).transpose(0, 1), columns // 16, 2, 8, DEPTH)
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def forms_at(shape: Shape, device: torch.device) -> RingForms:
+    """What was measured for the weight, as far as it can be computed there."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    found = MEASURED.table(torch.cuda.get_device_name(device)).get(shape, ())
+    return tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in found)
+
+
+def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], RingLinear]:
+    """``site``: one whose weight has measured forms."""
+    shape, others = site.facts.shape, create_fused(site)
+    forms = forms_at(shape, site.device)
+    kernels = kernels_of(torch.cuda.current_device() if site.device.index is None else site.device.index)
+
+    def make(weight: Tensor, bias: Tensor | None) -> RingLinear:
+        weight = weight.contiguous()
+        return RingLinear(weight, bias, shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty)
+
+    return make

@@ -1,0 +1,171 @@
+"""Linear layers for few rows: the product alone, and the product with what stands around it.
+
+What lives here: the callables, their scratch memory, launches. What may not: kernels (triton_flat.py), which form is
+best (flat_forms.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headrace.kernels.build.launch import dependent
+from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
+from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.flat_forms import FLAT, MEASURED, VECTOR, Form, Forms, forms_for, without_vendor
+from headrace.kernels.linear.triton_flat import _flat_kernel, _vector_kernel
+from headrace.kernels.norm.triton_activation import KINDS
+
+_PIECES = {VECTOR: 1024, FLAT: 64}  # partial sums of squares that are loaded early
+_ALONE = Around()
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What programs that share a tile leave for each other, for launches that follow each other. ``tickets`` are zero
+    between them."""
+
+    parts: Tensor  # float32
+    tickets: Tensor  # int32
+
+
+def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scratch:
+    split = [form for _, form in forms if form is not None and form.kind == FLAT and form.ways > 1]
+    tiles = max((triton.cdiv(shape.outs, form.columns) for form in split), default=1)
+    cells = max((triton.cdiv(shape.outs, form.columns) * form.ways * form.columns * form.rows for form in split), default=1)
+    return Scratch(torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One layer's weight and how it is multiplied. Calls of products that share scratch memory must follow each other
+    on the device."""
+
+    weight: Tensor  # [out, in]; gated: [2 out, in]
+    bias: Tensor | None
+    shape: Shape
+    forms: Forms
+    scratch: Scratch
+    programmatic: bool
+    empty: Empty = plainly_empty
+
+    def form(self, tokens: int) -> Form | None:
+        return next((form for most, form in self.forms if tokens <= most), None)
+
+    def launch(self, form: Form, x: Tensor, around: Around) -> Fused:  # x [T, in], rows one behind the other
+        y = self.empty((x.shape[0], self.shape.outs), x.dtype, x.device)
+        scaled = squares = None
+        if around.scale is not None:
+            pieces = triton.cdiv(self.shape.outs, form.columns)
+            scaled = self.empty(y.shape, y.dtype, y.device)
+            squares = torch.empty((pieces, x.shape[0]), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
+        _launch(form, x, self, around, y, scaled, squares)
+        return y, scaled, squares
+
+
+def _launch(form: Form, x: Tensor, product: Product, around: Around, y: Tensor, scaled: Tensor | None, sums: Tensor | None) -> None:
+    tokens, ins = x.shape
+    weight, outs = product.weight, product.shape.outs
+    squares, pieces = (y, 0) if around.squares is None else (around.squares, around.squares.shape[0])
+    behind = (squares, product.bias, around.residual, around.scale, y, scaled, sums)
+    pointers = tuple(y if each is None else each for each in behind)
+    named: dict[str, Any] = {
+        "NORMED": around.squares is not None,
+        "HAS_BIAS": product.bias is not None,
+        "GATED": around.gate is not None,
+        "KIND": 0 if around.gate is None else KINDS[around.gate],
+        "RESIDUAL": around.residual is not None,
+        "NEXT": around.scale is not None,
+        "PIECES": 1 if around.squares is None else _PIECES[form.kind],
+        "BLOCK_N": form.columns,
+        "BLOCK_K": form.depth,
+        "LATE": form.late,
+        "PDL": product.programmatic,
+        "num_warps": form.warps,
+        **dependent(product.programmatic),
+    }
+    tiles = triton.cdiv(outs, form.columns)
+    if form.kind == VECTOR:
+        _vector_kernel[(tiles,)](x, weight, *pointers, pieces, tokens, outs, ins, around.eps, AHEAD=form.ways, **named)
+    else:
+        x_map = TensorDescriptor(x, [tokens, ins], [ins, 1], [form.rows, form.depth])
+        weight_map = TensorDescriptor(weight, list(weight.shape), [ins, 1], [form.columns, form.depth])
+        share = triton.cdiv(ins, form.ways * form.depth) * form.depth
+        _flat_kernel[(tiles * form.ways,)](
+            x_map, weight_map, product.scratch.parts, product.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, around.eps,
+            BLOCK_M=form.rows, WAYS=form.ways, num_stages=form.stages, **named,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLinear:
+    """y = x · Wᵀ (+ bias). ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], bfloat16 or float16; float32 sums,
+    one rounding.
+
+    Where the table says so, and beyond its last row, who stands behind it: the vendor's product.
+    """
+
+    product: Product
+    behind: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tokens = x.numel() // max(x.shape[-1], 1)
+        form = self.product.form(tokens) if tokens else None
+        if form is None:
+            return self.behind(x)
+        return self.compute(x, form)
+
+    def compute(self, x: Tensor, form: Form) -> Tensor:
+        return self.product.launch(form, _rows(x), _ALONE)[0].view(*x.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float
+    type).
+
+    For up to MOST_ROWS rows. The result is not rounded between the product and what follows it.
+    """
+
+    product: Product
+
+    def __call__(self, x: Tensor, around: Around) -> Fused:
+        form = self.product.form(x.shape[0])
+        assert form is not None, f"{x.shape[0]} rows are more than a fused product takes"
+        return self.compute(x, around, form)
+
+    def compute(self, x: Tensor, around: Around, form: Form) -> Fused:
+        return self.product.launch(form, _rows(x), around)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _products(site: CallSite[WeightFacts], *, fused: bool) -> Callable[[Tensor, Tensor | None], Product]:
+    shape, processors = site.facts.shape, torch.cuda.get_device_properties(site.device).multi_processor_count
+    forms = forms_for(shape, processors, MEASURED.table(torch.cuda.get_device_name(site.device)))
+    forms = without_vendor(forms, shape, processors) if fused else forms
+    scratch = make_scratch(shape, forms, site.device)
+    return lambda weight, bias: Product(weight.contiguous(), bias, shape, forms, scratch, site.programmatic, site.empty)
+
+
+def create_linear(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], FlatLinear]:
+    make, behind = _products(site, fused=False), site.behind()
+
+    def linear(weight: Tensor, bias: Tensor | None) -> FlatLinear:
+        product = make(weight, bias)
+        return FlatLinear(product, behind(product.weight, bias))
+
+    return linear
+
+
+def create_fused(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], FusedLinear]:
+    make = _products(site, fused=True)
+    return lambda weight, bias: FusedLinear(make(weight, bias))

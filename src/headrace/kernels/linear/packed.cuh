@@ -1,0 +1,114 @@
+// Weights of 4 or 8 bits for ring.cu: how a program multiplies them. They leave memory as they are kept, and are widened to bfloat16 in the
+// registers that the matrix instruction reads (after MARLIN, Frantar et al. 2024).
+//
+// A block is 64 rows of W by DEPTH of K (packing.py lays them out): codes, then the scales (float16, in units of ``units``) of each of SETS
+// groups of K for 64 rows, then with ZEROS as many offsets (bfloat16): the code of zero, at 4 bits plus 128. A thread has codes of 16 bytes
+// and 16 bytes, in the order in which the instruction wants them.
+//
+// Behind matrix.cuh. Given from outside: ROWS, BITS, SETS, ZEROS, FLOATS (codes are e2m1 or e4m3; else integers, whose zero is in the middle
+// unless ZEROS tell), and mma(), the instruction for ROWS that takes
+// its 64 rows from registers.
+#define DEPTH 128
+#define HALVES (SETS > 2 ? SETS : 2)  // parts of a step whose sums are kept apart
+#define SIXTEENS (DEPTH / 16 / HALVES)
+#define WORDS (SIXTEENS * BITS / 4)  // of codes, a thread and half
+#define CODE_BYTES (64 * DEPTH * BITS / 8)
+#define BLOCK_BYTES (CODE_BYTES + SETS * 128 * (1 + ZEROS))
+
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 rest) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(rest));
+  return r;
+}
+__device__ __forceinline__ u32 add2(u32 a, u32 b) { u32 r; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+__device__ __forceinline__ u32 read_twice(u32 at) {  // a bfloat16, in both halves of a register
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+  return v * 0x00010001u;
+}
+__device__ __forceinline__ float read_scale(u32 at) {
+  float v;
+  asm volatile("{\n.reg .b16 half;\nld.shared.b16 half, [%1];\ncvt.f32.f16 %0, half;\n}" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+template <int N> __device__ __forceinline__ void read_words(u32 (&v)[N], u32 at, u32 stride) {  // 16 bytes a thread and piece
+  if (N == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at) : "memory");
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i + 3 < N; i += 4)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v[i]), "=r"(v[i + 1]), "=r"(v[i + 2]), "=r"(v[i + 3]) : "r"(at + i / 4 * stride) : "memory");
+}
+
+// ``a[h + 2 * side]``: row g + 8 h, columns 2t + 8 side and the next. ``zero[h]``: what is taken away, twice.
+__device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (&zero)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (BITS == 4 && !FLOATS) {
+      a[i] = sub2(and_or(codes[0] >> 4 * i, 0x000F000F, 0x43004300), zero[i % 2]);  // 128 + code
+    } else if (BITS == 4) {  // the exponent is 126 too small
+      u32 code = codes[0] >> 4 * i;
+      a[i] = mul2(and_or(code << 12, 0x80008000, (code & 0x00070007) << 6), 0x7E807E80);
+    } else if (FLOATS) {  // 120 too small
+      u32 code = codes[i / 2];
+      u32 size = (i % 2 ? code >> 4 : code << 4) & 0x07F007F0;
+      a[i] = mul2(and_or(i % 2 ? code : code << 8, 0x80008000, size), 0x7B807B80);
+    } else {
+      u32 low = codes[i / 2] >> 8 * (i % 2), high = low >> 4;
+      low = and_or(low, 0x000F000F, 0x43004300), high = and_or(high, 0x000F000F, 0x43004300);  // 128 + each
+      a[i] = sub2(add2(fma2(high, 0x41804180, 0xC508C508), low), zero[i % 2]);  // 16 (128 + high) - 2176 + 128 + low
+    }
+  }
+}
+
+struct Packed {
+  float part[2][ROWS / 2], scale[2][2];
+  u32 a[2][SIXTEENS][4];
+
+  // One step of K. ``inputs``: 64 of K of all rows, and again.
+  __device__ __forceinline__ void step(float (&c)[ROWS / 2], u32 block, u32 inputs) {
+    int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      int now = half % 2, set = half * SETS / HALVES;
+      u32 codes[WORDS], zero[2] = {BITS == 4 ? 0x43084308u : 0x43004300u, BITS == 4 ? 0x43084308u : 0x43004300u};
+      int at = half * WORDS;
+      read_words(codes, block + at / 4 * 2048 + thread * 16 + at % 4 * 4, 2048);
+      u32 beside = block + CODE_BYTES + (set * 64 + row) * 2;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (ZEROS) zero[h] = read_twice(beside + SETS * 128 + h * 16);
+        scale[now][h] = read_scale(beside + h * 16);
+      }
+#pragma unroll
+      for (int j = 0; j < SIXTEENS; j++) widen(a[now][j], codes + j * BITS / 4, zero);
+      begin();
+#pragma unroll
+      for (int j = 0; j < SIXTEENS; j++) {
+        int k = half * SIXTEENS + j;
+        mma(part[now], a[now][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, j);
+      }
+      commit();
+      if (half) {
+        finished<1>();
+        take(c, 1 - now);
+      }
+    }
+    finished<0>();
+    take(c, (HALVES - 1) % 2);
+  }
+  __device__ __forceinline__ void take(float (&c)[ROWS / 2], int which) {
+    hold(part[which]);
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) c[i] += scale[which][i / 2 % 2] * part[which][i];
+  }
+};

@@ -1,0 +1,310 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+"""Products with weights in codes of 1 to 8 bits (packing.py), and what stands around them in a layer, each in one launch.
+
+What lives here: the kernels, one for every coding (a generator over widths, as Tilus has it, Ding et al. 2025). What may not: the layout, choosing
+a form, the callables of layers (coded.py).
+
+    y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual      as kernels/linear/triton_flat.py has it
+
+Codes come as words, and are widened in the registers that the matrix instruction reads: the layout is such that nothing has to change hands.
+Pairs of codes become pairs of bfloat16 by putting bits in their place: behind the exponent of 128 an integer (MARLIN, Frantar et al. 2024); in
+the place of bfloat16's own an e2m1 or e4m3, whose exponent is then 126 or 120 too small. A weight is the tall side of the instruction, so few
+rows of x are padded to 16. With one scale a block and row sums of a block are scaled; else each weight is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.kernels.build.launch import launchable
+from headrace.kernels.linear.triton_flat import _finish, _squares, _summed
+
+# As packing.Scales numbers them.
+HALF: tl.constexpr = tl.constexpr(0)
+POWER: tl.constexpr = tl.constexpr(1)
+FP8: tl.constexpr = tl.constexpr(2)
+BYTE: tl.constexpr = tl.constexpr(3)
+_E4M3_SHORT: tl.constexpr = tl.constexpr(2.0**120)  # what an exponent that was put in bfloat16's or float32's place lacks
+_E2M1_SHORT: tl.constexpr = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def _pair(bits):
+    """int32 as the two bfloat16 that it is, the lower one first: [..., 2]."""
+    low = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _nibbles(words, PLACE: tl.constexpr, FLOATS: tl.constexpr):
+    """Two codes of 4 bits, 16 bits apart."""
+    bits = words >> 4 * PLACE
+    if FLOATS:
+        found = _pair((bits & 0x00070007) << 6 | (bits & 0x00080008) << 12) * _E2M1_SHORT
+    else:
+        found = _pair(bits & 0x000F000F | 0x43004300)  # 128 + code
+    return found
+
+
+@triton.jit
+def _bytes_of(words, PLACE: tl.constexpr, FLOATS: tl.constexpr):
+    """Two codes of 8 bits, 16 bits apart."""
+    bits = words >> 8 * PLACE
+    if FLOATS:
+        found = _pair((bits & 0x007F007F) << 4 | (bits & 0x00800080) << 8) * _E4M3_SHORT
+    else:  # 16 (128 + high) - 2048 - 128 + 128 + low, each step exact
+        found = _pair(bits >> 4 & 0x000F000F | 0x43004300) * 16.0 - 2176.0 + _pair(bits & 0x000F000F | 0x43004300)
+    return found
+
+
+@triton.jit
+def _code(first, second, third, PLACE: tl.constexpr, BITS: tl.constexpr):
+    """One code of up to 7 bits, from its planes."""
+    most: tl.constexpr = 4 if BITS & 4 else 2 if BITS & 2 else 1
+    code = first >> most * PLACE & ((1 << most) - 1)
+    if most < BITS:
+        least: tl.constexpr = 2 if (BITS - most) & 2 else 1
+        code |= (second >> least * PLACE & ((1 << least) - 1)) << most
+        if most + least < BITS:
+            code |= (third >> PLACE & 1) << (most + least)
+    return code
+
+
+@triton.jit
+def _value(first, second, third, table_ptr, PLACE: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr):
+    """Its pair: this code, and the one four places on."""
+    low, high = _code(first, second, third, PLACE, BITS), _code(first, second, third, PLACE + 4, BITS)
+    if TABLE:
+        found = tl.join(tl.load(table_ptr + low), tl.load(table_ptr + high))
+    else:
+        found = _pair(low | high << 16 | 0x43004300)
+    return found
+
+
+@triton.jit
+def _plane(words_ptr, shorts_ptr, bytes_ptr, at, BITS: tl.constexpr):
+    """A plane's elements, as int32. ``at``: [n], bytes of 1,024 elements' first, and the element (int64, int32)."""
+    block, element = at
+    if BITS == 4:
+        found = tl.load(words_ptr + block // 4 + element)
+    elif BITS == 2:
+        found = tl.load(shorts_ptr + block // 2 + element).to(tl.int32)
+    else:
+        found = tl.load(bytes_ptr + block + element).to(tl.int32)
+    return found
+
+
+@triton.jit
+def _values(
+    words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """What the codes of ``BLOCKS`` blocks say, [64 · BLOCKS, 128]; integers above the middle 128, those of 8 bits above 0.
+
+    ``at``: where the first one begins, ``below``: how far the next one is, in bytes.
+    """
+    if BITS == 8:
+        element = tl.arange(0, BLOCKS * 2048)
+        words = tl.load(words_ptr + at // 4 + element // 2048 * (below // 4) + element % 2048)
+        found = tl.join(_bytes_of(words, 0, FLOATS), _bytes_of(words, 1, FLOATS))
+        # block, piece, warp, g, t, sixteen, side, e, h
+        found = found.reshape(BLOCKS, 4, 4, 8, 4, 2, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 6, 4, 7)
+    else:
+        element = tl.arange(0, BLOCKS * 1024)
+        block, element = at + element // 1024 * below, element % 1024
+        most: tl.constexpr = 4 if BITS & 4 else 2 if BITS & 2 else 1
+        least: tl.constexpr = 2 if (BITS - most) & 2 else 1
+        first = _plane(words_ptr, shorts_ptr, bytes_ptr, (block, element), most)
+        second, third = first, first
+        if most < BITS:
+            second = _plane(words_ptr, shorts_ptr, bytes_ptr, (block + most * 1024, element), least)
+        if most + least < BITS:
+            third = _plane(words_ptr, shorts_ptr, bytes_ptr, (block + (most + least) * 1024, element), 1)
+        if BITS == 4 and not TABLE:
+            upper = tl.join(_nibbles(first, 0, FLOATS), _nibbles(first, 2, FLOATS))
+            lower = tl.join(_nibbles(first, 1, FLOATS), _nibbles(first, 3, FLOATS))
+        else:
+            upper = tl.join(_value(first, second, third, table_ptr, 0, BITS, TABLE), _value(first, second, third, table_ptr, 2, BITS, TABLE))
+            lower = tl.join(_value(first, second, third, table_ptr, 1, BITS, TABLE), _value(first, second, third, table_ptr, 3, BITS, TABLE))
+        # block, piece, warp, g, t, sixteen, e, side, h
+        found = tl.join(upper, lower).reshape(BLOCKS, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+    return found.reshape(BLOCKS * 64, 128)
+
+
+@triton.jit
+def _section(shorts_ptr, bytes_ptr, at, row, set, SCALES: tl.constexpr):
+    """Scales or shifts, float32. ``at``: of each row, where its block's begin, in bytes; ``row`` within the block."""
+    if SCALES == HALF:
+        found = tl.load(shorts_ptr + at // 2 + set * 64 + row).to(tl.float16, bitcast=True).to(tl.float32)
+    elif SCALES == POWER:
+        found = (tl.load(bytes_ptr + at + set * 64 + row).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif SCALES == FP8:
+        bits = tl.load(bytes_ptr + at + set * 64 + row).to(tl.int32)
+        found = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True) * _E4M3_SHORT
+    else:
+        large = tl.load(shorts_ptr + at // 2 + row + set * 0).to(tl.float16, bitcast=True).to(tl.float32)
+        small = (tl.load(bytes_ptr + at + 128 + set * 64 + row).to(tl.int32) ^ 128) - 128
+        found = large * small.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _beside(
+    shorts_ptr, bytes_ptr, factor, at, below, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr,
+    SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Scales of a block's rows and sets, and what is beside them, [64 · BLOCKS, SETS], float32: shifts; or zeros, as values have them.
+
+    ``factor``: of each row. Without it float16 would overflow.
+    """
+    row, set = tl.arange(0, BLOCKS * 64)[:, None], tl.arange(0, SETS)[None, :]
+    own = at + BITS * 1024 + row // 64 * below
+    scale = _section(shorts_ptr, bytes_ptr, own, row % 64, set, SCALES) * factor[:, None]
+    size: tl.constexpr = 128 * SETS if SCALES == HALF else 128 + 64 * SETS if SCALES == BYTE else 64 * SETS
+    if SHIFTS:
+        other = _section(shorts_ptr, bytes_ptr, own + size, row % 64, set, SCALES) * factor[:, None]
+    elif ZEROS:
+        bits = tl.load(shorts_ptr + (own + size) // 2 + set * 64 + row % 64)
+        other = bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    else:
+        other = scale
+    return scale, other
+
+
+@triton.jit
+def _spread(values, SETS: tl.constexpr):
+    """[rows, SETS] → [rows, 128], or [rows, 1], which is as good."""
+    if SETS > 1:
+        ROWS: tl.constexpr = values.shape[0]
+        values = tl.broadcast_to(values[:, :, None], (ROWS, SETS, 128 // SETS)).reshape(ROWS, 128)
+    return values
+
+
+@triton.jit
+def _centred(values, other, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, RAW: tl.constexpr):
+    """Integers around zero; exact. ``RAW``: floats, entries of a table, or integers from 0 on."""
+    if ZEROS:
+        values -= _spread(other, SETS).to(tl.bfloat16)
+    elif RAW < 0:
+        values -= 128.0 if BITS == 8 else 128.0 + (1 << (BITS - 1))
+    elif RAW == 0 and BITS < 8:
+        values -= 128.0
+    return values
+
+
+@triton.jit
+def _weights(values, scale, other, BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, RAW: tl.constexpr):
+    """All of it, float32."""
+    wide = _centred(values, other, BITS, SETS, ZEROS, RAW).to(tl.float32) * _spread(scale, SETS)
+    if SHIFTS:
+        wide += _spread(other, SETS)
+    return wide
+
+
+@triton.jit
+def _split(total, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows that take turns by eight apart: [64 · BLOCKS, BLOCK_M] → twice half of them."""
+    return tl.split(total.reshape(BLOCKS * 4, 2, 8, BLOCK_M).permute(0, 2, 3, 1).reshape(BLOCKS * 32, BLOCK_M, 2))
+
+
+@triton.jit
+def _product(
+    x_at, there, order_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor, first, begin, end, steps, ins,
+    BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, ORDERED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Steps ``begin`` to ``end`` of K: [64 · BLOCKS, BLOCK_M]. ``x_at``: where rows of x begin, [BLOCK_M, 1]; ``first``: the weight's rows, bytes."""
+    SUMS: tl.constexpr = SETS == 1 and not SHIFTS  # are scaled, of a block
+    below, depth = steps * BLOCK_BYTES, tl.arange(0, 128)
+    scale, other = _beside(shorts_ptr, bytes_ptr, factor, first + begin * BLOCK_BYTES, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS)
+    total = tl.zeros((BLOCKS * 64, BLOCK_M), tl.float32)
+    for step in range(begin, end):
+        at = first + step * BLOCK_BYTES
+        k = step * 128 + depth
+        if ORDERED:
+            k = tl.load(order_ptr + k, mask=k < ins, other=ins)
+        x = tl.load(x_at + k[None, :], mask=there[:, None] & (k < ins)[None, :], other=0.0)
+        values = _values(words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, below, BITS, FLOATS, TABLE, BLOCKS)
+        # of the next step: nobody else brings them in time
+        following = first + tl.minimum(step + 1, steps - 1) * BLOCK_BYTES
+        next_scale, next_other = _beside(shorts_ptr, bytes_ptr, factor, following, below, BITS, SETS, ZEROS, SHIFTS, SCALES, BLOCKS)
+        if SUMS:
+            weight = _centred(values, other, BITS, SETS, ZEROS, RAW).to(x.dtype)
+            total += tl.dot(weight, tl.trans(x)) * scale
+        else:
+            weight = _weights(values, scale, other, BITS, SETS, ZEROS, SHIFTS, RAW).to(x.dtype)
+            total = tl.dot(weight, tl.trans(x), total)
+        scale, other = next_scale, next_other
+    return total
+
+
+@launchable(do_not_specialize=("tokens", "pieces", "steps", "share"))
+def _codes_kernel(
+    x_ptr, words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, order_ptr, part_ptr, ticket_ptr,
+    squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr,
+    pieces, tokens, outs, ins, steps, share, eps,
+    BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, ORDERED: tl.constexpr, TURNED: tl.constexpr,
+    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, WAYS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``WAYS`` programs a tile of 64 · ``BLOCKS`` rows of the weight and BLOCK_M of x, each with ``share`` steps of K. ``outs``: of y's rows; where
+    rows of the weight take turns (``TURNED``) without ``GATED``, half of them."""
+    tile, part, band = tl.program_id(0) // WAYS, tl.program_id(0) % WAYS, tl.program_id(1)
+    row, laid = band * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCKS * 64)
+    there = row < tokens
+    begin = part * share
+    end = tl.minimum(begin + share, steps)
+    first = tile.to(tl.int64) * BLOCKS * steps * BLOCK_BYTES
+    if PDL and not LATE:
+        gdc_launch_dependents()
+    factor = tl.load(factor_ptr + tile * (BLOCKS * 64) + laid)
+    if PDL:
+        gdc_wait()
+    squares = _squares(squares_ptr, 0, pieces, tokens, row, PIECES) if NORMED else tl.zeros((PIECES, BLOCK_M), tl.float32)
+    total = _product(
+        x_ptr + row.to(tl.int64)[:, None] * ins, there, order_ptr, words_ptr, shorts_ptr, bytes_ptr, table_ptr, factor, first, begin, end, steps, ins,
+        BITS, SETS, ZEROS, SHIFTS, FLOATS, TABLE, SCALES, RAW, BLOCK_BYTES, ORDERED, BLOCKS, BLOCK_M,
+    )  # fmt: skip
+    if PDL and LATE:
+        gdc_launch_dependents()
+    complete, total = _summed(total, part_ptr, ticket_ptr, band * (tl.num_programs(0) // WAYS) + tile, part, BLOCKS * 64, BLOCK_M, WAYS)
+    if complete:
+        if GATED:
+            whole, second = _split(total, BLOCKS, BLOCK_M)
+            column = tile * (BLOCKS * 32) + tl.arange(0, BLOCKS * 32)
+        else:
+            whole, second, column = total, total, tile * (BLOCKS * 64) + laid
+            if TURNED:
+                half = column // 16 * 8 + column % 8
+                column = tl.where(half < outs // 2, half + column % 16 // 8 * (outs // 2), outs)
+        _finish(
+            whole, second, squares, tile, column, row,
+            squares_ptr, bias_ptr, residual_ptr, scale_ptr, y_ptr, scaled_ptr, sums_ptr, pieces, tokens, outs, ins, eps,
+            NORMED, HAS_BIAS, GATED, KIND, RESIDUAL, NEXT, PIECES,
+        )  # fmt: skip
+
+
+@launchable(do_not_specialize=("first_tile", "outs", "steps"))
+def _widen_kernel(
+    words_ptr, shorts_ptr, bytes_ptr, factor_ptr, table_ptr, out_ptr, first_tile, outs, ins, steps,
+    BITS: tl.constexpr, SETS: tl.constexpr, ZEROS: tl.constexpr, SHIFTS: tl.constexpr, FLOATS: tl.constexpr, TABLE: tl.constexpr,
+    SCALES: tl.constexpr, RAW: tl.constexpr, BLOCK_BYTES: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """A block of the weight, [64, 128], for a product of many rows: of ``outs`` rows from ``first_tile`` on, as they lie, or both halves of those
+    that take turns one below the other; columns as they lie."""
+    tile, step = first_tile + tl.program_id(0) // steps, tl.program_id(0) % steps
+    at = (tile.to(tl.int64) * steps + step) * BLOCK_BYTES
+    row, column = tl.arange(0, 64), step * 128 + tl.arange(0, 128)
+    factor = tl.load(factor_ptr + tile * 64 + row)
+    scale, other = _beside(shorts_ptr, bytes_ptr, factor, at, 0, BITS, SETS, ZEROS, SHIFTS, SCALES, 1)
+    values = _values(words_ptr, shorts_ptr, bytes_ptr, table_ptr, at, 0, BITS, FLOATS, TABLE, 1)
+    place = tl.program_id(0) // steps * 64 + row
+    there = (place < outs)[:, None] & (column < ins)[None, :]
+    if TURNED:
+        place = place // 16 * 8 + place % 8 + place % 16 // 8 * (outs // 2)
+    wide = _weights(values, scale, other, BITS, SETS, ZEROS, SHIFTS, RAW)
+    tl.store(out_ptr + place.to(tl.int64)[:, None] * ins + column[None, :], wide.to(out_ptr.dtype.element_ty), mask=there)

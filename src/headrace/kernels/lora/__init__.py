@@ -1,0 +1,1 @@
+"""Low-rank products of several adapters, added to a product's result."""

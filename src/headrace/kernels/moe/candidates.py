@@ -1,0 +1,91 @@
+"""The candidates for sparse feed-forward networks, best first.
+
+What lives here: the ordered list, and small calls that build each kernel a model will launch. What may not: kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.kernels.build import gpu
+from headrace.kernels.build.native import native
+from headrace.kernels.build.rehearsals import TOKENS
+from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes
+from headrace.kernels.linear import panels
+from headrace.kernels.linear.candidates import INTEGER, INTEGERS
+from headrace.kernels.linear.packing import empty
+from headrace.kernels.moe.native import create_moe
+from headrace.sites import matrices
+
+
+def _refuses(site: CallSite[ExpertFacts]) -> str | None:
+    facts = site.facts
+    if facts.num_experts > 1024 or facts.top_k > 64:
+        return f"{facts.top_k} of {facts.num_experts} experts are more than 64 of 1024"
+    return None
+
+
+def experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
+    """A few tokens, then 4, 16 and 64 pairs an expert: what tiles are chosen by. Routing all to the same experts
+    changes no launch."""
+    spec = sizes.spec
+    up, down = [each for each in matrices(spec) if each.moe is not None][:2]
+    moe = up.moe
+    assert moe is not None
+    shapes = (each.tensors[each.name] for each in (up, down))
+    gate_up, narrow = (torch.empty(shape, dtype=site.facts.dtype, device=site.device) for shape in shapes)  # for all calls: the largest layer
+
+    def compute(tokens: int) -> object:
+        x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
+        return run(x, router, gate_up, narrow, moe.top_k, moe.renormalize, spec.activation)
+
+    for tokens in (TOKENS, *(pairs * moe.num_experts // moe.top_k for pairs in (4, 16, 64))):
+        yield f"{tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
+
+
+def _uncoded(site: CallSite[ExpertFacts]) -> str | None:
+    """What the grouped products over codes do not serve."""
+    facts = site.facts
+    half = len(facts.rounded) - 1
+    if not facts.rounded or None in facts.rounded or len(set(facts.rounded[:half])) != 1:
+        return "computes with codes in groups of 16, 32, 64, or multiples of 128 inputs, of gate and up the same"
+    if any(each is not None and (each.ordered or each.table) for each in facts.rounded):
+        return "computes with inputs in their own order, and codes that are numbers"
+    rounds = [label for label in facts.formats if "inputs" in label]
+    if any(each is not None and each.static for each in facts.eights) or (rounds and None in facts.eights):
+        return f"rounds inputs by scales of their rows alone, not as {', '.join(dict.fromkeys(facts.formats))}"
+    return _refuses(site)
+
+
+def coded_experts(site: CallSite[ExpertFacts], run: Any, sizes: Sizes) -> Calls:
+    """Tokens for every tile, over experts that all are the first one."""
+    spec = sizes.spec
+    up, down = [each for each in matrices(spec) if each.moe is not None][:2]
+    moe, codings = up.moe, site.facts.rounded
+    assert moe is not None and codings[0] is not None and codings[-1] is not None
+
+    def compute(tokens: int) -> object:
+        wide = (empty(codings[0], up.outs, up.ins, site.device, gated=True, ordered=False, copies=moe.num_experts)) if codings[0] else None
+        narrow = (empty(codings[-1], down.outs, down.ins, site.device, gated=False, ordered=False, copies=moe.num_experts)) if codings[-1] else None
+        x, router = site.zeros(tokens, spec.hidden_size), site.zeros(tokens, moe.num_experts)
+        return run.computed(x, router, wide, narrow, moe.top_k, moe.renormalize, spec.activation)
+
+    for tokens in (TOKENS, *(-(-pairs * moe.num_experts // moe.top_k) for pairs in (8, 32))):
+        yield f"{codings[0]}, {codings[-1]}, {tokens} tokens", partial(compute, min(tokens, sizes.max_num_batched_tokens))
+
+
+MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))
+PACKED_MOE = (
+    native(
+        partial(panels.create_moe, rounds=True), name=INTEGER, dtypes=(torch.bfloat16, torch.float16),
+        techniques=INTEGERS, batch_invariant=False, optional=True,
+    ),
+    native(partial(panels.create_moe, rounds=False), batch_invariant=False, optional=True),
+    gpu.triton(
+        "moe.coded:create_moe", coded_experts, _uncoded,
+        name="codes", dtypes=(torch.bfloat16, torch.float16), techniques=frozenset({"quantized_gemm"}), batch_invariant=False, optional=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,46 @@
+"""The twin of the sparse feed-forward network.
+
+What lives here: formulas in plain torch. What may not: anything that is fast at the cost of being plain.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.norm.reference import gated_activation
+from headrace.spec import Activation
+
+
+def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The ``top_k`` experts of each token, best first: (weights [T, top_k] float32, ids [T, top_k] int64); softmax over
+    all, then the best.
+
+    Of equals the lower index wins (topk leaves that open, and bf16 logits are often equal).
+    """
+    probabilities = torch.softmax(router_logits.float(), dim=-1)
+    weights, experts = (x[..., :top_k] for x in torch.sort(probabilities, dim=-1, descending=True, stable=True))
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
+
+
+def moe(
+    x: Tensor,  # [T, H]
+    router_logits: Tensor,  # [T, E]
+    gate_up: Tensor,  # [E, 2I, H]
+    down: Tensor,  # [E, H, I]
+    top_k: int,
+    renormalize: bool,
+    kind: Activation,
+) -> Tensor:
+    """Sparse feed-forward (Shazeer et al. 2017): each token's ``top_k`` experts, weighted. Returns [T, H]; other
+    experts are not read."""
+    weights, experts = route(router_logits, top_k, renormalize)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in torch.unique(experts).tolist():
+        tokens, choice = torch.where(experts == expert)
+        inner = gated_activation(F.linear(x[tokens], gate_up[expert]), kind)
+        out.index_add_(0, tokens, F.linear(inner, down[expert]).float() * weights[tokens, choice].unsqueeze(1))
+    return out.to(x.dtype)

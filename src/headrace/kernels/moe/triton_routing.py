@@ -1,0 +1,58 @@
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+"""Routing of the sparse feed-forward: which experts a token takes, with which weights.
+
+What lives here: the choice as device functions for other kernels, and the kernel that lists each expert's pairs of token and choice.
+What may not: expert products (triton_moe.py, triton_few.py).
+
+Experts are compared by one integer each: the bits of the share, which is not negative, then the index from behind, so that all differ and
+of equal shares the lower index is the larger.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headrace.kernels.build.launch import launchable
+
+
+@triton.jit
+def order_of(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """What to compare the experts of one token by: int64 [BLOCK_E], below 0 where there is no expert."""
+    expert = tl.arange(0, BLOCK_E)
+    logits = tl.load(logits_ptr + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    shares = tl.exp(logits - tl.max(logits, 0))
+    bits = (shares / tl.sum(shares, 0)).to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(expert < EXPERTS, bits * BLOCK_E + (BLOCK_E - 1 - expert), -1)
+
+
+@triton.jit
+def share_of(order, BLOCK_E: tl.constexpr):
+    """The softmax share behind a value of ``order_of``."""
+    return (order // BLOCK_E).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@launchable(do_not_specialize=["room"])
+def _route_kernel(
+    logits_ptr, weights_ptr, counts_ptr, listed_ptr, row_stride, room, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token, choice = tl.program_id(0), tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_wait()
+    order = order_of(logits_ptr + token.to(tl.int64) * row_stride, EXPERTS, BLOCK_E)
+    weights, chosen = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(order, 0)
+        weights = tl.where(choice == place, share_of(best, BLOCK_E), weights)
+        chosen = tl.where(choice == place, BLOCK_E - 1 - (best % BLOCK_E).to(tl.int32), chosen)
+        order = tl.where(order == best, -1, order)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    pair = token * TOP_K + choice
+    tl.store(weights_ptr + pair, weights, mask=choice < TOP_K)
+    rank = tl.atomic_add(counts_ptr + chosen, 1, mask=choice < TOP_K, sem="relaxed")
+    tl.store(listed_ptr + chosen.to(tl.int64) * room + rank, pair, mask=choice < TOP_K)
+    if PDL:
+        gdc_launch_dependents()

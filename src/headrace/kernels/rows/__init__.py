@@ -1,0 +1,5 @@
+"""Between the host, rows and a step; the embedding.
+
+What lives here: the twins (reference.py), their candidates, what those were measured to be best at. What may not:
+layers, models.
+"""

@@ -1,0 +1,5 @@
+"""All layers of a decode step at once.
+
+What lives here: the twins (reference.py), their candidates, what those were measured to be best at. What may not:
+layers, models.
+"""

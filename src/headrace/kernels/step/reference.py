@@ -1,0 +1,90 @@
+"""A whole decode step as one operation: what it is made from, and its twin.
+
+What lives here: the noun, and the twin in plain torch. What may not: kernels, how a decoder is put together
+(models/decoder.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.attention import reference as attention_twins
+from headrace.kernels.inputs import ForwardInputs
+from headrace.kernels.norm import reference as norm_twins
+from headrace.spec import Activation
+
+MOST_ROWS = 8  # of a step that is worth one launch; with 16 it is slower than layer by layer
+MOST_KEYS = 8192  # rows times longest context: beyond, attention is most of the step, and kernels of its own are quicker
+
+
+class WholeStep(Protocol):
+    """One decoder's steps, each in one piece."""
+
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None: ...  # after the last norm; None: not for this step
+
+    def longest(self, rows: int, block_size: int) -> int: ...  # up to which context it takes steps of so many rows; 0: it takes none
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """A decoder's tensors as they were loaded. ``layers``: of each qkv, output, up, down [out, in], then its two norms'
+    weights [hidden]."""
+
+    layers: tuple[tuple[Tensor, ...], ...]
+    embedding: Tensor  # [vocab, hidden]
+    norm: Tensor  # [hidden]
+    cos_sin: Tensor  # [max_model_len, head_dim], float32
+    heads: tuple[int, int, int]  # of q, k and v
+    eps: float
+    scale: float  # of scores
+
+
+def longest_context(rows: int) -> int:
+    """Of a step of so many rows in one launch; 0: there is none."""
+    return MOST_KEYS // rows if 1 <= rows <= MOST_ROWS else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _TwinStep:
+    """Layer by layer, in plain torch."""
+
+    weights: StepWeights
+
+    def __call__(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        weights, residual = self.weights, None
+        x = F.embedding(inputs.token_ids, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            x, residual = _layer(x, residual, layer, weights, inputs, kv_caches[0][:, index])
+        return norm_twins.rms_norm(x, weights.norm, weights.eps, residual)[0]
+
+    def longest(self, rows: int, block_size: int) -> int:
+        return longest_context(rows)
+
+
+def decode_step(weights: StepWeights) -> WholeStep:
+    """Norm, attention, norm, gated feed-forward with SiLU, layer by layer; keys and values are written, hidden states
+    normed."""
+    return _TwinStep(weights)
+
+
+def _layer(
+    x: Tensor,  # [tokens, hidden]: what the layer before adds
+    residual: Tensor | None,  # [tokens, hidden]; None in the first layer
+    layer: tuple[Tensor, ...],
+    weights: StepWeights,
+    inputs: ForwardInputs,
+    cache: Tensor,  # [blocks, 2, kv_heads, block_size, head_dim]
+) -> tuple[Tensor, Tensor]:
+    qkv, output, up, down, first_norm, second_norm = layer
+    x, residual = norm_twins.rms_norm(x, first_norm, weights.eps, residual)
+    (k_cache, v_cache), attention = cache.unbind(1), inputs.attention[0]
+    q, k, v = F.linear(x, qkv).view(len(x), sum(weights.heads), -1).split_with_sizes(weights.heads, dim=1)
+    q = attention_twins.rotary_write(q, k, v, inputs.positions, weights.cos_sin, k_cache, v_cache, attention.slots)
+    attended = attention_twins.paged_attention(q, k_cache, v_cache, attention, weights.scale, None, None)
+    x, residual = norm_twins.rms_norm(F.linear(attended.reshape(len(x), -1), output), second_norm, weights.eps, residual)
+    return F.linear(norm_twins.gated_activation(F.linear(x, up), Activation.SILU), down), residual

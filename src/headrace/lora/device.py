@@ -1,0 +1,78 @@
+"""The adapters of one worker: those in host memory, and the slots of its device.
+
+What lives here: loading ahead in a thread, what has come of it, bringing adapters into slots as plans say. What may not:
+when and which (residency.py, registry.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.engine.executor import AdapterOutcome
+from headrace.errors import HeadraceError
+from headrace.lora.peft import read_adapter
+from headrace.lora.reading import HostAdapter, read_factors
+from headrace.lora.slots import AdapterSlots
+from headrace.spec import DecoderSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How adapters are read: of which model, up to which rank, as what."""
+
+    spec: DecoderSpec
+    max_rank: int
+    dtype: torch.dtype
+    pinned: bool
+
+    def read(self, folder: str) -> HostAdapter:
+        return read_factors(read_adapter(Path(folder), self.spec, self.max_rank), self.dtype, pinned=self.pinned)
+
+
+class DeviceAdapters:
+    """``load`` and ``drop`` are told by the executor's control verb; ``bring`` by plans, which name none but the loaded."""
+
+    def __init__(self, slots: AdapterSlots, reading: Reading) -> None:
+        self.slots = slots
+        self._reading = reading
+        self._held: dict[str, HostAdapter] = {}
+        self._coming: dict[str, Future[HostAdapter]] = {}
+        self._pool = ThreadPoolExecutor(1, "headrace-adapters")
+
+    def load(self, name: str, folder: str) -> None:
+        self._coming[name] = self._pool.submit(self._reading.read, folder)
+
+    def drop(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def outcomes(self, wait: float) -> list[AdapterOutcome]:
+        """Of those that have come, or could not, since. ``wait``: seconds that the first may be waited for."""
+        if wait and self._coming:
+            wait_for(self._coming.values(), wait, FIRST_COMPLETED)
+        return [self._outcome(name) for name, each in list(self._coming.items()) if each.done()]
+
+    def _outcome(self, name: str) -> AdapterOutcome:
+        try:
+            self._held[name] = self._coming.pop(name).result()
+        except HeadraceError as error:
+            return AdapterOutcome(name, error.message)
+        except Exception as error:  # whatever is wrong with it, it is this adapter's failure
+            _log.exception("adapter %s could not be read", name)
+            return AdapterOutcome(name, f"adapter {name} could not be read: {type(error).__name__}: {error}")
+        return AdapterOutcome(name)
+
+    def bring(self, adapters: Iterable[tuple[int, str]]) -> None:
+        for slot, name in adapters:
+            self.slots.bring(slot, self._held[name])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,207 @@
+"""The adapters that an engine knows, and the requests that wait until theirs is in host memory.
+
+What lives here: names, loading ahead of a request's turn, who makes room for whom. What may not: torch, files (peft.py
+behind ``check``), slots of the device (residency.py).
+
+A name that is taken away and comes back stands for other weights, perhaps; so each registration has a key of its own,
+and that is what prefixes are cached under.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.config import check_adapter_name
+from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, LoadAdapter
+from headrace.errors import ConfigError, InvalidRequest, NotFound
+from headrace.request import Request
+from headrace.scheduler.events import AddRequest, RefuseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    key: str
+    folder: str
+
+
+class AdapterDesk:
+    """``check`` raises HeadraceError for a folder that is no adapter of this model. ``control``: the executor's.
+    ``most_held``: adapters in host memory at once. ``folder``: a name that is not registered is looked for there.
+
+    Who waits first gets room first: while a request finds none, the adapter that was used longest ago takes no new requests,
+    and gives its place once those it has are done.
+    """
+
+    def __init__(self, check: Callable[[str], object], control: Callable[[Control], None], most_held: int, folder: str | None = None) -> None:
+        self._check = check
+        self._control = control
+        self._most_held = most_held
+        self._folder = None if folder is None else Path(folder)
+        self._known: dict[str, Registered] = {}
+        self._numbers = itertools.count(2)
+        self._held: dict[str, str] = {}  # key → folder, loaded or coming; used longest ago first
+        self._coming: set[str] = set()
+        self._waiting: dict[int, Request] = {}  # by id, in order of arrival; ``adapter`` is a key already
+        self._wanted: set[str] = set()  # keys that nobody asks for yet, but somebody waits to hear of
+        self._failed: dict[str, str] = {}
+        self._closing: str | None = None
+        self._used_keys: set[str] = set()
+        self.num_loads = 0
+
+    # --- names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._known)
+
+    @property
+    def num_held(self) -> int:
+        """In host memory, or on their way there."""
+        return len(self._held)
+
+    def register(self, name: str, folder: str) -> str:
+        """Returns the key. Raises InvalidRequest for a name that is taken, HeadraceError for what is no adapter."""
+        known = self._known.get(name)
+        if known is not None and known.folder == folder:
+            return known.key
+        if known is not None:
+            raise InvalidRequest(f"An adapter {name!r} is there already, from another folder; unload it first.", param="lora_name")
+        self._check(folder)
+        self._known[name] = Registered(self._key(name), folder)
+        return self._known[name].key
+
+    def require(self, name: str, folder: str = "") -> None:
+        """It is known from now on. Raises InvalidRequest, and what ``register`` raises."""
+        if folder:
+            self.register(check_adapter_name(name), folder)
+        elif name not in self._known and self._found(name) is None:
+            raise InvalidRequest(f"There is no adapter {name[:100]!r}; see /v1/models.", param="model", code="model_not_found")
+
+    def unregister(self, name: str) -> None:
+        """Requests that have it go on; new ones are refused. Raises NotFound."""
+        if self._known.pop(name, None) is None:
+            raise NotFound(f"There is no adapter {name[:100]!r}; see /v1/models.", param="lora_name", code="adapter_not_found")
+
+    def forget(self, name: str, key: str) -> None:
+        """One that could not be read, unless its name stands for another by now."""
+        if name in self._known and self._known[name].key == key:
+            del self._known[name]
+
+    def preload(self, name: str) -> str:
+        """Brings it into host memory though nobody asks for it yet; ``verdict`` of the key tells how that went."""
+        known = self._known[name]
+        if known.key not in self._held:
+            self._wanted.add(known.key)
+        return known.key
+
+    def verdict(self, key: str) -> str | None:
+        """What is wrong with it; "" where it has come, None where it is still to come."""
+        if key in self._failed:
+            return self._failed[key]
+        return None if key in self._coming or key in self._wanted else ""
+
+    # --- requests
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._coming or self._wanted)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        return tuple(self._waiting.values())
+
+    def begin(self, request: Request) -> None:
+        """It comes back out of ``take_ready``. Raises InvalidRequest for an unknown adapter."""
+        self.require(request.adapter or "")
+        self._waiting[request.request_id] = replace(request, adapter=self._known[request.adapter or ""].key)
+
+    def _found(self, name: str) -> Registered | None:
+        """In the folder; it is looked into when it is read."""
+        found = None if self._folder is None else adapter_folder(self._folder, name)
+        if found is None:
+            return None
+        self._known[name] = Registered(self._key(name), str(found))
+        return self._known[name]
+
+    def _key(self, name: str) -> str:
+        key = name if name not in self._used_keys else f"{name}#{next(self._numbers)}"
+        self._used_keys.add(key)
+        return key
+
+    def drop(self, request_id: int) -> None:
+        self._waiting.pop(request_id, None)
+
+    def take_ready(self, outcomes: Iterable[AdapterOutcome], in_use: Collection[str]) -> list[AddRequest | RefuseRequest]:
+        """Those whose adapter has come, or could not. ``in_use``: keys of requests that have not ended."""
+        for outcome in outcomes:
+            self._coming.discard(outcome.name)
+            if outcome.error is not None:
+                self._failed[outcome.name] = outcome.error
+                self._held.pop(outcome.name, None)
+        ready: list[AddRequest | RefuseRequest] = []
+        for request in self.waiting:
+            key = request.adapter or ""
+            if key in self._failed:
+                ready.append(RefuseRequest(request, self._failed[key], param="model"))
+            elif key in self._held and key not in self._coming and key != self._closing:
+                self._held[key] = self._held.pop(key)  # used last
+                ready.append(AddRequest(request))
+        for event in ready:
+            del self._waiting[event.request.request_id]
+        self._make_room({*in_use, *(event.request.adapter or "" for event in ready)})
+        return ready
+
+    def _make_room(self, in_use: Collection[str]) -> None:
+        """Loads begin in the order of their requests, as far as there is room."""
+        if self._closing is not None and not self._is_lacking(self._closing):
+            self._closing = None
+        folders = {each.key: each.folder for each in self._known.values()}
+        wanted = [request.adapter or "" for request in self.waiting]
+        for key in dict.fromkeys((*wanted, *self._wanted)):
+            if key in self._held or key in self._failed:
+                self._wanted.discard(key)
+                continue
+            if key not in folders:
+                self._failed[key] = f"The adapter {key.partition('#')[0]!r} was unloaded before its turn. Load it again."
+                continue
+            if len(self._held) >= self._most_held and not self._evict(in_use):
+                return
+            self._held[key] = folders[key]
+            self._coming.add(key)
+            self._wanted.discard(key)
+            self.num_loads += 1
+            self._control(LoadAdapter(key, folders[key]))
+
+    def _is_lacking(self, closing: str) -> bool:
+        return closing in self._held and any(request.adapter not in self._held for request in self._waiting.values())
+
+    def _evict(self, in_use: Collection[str]) -> bool:
+        victim = next((key for key in self._held if key not in self._coming and key not in in_use), None)
+        if victim is None:
+            self._closing = self._closing or next((key for key in self._held if key not in self._coming), None)
+            return False
+        del self._held[victim]
+        if victim == self._closing:
+            self._closing = None
+        self._control(DropAdapter(victim))
+        return True
+
+
+def adapter_folder(parent: Path, name: str) -> Path | None:
+    """``name`` within ``parent``, if it is an adapter's folder; a name cannot reach outside."""
+    try:
+        folder = parent / check_adapter_name(name)
+    except ConfigError:
+        return None
+    return folder if (folder / "adapter_config.json").is_file() else None
+
+
+def adapter_names(parent: Path) -> list[str]:
+    """All that ``adapter_folder`` finds there."""
+    try:
+        return sorted(each.name for each in parent.iterdir() if adapter_folder(parent, each.name) is not None)
+    except OSError:
+        return []

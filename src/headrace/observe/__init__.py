@@ -1,0 +1,1 @@
+"""What is seen of a running engine and of a measurement: counts, traces, log lines, progress, tables."""

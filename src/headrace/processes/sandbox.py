@@ -1,0 +1,157 @@
+"""Processes for other people's programs (a template, a grammar, a moderation function): each answers frames and can be killed at any moment.
+
+What lives here: starting, asking and ending such processes, a pool of them, and their own loop. What may not: what they do, and their
+limits of memory and CPU time (they set those themselves, so that the kernel enforces them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.portability import ignore_terminal
+from headrace.processes.frames import encode_frame, parent_socket, read_frame
+
+MAX_PROCESSES = 4
+START_SECONDS = 60.0
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
+
+Reply = dict[str, Any]
+Check = Callable[[Reply | None], None]
+
+
+def answer_frames(answer: Callable[[bytes], Reply]) -> None:
+    """The whole life of such a process: frame in, reply out, until nobody asks any more. What is printed goes to stderr."""
+    ignore_terminal()
+    os.dup2(2, 1)
+    with parent_socket() as sock, sock.makefile("rb") as asked:
+        while (body := read_frame(asked)) is not None:
+            sock.sendall(encode_frame(answer(body)))
+
+
+class Sandbox:
+    """One process; ``opening`` is its first frame, sent at once. Only a ``trusted`` one has this process's environment and stderr."""
+
+    def __init__(self, module: str, opening: bytes, *, trusted: bool = False) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
+        flags, stderr, env = ((), None, None) if trusted else (("-S", "-P"), subprocess.DEVNULL, _bare_environment())
+        command = [sys.executable, *flags, "-m", module]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=env)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._replies)
+        self._opened = False
+        self._send(opening)
+
+    def finish_start(self, check: Check) -> None:
+        """Waits for the reply to the opening, once; ``check`` raises when it is a refusal or there is none."""
+        if not self._opened:
+            self._opened, reply = True, None
+            self._socket.settimeout(START_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                reply = self._receive()
+            check(reply)
+
+    def request(self, frame: bytes, seconds: float | None = None) -> Reply | None:
+        """The reply, or None when the process has ended: see ``ended_by``. Raises TimeoutError; then the process is of no more use."""
+        self._socket.settimeout(seconds)
+        self._send(frame)
+        return self._receive()
+
+    def ended_by(self) -> int:
+        """The signal that ended the process, once it gave no reply; 0: it ended by itself."""
+        return -min(0, int(self._process.wait()))
+
+    def _send(self, frame: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # a dead process shows in the reply
+            self._socket.sendall(frame)
+
+    def _receive(self) -> Reply | None:
+        try:
+            body = read_frame(self._replies)
+        except ConnectionError:
+            body = None
+        return None if body is None else json.loads(body)
+
+    @property
+    def alive(self) -> bool:
+        return self._finalizer.alive
+
+    def kill(self) -> None:
+        """From any thread: whoever asks hears of its end."""
+        self._process.kill()
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _bare_environment() -> dict[str, str]:
+    """Without secrets. sys.path is handed on because the parent may have found its packages by other means than the environment."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {**environment, "PYTHONPATH": os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])}
+
+
+def _end(process: subprocess.Popen[bytes], sock: socket.socket, replies: Any) -> None:
+    process.kill()
+    replies.close()
+    sock.close()
+    process.wait()
+
+
+class SandboxPool:
+    """Up to ``most`` alike, started when needed and kept: while one is busy others serve. Thread-safe."""
+
+    def __init__(self, module: str, opening: Any, check: Check, *, most: int = MAX_PROCESSES, trusted: bool = False) -> None:
+        self._create = partial(Sandbox, module, encode_frame(opening), trusted=trusted)
+        self._check = check
+        self._idle: list[Sandbox] = []
+        self._busy: list[Sandbox] = []
+        self._slots = threading.BoundedSemaphore(most)
+
+    def warm_up(self) -> None:
+        """Starts a process without waiting for it, so that the first request need not."""
+        if not self._idle:
+            self._idle.append(self._create())
+
+    def check(self) -> None:
+        """Raises what ``check`` does."""
+        with self.borrowed():
+            pass
+
+    def close(self) -> None:
+        """Those that are busy end, too."""
+        for sandbox in [*self._busy]:
+            sandbox.kill()
+        while self._idle:
+            self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[Sandbox]:
+        """One of them for one caller; it goes back unless the caller closed it or raised."""
+        with self._slots:
+            try:
+                sandbox = self._idle.pop()
+            except IndexError:
+                sandbox = self._create()
+            self._busy.append(sandbox)
+            try:
+                sandbox.finish_start(self._check)
+                yield sandbox
+            except BaseException:
+                sandbox.close()
+                raise
+            finally:
+                self._busy.remove(sandbox)
+            if sandbox.alive:
+                self._idle.append(sandbox)

@@ -1,0 +1,187 @@
+"""The tensors of one layer by their names on disk, until they are written.
+
+What lives here: its matrices, what they are multiplied by, and factors moved between them. What may not: how codes are chosen, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from headrace.models.checkpoint import Checkpoint
+from headrace.models.loader import KeyNames
+from headrace.models.weight_rules import StoredMatrix, disk_name, stored_matrices, weight_rules
+from headrace.quantize.blocks import BlockRunner, HeldTensors, Inputs, Seen
+from headrace.quantize.grid import Grid
+from headrace.quantize.scaling import activation_aware, smooth
+from headrace.sites import Role, Weight, layer_weights
+from headrace.spec import DecoderSpec
+
+_MATRICES = (Role.QKV, Role.OUTPUT, Role.UP, Role.DOWN)
+
+
+class Maker(Protocol):
+    """Makes matrices of one format. ``form``: whose form it is, ``layout``: its name there. ``method``: how codes are chosen."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def form(self) -> str: ...
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def grid(self) -> Grid: ...
+
+    def problem(self, outs: int, ins: int) -> str | None:
+        """Why a matrix of this shape cannot be made so."""
+
+    def made(self, weight: Tensor, seen: Inputs | None, most: float) -> dict[str, Tensor]:
+        """Its tensors by their names behind its own. ``weight`` [outs, ins], float32; ``seen``: what it is multiplied by; ``most``:
+        the largest weight of those that are merged with it.
+        """
+
+    def entry(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """``quantization_config`` of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``rows``: to calibrate with; ``held``: to judge by. A recipe whose method is ``rtn`` needs no rows."""
+
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    recipe: Maker
+    rows: Sequence[Sequence[int]] = ()
+    held: Sequence[Sequence[int]] = ()
+
+
+class Layer:
+    def __init__(self, job: Job, target: DecoderSpec, index: int, runner: BlockRunner) -> None:
+        self._job, self._index, self._runner = job, index, runner
+        names = KeyNames(job.checkpoint.keys())
+        rules = [rule for rule in weight_rules(job.spec) if rule.target.startswith(f"layers.{index}.")]
+        keys = [names[source] for rule in rules for group in rule.sources for source in group]
+        self._names = names
+        self._held = {key: job.checkpoint.read(key) for key in keys}
+        self._matrices = [each for each in stored_matrices(target) if each.weight.layer == index]
+        self._seen: Seen = {}
+
+    def watch(self, rows: Sequence[Tensor]) -> None:
+        block = self._runner.block(self._job.spec, self._index, HeldTensors(self._held))
+        self._seen = self._runner.watched(block, rows, _MATRICES, self._stacked)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As they are written."""
+        done = set()
+        for matrix in self._matrices:
+            yield from ((f"{self._module(matrix)}.{name}", tensor) for name, tensor in self._made(matrix).items())
+            done.add(self._key(matrix))
+        yield from ((key, tensor) for key, tensor in self._held.items() if key not in done)
+
+    def scale(self) -> None:
+        """Scales the input channels of each weight whose producer can take it."""
+        for role, producer in self._producers():
+            seen = self._inputs(role)
+            if seen is None or not seen.count:
+                continue
+            mine = [each for each in self._matrices if each.weight.role is role]
+            kept = [self._weight(each) for each in mine]
+            choose = partial(activation_aware, mean=seen.mean, gram=seen.gram, grid=self._job.recipe.grid)
+            factors = choose(kept) if self._job.recipe.method == "awq" else smooth(kept, seen.most)
+            self._multiply([self._key(each) for each in mine] + self._routers(role), factors)
+            producer(1.0 / factors)
+            for (watched, _), inputs in self._seen.items():
+                if watched is role:
+                    inputs.gram = inputs.gram / factors.outer(factors)
+
+    # --- weights by name
+
+    def _made(self, matrix: StoredMatrix) -> dict[str, Tensor]:
+        merged = (each for each in self._matrices if (each.weight, each.copy) == (matrix.weight, matrix.copy))
+        weight = self._weight(matrix)
+        most = max(float(self._held[self._key(each)].abs().max()) for each in merged)
+        return self._job.recipe.made(weight, self._seen.get((matrix.weight.role, matrix.copy)), most)
+
+    def _weight(self, matrix: StoredMatrix) -> Tensor:  # [outs, ins], float32
+        return finite(self._key(matrix), self._held[self._key(matrix)].to(self._runner.device).float())
+
+    def _key(self, matrix: StoredMatrix) -> str:
+        return self._names[f"{matrix.module}.weight"]
+
+    def _module(self, matrix: StoredMatrix) -> str:
+        return self._key(matrix).removesuffix(".weight")
+
+    def _stacked(self, role: Role) -> Tensor:
+        """Experts' matrices, [experts, outs, ins]."""
+        mine = [each for each in self._matrices if each.weight.role is role]
+        copies = range(max(each.copy for each in mine) + 1)
+        return torch.stack([torch.cat([self._weight(each) for each in mine if each.copy == copy]) for copy in copies])
+
+    def _routers(self, role: Role) -> list[str]:
+        """What else is computed from the same inputs."""
+        found = [each for each in layer_weights(self._job.spec, self._index) if each.role is Role.ROUTER]
+        return [self._names[f"{disk_name(self._job.spec, each)}.weight"] for each in found] if role is Role.UP else []
+
+    def _inputs(self, role: Role) -> Inputs | None:
+        """Of a weight's copies together: what they share their producer's factors by."""
+        found = [inputs for (watched, _), inputs in self._seen.items() if watched is role and inputs.count]
+        if len(found) < 2:
+            return found[0] if found else None
+        total = Inputs(sum(each.count for each in found))
+        total.gram, total.total = sum(each.gram for each in found), sum(each.total for each in found)  # type: ignore[assignment]
+        total.most = torch.stack([each.most for each in found]).amax(0)
+        return total
+
+    def _producers(self) -> Iterator[tuple[Role, Callable[[Tensor], None]]]:
+        """Weights whose inputs can be scaled, and how."""
+        spec = self._job.spec
+        norms = {each.name.rpartition(".")[2]: each for each in layer_weights(spec, self._index) if each.role is Role.NORM}
+        yield Role.QKV, partial(self._scale_norm, norms["attention_norm"])
+        yield Role.UP, partial(self._scale_norm, norms["feed_forward_norm"])
+        gated = [each for each in self._matrices if each.weight.role is Role.UP and each.part == 1 and len(each.weight.pieces) == 2]
+        if gated and spec.layers[self._index].moe is None:
+            yield Role.DOWN, partial(self._multiply_rows, self._key(gated[0]))
+        values = [each for each in self._matrices if each.weight.role is Role.QKV and each.part == 2]
+        if values and spec.num_heads == spec.num_kv_heads:
+            yield Role.OUTPUT, partial(self._multiply_rows, self._key(values[0]))
+
+    def _scale_norm(self, norm: Weight, factors: Tensor) -> None:
+        name = disk_name(self._job.spec, norm)
+        offset = self._job.spec.norm_offset
+        for suffix, shift in (("weight", offset), ("bias", 0.0)):
+            if (key := self._names.find(f"{name}.{suffix}")) is not None:
+                held = self._held[key]
+                self._held[key] = ((held.float() + shift) * factors.cpu() - shift).to(held.dtype)
+
+    def _multiply(self, keys: Sequence[str], factors: Tensor) -> None:
+        """Columns."""
+        for key in keys:
+            held = self._held[key]
+            self._held[key] = (held.float() * factors.cpu()).to(held.dtype)
+
+    def _multiply_rows(self, key: str, factors: Tensor) -> None:
+        module = key.removesuffix(".weight")
+        for each in (key, f"{module}.bias"):
+            if each in self._held:
+                held = self._held[each]
+                shape = (-1, *(1 for _ in range(held.dim() - 1)))
+                self._held[each] = (held.float() * factors.cpu().view(shape)).to(held.dtype)
+
+
+def finite(key: str, tensor: Tensor) -> Tensor:
+    """Raises ConfigError where it is not."""
+    if bad := int((~tensor.isfinite()).sum()):
+        raise ConfigError(f"{key} holds {bad} values that are NaN or infinite, of {tensor.numel()}; fetch the checkpoint again, or another one.")
+    return tensor

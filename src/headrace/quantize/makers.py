@@ -1,0 +1,31 @@
+"""What makes matrices of the format that was asked for.
+
+What lives here: that choice. What may not: how any of them does it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.errors import ConfigError
+from headrace.quantize.layer import Maker
+from headrace.quantize.lossless import LosslessRecipe
+from headrace.quantize.names import Choice
+from headrace.quantize.outliers import OutlierRecipe
+from headrace.quantize.recipe import recipe_for
+from headrace.quantize.ternary import TernaryRecipe
+
+
+def maker_for(choice: Choice, *, group_size: int | None, asymmetric: bool, scales: torch.dtype) -> Maker:
+    """``scales``: the type that the model is stored in. Raises ConfigError."""
+    if choice.form in ("dfloat11", "qmoe"):
+        if group_size is not None or asymmetric:
+            raise ConfigError(f"--group-size and --asymmetric are for integers of few bits, and {choice.form} has a form of its own; leave them out.")
+        if choice.form == "qmoe":
+            return TernaryRecipe(choice.method)
+        if scales is not torch.bfloat16:
+            raise ConfigError(f"--format dfloat11 holds bfloat16, and this model is stored in {str(scales).removeprefix('torch.')}; give another.")
+        return LosslessRecipe()
+    recipe = recipe_for(choice, group_size=group_size, asymmetric=asymmetric, scales=scales)
+    layout = {"int8-outliers": "outlier-columns", "spqr": "sparse-outliers"}.get(choice.form)
+    return recipe if layout is None else OutlierRecipe(recipe, choice.form, layout)

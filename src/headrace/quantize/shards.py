@@ -1,0 +1,70 @@
+"""A checkpoint's files as they are written: safetensors, one a layer, and their index.
+
+What lives here: writing and finding what is there already. What may not: what tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.models.safetensors_file import read_header
+
+_NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+
+
+class Shards:
+    """``count`` files of ``folder``. One that stands under its name is whole: it was written beside it and renamed."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, index: int) -> Path:
+        return self.folder / f"model-{index + 1:05d}-of-{self.count:05d}.safetensors"
+
+    def there(self, index: int) -> bool:
+        return self.path(index).exists()
+
+    def write(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+        entries, start = {}, 0
+        for name, tensor in tensors.items():
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, start + tensor.nbytes]}
+            start += tensor.nbytes
+        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        header += b" " * (-len(header) % 8)
+        unfinished = self.path(index).with_suffix(".unfinished")
+        with unfinished.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for tensor in tensors.values():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self.path(index))
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        entries = read_header(self.path(index))
+        data = torch.frombuffer(bytearray(self.path(index).read_bytes()), dtype=torch.uint8)
+        types = {name: dtype for dtype, name in _NAMES.items()}
+        places = {name: data[each.start : each.start + each.num_bytes] for name, each in entries.items()}
+        return {name: place.clone().view(types[entries[name].dtype]).view(entries[name].shape) for name, place in places.items()}
+
+    def write_index(self) -> int:
+        """Returns the bytes of all tensors."""
+        places, size = {}, 0
+        for index in range(self.count):
+            for name, entry in read_header(self.path(index)).items():
+                places[name] = self.path(index).name
+                size += entry.num_bytes
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=1)
+        (self.folder / "model.safetensors.index.json").write_text(text + "\n")
+        return size

@@ -1,0 +1,218 @@
+"""/v1/chat/completions: a decoded body becomes a ChatRequest, or an error that names the field; and the answer to it.
+
+What lives here: this route's own fields, and what answers are taken apart into (reasoning, content, calls) as messages and deltas.
+What may not: what routes share (protocol/sampling.py), messages (messages.py), parsing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec import UNSET
+
+from headrace.engine.output import RequestDelta
+from headrace.errors import InvalidRequest
+from headrace.server import generate
+from headrace.server.answer_types import Call, Called, ChatMessage
+from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
+from headrace.server.exchange import Exchange
+from headrace.server.messages import Messages, Tools, read_messages, read_tools, text_of
+from headrace.server.parsing.parser import OutputParser
+from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
+from headrace.server.protocol.body import Refused, refused
+from headrace.server.protocol.sampling import (
+    Budget,
+    ChatRequest,
+    Choice,
+    Conversation,
+    Effort,
+    OlderBody,
+    Variables,
+    asked,
+    choose,
+    older_shape,
+    template_variables,
+    thinking_options,
+)
+from headrace.server.service import CreateParser, Service
+from headrace.server.wire import HOLE, encode_list, quote
+
+if TYPE_CHECKING:
+    from headrace.engine.tokenizer import Tokenizer
+
+
+class ChatBody(OlderBody, kw_only=True):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    tools: Tools = []
+    tool_choice: Choice = "auto"
+    chat_template_kwargs: Variables = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    thinking_token_budget: Budget | None = None
+    echo: bool = False
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+
+    wire_names: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
+    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody", "ChatBody")
+
+
+def parse_chat(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest[ChatBody]:
+    """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
+    body = ChatBody.read(raw)
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(f"max_tokens is {old} and max_completion_tokens is {new}; give one of them.", param="max_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
+    if body.echo and not body.continue_final_message:
+        raise InvalidRequest("echo shows the message that is continued, and none is; set continue_final_message or leave echo out.", param="echo")
+    return ChatRequest(
+        conversation=read_conversation(raw, body),
+        **asked(body, defaults, max_tokens=old if new is None else new, logprobs=body.top_logprobs if body.logprobs else None),
+        shape=older_shape(body, logprobs=body.logprobs),
+        echo=body.echo,
+        **thinking_options(body.thinking_token_budget),
+    )
+
+
+def read_conversation(raw: Mapping[str, Any], body: ChatBody) -> Conversation:
+    """``raw``: the body as it was written, of which a template may see what is not checked here."""
+    tools, customs = read_tools(raw.get("tools") or [], body.tools)
+    shown, offered = choose(body.tool_choice, tools, parallel=body.parallel_tool_calls, customs=customs)
+    continues, opens = body.continue_final_message, body.add_generation_prompt
+    return Conversation(
+        messages=read_messages(raw["messages"], body.messages),
+        tools=shown,
+        choice=offered,
+        add_generation_prompt=not continues if opens is None else opens,
+        continue_final_message=continues,
+        variables=template_variables(body.reasoning_effort, body.chat_template_kwargs),
+    )
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    await generate.converse(service, exchange, parse_chat, _create_answer)
+
+
+def _create_answer(
+    request: ChatRequest[ChatBody], shape: Shape, prompt: PromptState, tokenizer: Tokenizer | None, create_parser: CreateParser
+) -> ChatAnswer:
+    echo = text_of(request.conversation.messages[-1]["content"]) if request.echo else ""
+    return ChatAnswer(shape, prompt, [create_parser() for _ in range(request.params.n)], tokenizer, echo=echo)
+
+
+class ChatAnswer(ChoicesAnswer):
+    """chat.completion and chat.completion.chunk. ``parsers``: one a choice; None where all of a text is content, and nothing looks at it.
+    ``echo``: what contents begin with, that the model did not write.
+    """
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(
+        self, shape: Shape, prompt: PromptState, parsers: Sequence[OutputParser | None], tokenizer: Any, *, echo: str = ""
+    ) -> None:
+        super().__init__(shape, [prompt], len(parsers), tokenizer)
+        self._echo, self._parsers, self._plain = echo, parsers, shape.plain
+        self._contents = [self._plain_around(index, Content(HOLE)) for index in range(len(parsers))]
+        self._thoughts = [self._plain_around(index, Reasoning(HOLE)) for index in range(len(parsers))]
+
+    def _plain_around(self, index: int, segment: Segment) -> list[str]:
+        return self._around({"index": index, "delta": _delta(segment), "logprobs": None, "finish_reason": None})
+
+    def opening(self) -> Iterator[str]:
+        delta = {"role": "assistant", "content": self._echo}
+        extra = {"prompt_token_ids": list(self.prompts[0].token_ids)} if self.shape.token_ids else {}
+        for index in range(len(self.choices)):
+            yield self.event_of({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **(extra if index == 0 else {}))
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        parser, reason, plain = self._parsers[choice], delta.finish_reason, self._plain
+        if parser is None and plain and reason is None:
+            return quote(delta.text).join(self._contents[choice])
+        if parser is not None:
+            segments = [*parser.push(delta.text), *(parser.finish(reason) if reason is not None else ())]
+        else:
+            segments = [Content(delta.text)] if delta.text or (not plain and (reason is None or delta.token_ids)) else []
+        if plain:
+            events = [self._plain_event(choice, segment) for segment in segments]
+        else:
+            # Text may be held back, but what is told of each token is not.
+            shown = [_delta(segment) for segment in segments] or ([{}] if delta.token_ids else [])
+            events = [self._rich(choice, each, delta if index == 0 else None) for index, each in enumerate(shown)]
+        if reason is not None:
+            ended = {"finish_reason": reason if parser is None else parser.end_reason(reason), "stop_reason": delta.stop_reason}
+            events.append(self.event_of({"index": choice, "delta": {}, "logprobs": None, **ended}))
+        return "".join(events)
+
+    def _plain_event(self, choice: int, segment: Segment) -> str:
+        if isinstance(segment, Content | Reasoning):
+            return quote(segment.text).join((self._contents if isinstance(segment, Content) else self._thoughts)[choice])
+        return "".join(self._plain_around(choice, segment))
+
+    def _rich(self, choice: int, shown: dict[str, Any], told: RequestDelta | None) -> str:
+        """``told``: whose tokens this chunk tells of, if it is asked to."""
+        logprobs = self.format.chat(told.logprobs) if told is not None and self.shape.logprobs else None
+        event: dict[str, Any] = {"index": choice, "delta": shown, "logprobs": logprobs, "finish_reason": None}
+        if self.shape.token_ids:
+            event["token_ids"] = list(told.token_ids) if told is not None else []
+        return self.event_of(event)
+
+    def _prompt_members(self) -> dict[str, Any]:
+        prompt, members = self.prompts[0], dict[str, Any]()
+        if self.shape.token_ids:
+            members["prompt_token_ids"] = self._prompt_ids(prompt)
+        if self.shape.prompt_logprobs:
+            members["prompt_logprobs"] = self._prompt_scores(prompt)
+        return members
+
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        parser, reason = self._parsers[index], choice.finish_reason or ""
+        text = "".join(choice.texts)
+        segments = [Content(text)] if parser is None else [*parser.push(text), *parser.finish(reason)]
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": message_of(segments, self._echo),
+            "logprobs": self.format.chat_pieces(choice.logprobs) if self.shape.logprobs else None,
+            "finish_reason": reason if parser is None else parser.end_reason(reason),
+            "stop_reason": choice.stop_reason,
+        }
+        if self.shape.token_ids:
+            shown["token_ids"] = encode_list(choice.token_ids)
+        return shown
+
+
+def _delta(segment: Segment) -> dict[str, Any]:
+    if isinstance(segment, Content):
+        return {"content": segment.text}
+    if isinstance(segment, Reasoning):
+        return {"reasoning_content": segment.text, "reasoning": segment.text}
+    kind, name = ("custom", "input") if segment.custom else ("function", "arguments")
+    if isinstance(segment, ToolCallArguments):
+        return {"tool_calls": [{"index": segment.index, kind: {name: segment.text}}]}
+    return {"tool_calls": [{"index": segment.index, "id": segment.id, "type": kind, kind: {"name": segment.name, name: ""}}]}
+
+
+def message_of(segments: Sequence[Segment], echo: str = "") -> ChatMessage:
+    content = echo + "".join(each.text for each in segments if isinstance(each, Content))
+    reasoning = "".join(each.text for each in segments if isinstance(each, Reasoning)) or UNSET
+    calls = _calls_of(segments) or UNSET
+    return ChatMessage(content or (None if reasoning or calls else ""), reasoning, reasoning, calls)
+
+
+def _calls_of(segments: Sequence[Segment]) -> list[Call]:
+    texts: dict[int, str] = {}
+    for each in segments:
+        if isinstance(each, ToolCallArguments):
+            texts[each.index] = texts.get(each.index, "") + each.text
+    return [_call(each, texts.get(each.index, "")) for each in segments if isinstance(each, ToolCallStart)]
+
+
+def _call(start: ToolCallStart, text: str) -> Call:
+    if start.custom:
+        return Call(start.id, "custom", custom=Called(start.name, input=text))
+    return Call(start.id, "function", function=Called(start.name, arguments=text))

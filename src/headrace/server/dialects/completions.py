@@ -1,0 +1,221 @@
+"""/v1/completions: a decoded body becomes a CompletionRequest, or an error that names the field; and the answer to it.
+
+What lives here: this route's own fields, prompts of every form, the text_completion. What may not: what routes share (protocol/sampling.py,
+generate.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from headrace.engine.output import RequestDelta
+from headrace.errors import InvalidRequest
+from headrace.request import Request
+from headrace.server import generate
+from headrace.server.answers import ChoicesAnswer, ChoiceState, PromptState, Shape
+from headrace.server.budget import TOKEN_BYTES
+from headrace.server.delivery import Delivery
+from headrace.server.exchange import Exchange
+from headrace.server.protocol.body import Refused, read_ids, refused
+from headrace.server.protocol.sampling import Asked, OlderBody, asked, model_defaults, older_shape
+from headrace.server.service import Service
+from headrace.server.wire import HOLE, encode, encode_list, encode_object, joined_lists, quote
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 2048  # prompts x n
+MAX_ALLOWED_IDS = 2**20  # prompts x allowed_token_ids: each prompt carries its own to the engine
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+_TEXT = {"type": "string"}
+_PROMPTS = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+_PROMPT = {"anyOf": [_TEXT, {**_IDS, "minItems": 1}, {**_PROMPTS, "items": _TEXT}, {**_PROMPTS, "items": _IDS}]}
+
+
+class CompletionBody(OlderBody, kw_only=True):
+    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT)]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    refused: ClassVar[Mapping[str, Refused]] = refused("GeneratingBody", "OlderBody", "CompletionBody")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(Asked[CompletionBody]):
+    """``prompts`` holds texts and token ids. ``discard``: the one token that the engine makes for max_tokens 0 is not shown."""
+
+    prompts: list[str | array[int]]
+    discard: bool
+
+
+def parse_completion(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+    """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
+    body = CompletionBody.read(raw)
+    limit = body.max_tokens
+    if limit is None:
+        limit = model_defaults(defaults).get("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    discard = limit == 0 and body.echo
+    values = {"max_tokens": 1 if discard else limit, "logprobs": body.logprobs}
+    if body.echo and body.prompt_logprobs is None:
+        values["prompt_logprobs"] = body.logprobs
+    read = asked(body, defaults, **values)
+    shape, prompts, params = older_shape(body, logprobs=body.logprobs is not None), _read_prompts(body.prompt), read["params"]
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise InvalidRequest(f"{len(prompts)} prompts with n {params.n} make more than {MAX_CHOICES} choices; ask for fewer.", param="n")
+    allowed = len(params.allowed_token_ids or ())
+    if len(prompts) * allowed > MAX_ALLOWED_IDS:
+        told = f"{len(prompts)} prompts with {allowed} allowed ids each are too many; send fewer at once."
+        raise InvalidRequest(told, param="allowed_token_ids")
+    if body.stream and body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
+    return CompletionRequest(**read, shape=shape, prompts=prompts, discard=discard)
+
+
+def _read_prompts(prompt: Any) -> list[str | array[int]]:
+    """One text, one list of ids, or a list of either (not both kinds)."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list | array) or not prompt:
+        raise InvalidRequest("prompt must be a text, token ids, or a list of either, and not empty.", param="prompt", code="invalid_type")
+    if isinstance(prompt[0], int):
+        return [read_ids("prompt", prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {len(prompt)} prompts; send at most {MAX_PROMPTS} at once.", param="prompt")
+    if isinstance(prompt[0], str):
+        if not all(isinstance(item, str) for item in prompt):
+            raise InvalidRequest("prompt mixes text with something else; give texts alone.", param="prompt")
+        return list(prompt)
+    return [read_ids("prompt", item) for item in prompt]
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    engine = service.model.engine
+    request = await service.limits.bodies.read(exchange, partial(parse_completion, defaults=service.model.defaults))
+    body, params, discard = request.body, request.params, request.discard
+    stream, echo, truncate, shape = body.stream, body.echo, body.truncate_prompt_tokens, await generate.shape_of(service, request)
+    exchange.watch_disconnect()
+    with service.limits.admit(exchange, len(request.prompts), body.user_name):
+        prepared = []
+        for prompt in request.prompts:
+            parsed = await generate.encode_prompt(service, exchange, prompt, body.add_special_tokens, truncate)
+            prepared.append(await generate.prepare(service, exchange, request, "prompt", parsed, params))
+            await asyncio.sleep(0)  # there may be a thousand
+        shown = request.prompts if truncate is None else [each.prompt_token_ids for each in prepared]
+        states = [await _prompt_state(service, each, prompt, echo) for each, prompt in zip(prepared, shown, strict=True)]
+        prepared, cost = generate.priced(service, prepared, shape, body, [state.text for state in states])
+        answer = CompletionAnswer(shape, states, params.n, engine.tokenizer, echo=echo, discard=discard)
+        grammar_name = body.grammar_name
+        del request, body, shown, parsed, prompt  # their texts may be large, and the answer may take long
+        await Delivery(service, exchange, answer, prepared, grammar_name, stream=stream).run(cost)
+
+
+async def _prompt_state(service: Service, request: Request, prompt: str | array[int], echo: bool) -> PromptState:
+    """``text`` is what echo shows: the prompt as it was written, or as it reads after truncation."""
+    ids, tokenizer = request.prompt_token_ids, service.model.any_engine().tokenizer
+    if not echo:
+        return PromptState(ids)
+    if isinstance(prompt, str):
+        return PromptState(ids, prompt)
+    if tokenizer is None:
+        return PromptState(ids, "")
+    return PromptState(ids, await service.limits.threads.run(TOKEN_BYTES * len(ids), partial(tokenizer.decode, ids, False)))
+
+
+class CompletionAnswer(ChoicesAnswer):
+    """text_completion. ``echo`` puts the prompt first; ``discard`` shows nothing of what was generated (max_tokens 0)."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, shape: Shape, prompts: Sequence[PromptState], n: int, tokenizer: Any, *, echo: bool, discard: bool) -> None:
+        super().__init__(shape, prompts, n, tokenizer)
+        self._n = n
+        self._echo = echo
+        self._discard = discard
+        self._offsets = [len(choice.prompt.text) if echo else 0 for choice in self.choices]
+        choices = range(len(self.choices))
+        self._plain = [self._around({"index": index, "text": HOLE, "logprobs": None, "finish_reason": None}) for index in choices]
+
+    def opening(self) -> Iterator[str]:
+        if self._echo or self.shape.token_ids:
+            for index, choice in enumerate(self.choices):
+                yield self.event_of(self._opening_choice(index, choice))
+
+    def _opening_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        shown: dict[str, Any] = {"index": index, "text": choice.prompt.text if self._echo else "", "logprobs": None, "finish_reason": None}
+        if self.shape.token_ids:
+            shown["prompt_token_ids"] = list(choice.prompt.token_ids)
+        return shown
+
+    def event(self, choice: int, delta: RequestDelta) -> str:
+        if self._discard:
+            self.choices[choice].num_tokens = 0
+            return self._end(choice, RequestDelta(delta.index, "", (), finish_reason="length")) if delta.finish_reason is not None else ""
+        if delta.finish_reason is not None:
+            return self._end(choice, delta)
+        if self.shape.plain:
+            return quote(delta.text).join(self._plain[choice])
+        return self.event_of(self._rich(choice, delta))
+
+    def _end(self, choice: int, delta: RequestDelta) -> str:
+        return self.event_of({**self._rich(choice, delta), "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+
+    def _rich(self, choice: int, delta: RequestDelta) -> dict[str, Any]:
+        logprobs = None
+        if self.shape.logprobs and delta.logprobs:
+            logprobs = self.format.completion(delta.logprobs, self._offsets[choice])
+            self._offsets[choice] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        shown: dict[str, Any] = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        if self.shape.token_ids:
+            shown["token_ids"] = list(delta.token_ids)
+        return shown
+
+    def pieces(self) -> Iterator[bytes]:
+        if self._discard:
+            for choice in self.choices:
+                choice.texts, choice.token_ids, choice.logprobs, choice.num_tokens = [], [], [], 0
+                choice.finish_reason, choice.stop_reason = "length", None
+        return super().pieces()
+
+    def choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        prompt = choice.prompt
+        shown: dict[str, Any] = {
+            "index": index,
+            "text": self._text(choice),
+            "logprobs": encode_object(self._logprobs(choice)) if self.shape.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self.shape.prompt_logprobs:
+            shown["prompt_logprobs"] = self._prompt_scores(prompt)
+        if self.shape.token_ids:
+            shown["prompt_token_ids"], shown["token_ids"] = self._prompt_ids(prompt), encode_list(choice.token_ids)
+        return shown
+
+    def _text(self, choice: ChoiceState) -> Iterator[bytes]:
+        prompt = choice.prompt
+        yield b'"'
+        if self._echo:
+            yield prompt.once("text", lambda: encode(prompt.text)[1:-1])
+        yield encode("".join(choice.texts))[1:]
+
+    def _logprobs(self, choice: ChoiceState) -> dict[str, Any]:
+        prompt = choice.prompt
+        if not self._echo:
+            return {name: encode_list(column) for name, column in self.format.columns(choice.logprobs, 0).items()}
+        before, offset = prompt.once("columns", lambda: self._prompt_columns(prompt))
+        own = self.format.columns(choice.logprobs, offset)
+        return {name: joined_lists(before[name], b"".join(encode_list(own[name]))) for name in own}
+
+    def _prompt_columns(self, prompt: PromptState) -> tuple[dict[str, bytes], int]:
+        """And where the answer's own texts begin: behind those of the prompt's tokens, which need not be as long as its text."""
+        columns = self.format.columns([None, *prompt.logprobs], 0, prompt.token_ids)
+        return {name: b"".join(encode_list(column)) for name, column in columns.items()}, sum(map(len, columns["tokens"]))

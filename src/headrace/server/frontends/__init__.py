@@ -1,0 +1,1 @@
+"""Several HTTP processes that share one engine, and what they share: parent, children, what they say to each other, counters."""

@@ -1,0 +1,119 @@
+"""One of several front ends, ``python -m headrace.server.frontends.child``: the server's whole face in a process of its own, for an engine
+that their parent (parent.py) has launched.
+
+What lives here: a front end's start and end. What may not: what it does in between (lifecycle.py, service.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from headrace.config import Decision
+from headrace.engine.client import AsyncLLM
+from headrace.engine.connection import JoinedEngine
+from headrace.errors import HeadraceError
+from headrace.observe import logs
+from headrace.processes.channel import Channel
+from headrace.processes.frames import parent_socket
+from headrace.processes.messages import receive
+from headrace.processes.tree import end_with_parent
+from headrace.server import requests
+from headrace.server.api import ROUTES
+from headrace.server.auth import Guard
+from headrace.server.frontends import link
+from headrace.server.frontends.counters import Counters
+from headrace.server.lifecycle import Lifecycle
+from headrace.server.moderation.watch import moderating
+from headrace.server.run import describe, run_loop, warn_of_template
+from headrace.server.service import Service, State
+
+log = logging.getLogger("headrace.server")
+
+
+class FrontEnd:
+    """What the parent's frames mean here."""
+
+    def __init__(self, launch: link.Launch, control: socket.socket) -> None:
+        self._launch, self._control = launch, control
+        self._go = asyncio.Event()
+        self._warning: asyncio.Future[None] | None = None
+        counters = Counters.open(launch.counters, launch.server.api_server_count)
+        self._service = Service(
+            launch.server,
+            launch.version,
+            [route.path for route in ROUTES],
+            engine_config=launch.engine,
+            counters=counters,
+            number=launch.number - 1,
+        )
+        self._service.created = launch.created
+        self._parent = Channel(link.FromParent, lambda frame: self._go.set(), _end_orphaned, self._respond)
+        self._service.observed.shared = link.ParentsAnswers(self._parent)
+
+    async def run(self) -> int:
+        await self._parent.open(self._control)
+        try:
+            status = await self._serve()
+        except HeadraceError as error:
+            self._parent.send(link.Failed(type(error).__name__, error.message))
+            return 1
+        return link.ENGINE_GONE if self._service.model.state is State.DEAD else status
+
+    async def _serve(self) -> int:
+        launch, service = self._launch, self._service
+        guard, listener = Guard(launch.server, launch.secret), socket.socket(fileno=launch.listener)
+        async with moderating(launch.server, launch.engine.model.model) as service.moderator:
+            return await Lifecycle(service, guard, listener, self._join, log.debug, self._ready).run()
+
+    async def _join(self) -> AsyncLLM:
+        await self._go.wait()
+        engine = JoinedEngine(socket.socket(fileno=self._launch.engine_socket))
+        return await AsyncLLM.join(self._launch.engine, engine, self._launch.serial)
+
+    def _ready(self, engine: AsyncLLM) -> None:
+        number, does = self._launch.server.api_server_count, "front ends, each of which accepts, tokenises and streams"
+        count = (Decision("api_server_count", number, does),) if number > 1 else ()
+        self._parent.send(link.Ready(describe(engine, (*self._service.model.decisions, *count))))
+        if self._launch.serial == 1:
+            self._warning = asyncio.ensure_future(warn_of_template(engine, lambda line: self._parent.send(link.Warn(line))))
+
+    async def _respond(self, question: link.Ask) -> Any:
+        """For another front end, whose client asks; None: nothing is known of it here."""
+        service = self._service
+        match question.what, *question.about:
+            case "list_requests", tenant:
+                return requests.running(service, tenant)
+            case "find_request", name, tenant:
+                return await requests.standing(service, name, tenant)
+            case "find_response", name, tenant:
+                found = service.stored.find(tenant, name)
+                return None if found is None else (found.items, found.response)
+            case "delete_response", name, tenant:
+                return service.stored.delete(tenant, name) or None
+
+
+def _end_orphaned() -> None:
+    """Without its parent nobody can reach it, and nobody will end it."""
+    os._exit(1)
+
+
+def main() -> None:
+    control = parent_socket()
+    launch = receive(control, link.Launch)
+    end_with_parent(launch.parent)
+    logs.configure(launch.server.log_format, **({"front": launch.number} if launch.server.api_server_count > 1 else {}))
+    logging.getLogger("headrace").setLevel(launch.log_level)
+    sys.exit(run_loop(_run(launch, control)))
+
+
+async def _run(launch: link.Launch, control: socket.socket) -> int:
+    return await FrontEnd(launch, control).run()
+
+
+if __name__ == "__main__":
+    main()

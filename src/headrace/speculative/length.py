@@ -1,0 +1,188 @@
+"""How many tokens are drafted: decided step by step from what was accepted, position by position, and what steps took.
+
+A step of rows that verify d drafts each takes about t0 + c · d seconds and gives 1 + Σ q_i tokens a row, where q_i is the share of rows whose
+i-th draft was accepted. The length with the most tokens a second is chosen, which may be none: then a short probe, ever more seldom, finds out
+when drafts pay again. Batches of different sizes cost differently, so t0 and c are kept by (powers of two of) rows.
+
+What lives here: that decision and the counts of drafts. What may not: clocks (results say what steps took), torch, numpy, proposing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.request import StepPlan, StepResult
+
+FIRST = 4  # drafts, while nothing is known
+HOPE = 0.7  # of each, likewise, that it is accepted when those before are
+PRIOR = 0.1  # of a step's time that one draft more of every row costs, likewise
+PACE = 0.1  # of one step in what is known
+ROUGH = 3.0  # times what is known: no step counts as more, however long it was held up
+LEARN = 3  # steps without drafts before the first with them
+AGAIN = 256  # drafting steps, after which one goes without: its time is still known then
+PROBE = 6  # steps of a probe
+REST, LONGEST_REST = 128, 4096  # steps between two probes: twice as many each time
+WORTH = 1.02  # times the speed without: below, nothing is drafted
+
+
+class Floors(Protocol):
+    """What the cost model is to this decision."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+    def floor_seconds(self, tokens: int, sampled: int, pairs: list[float], keys: list[float]) -> float: ...
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Of batches of about one size. ``plain``: seconds of a step without drafts; ``each``: what one draft more of every row adds."""
+
+    plain: float = 0.0
+    each: float = 0.0
+    seen: int = 0  # steps without drafts
+    drafting: int = 0  # steps with them, since the last without
+    resting: int = 0  # steps until the next probe
+    probing: int = 0  # steps that are left of one
+    rest: int = REST
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Since the start. ``steps``: rows that verified something, step by step; by position: how often a draft stood there, and was right."""
+
+    steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.steps += 1
+        for counts, value in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts.extend([0] * (value - len(counts)))
+            for at in range(value):
+                counts[at] += 1
+
+
+class Speculation:
+    """``most``: drafts of a row and step that the worker can propose; ``fixed``: as many always, instead of what seems best;
+    ``rows_below``: from so many rows on none."""
+
+    def __init__(self, most: int, fixed: int | None = None, rows_below: int | None = None, floors: Floors | None = None) -> None:
+        self.most = most
+        self.counts = DraftCounts()
+        self._fixed = fixed
+        self._rows_below = rows_below
+        self._floors = floors
+        self._costs: dict[int, _Cost] = {}
+        self._offered = [1.0] * most  # by position: the share of rows that have a draft there, and whose draft is right
+        self._right = [HOPE ** (at + 1) for at in range(most)]
+
+    def length(self, rows: int) -> int:
+        """Drafts of each of so many rows in the next step."""
+        if not rows or (self._rows_below is not None and rows >= self._rows_below):
+            return 0
+        if self._fixed is not None:
+            return min(self._fixed, self.most)
+        cost = self._cost(rows)
+        if cost.seen < LEARN or cost.drafting >= AGAIN:
+            return 0
+        if cost.probing:
+            return min(2, self.most)
+        return 0 if cost.resting else self.best(rows)
+
+    def best(self, rows: int) -> int:
+        """The length with the most tokens a second, by what is known; 0 where none is worth it."""
+        cost = self._cost(rows)
+        if not cost.seen:
+            return min(FIRST, self.most)
+        tokens, seconds, best, speed = 1.0, cost.plain, 0, WORTH / cost.plain
+        for at in range(self.most):
+            tokens, seconds = tokens + self._right[at], seconds + cost.each * self._offered[at]
+            if tokens / seconds > speed:
+                best, speed = at + 1, tokens / seconds
+        return best
+
+    def _cost(self, rows: int) -> _Cost:
+        return self._costs.setdefault(rows.bit_length(), _Cost())
+
+    # --- what steps say
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """One step that was collected."""
+        if result.drafted:
+            self._count(plan, result)
+        if plan.counts and self._fixed is None:
+            self._time(plan, result)
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        planned = max(plan.drafts)
+        offered, right = [0] * planned, [0] * planned
+        rows = 0
+        for work, drafted, tokens in zip(plan.sample_work, result.drafted, result.tokens, strict=True):
+            if not plan.drafts[work]:
+                continue
+            rows += 1
+            accepted = max(0, len(tokens) - 1)
+            if drafted:
+                self.counts.add(drafted, accepted)
+            for at in range(drafted):
+                offered[at] += 1
+                right[at] += at < accepted
+        if not rows:
+            return
+        pace = min(2 * PACE, PACE * rows**0.5)
+        for at in range(planned):
+            self._offered[at] += pace * (offered[at] / rows - self._offered[at])
+            self._right[at] += pace * (right[at] / rows - self._right[at])
+        self._extend(planned)
+
+    def _extend(self, known: int) -> None:
+        """Beyond what was tried, drafts are taken to go on as the last ones have."""
+        chance = min(1.0, self._right[known - 1] / self._right[known - 2]) if known > 1 and self._right[known - 2] else self._right[0]
+        for at in range(known, self.most):
+            self._offered[at], self._right[at] = self._offered[known - 1], self._right[at - 1] * chance
+
+    def _time(self, plan: StepPlan, result: StepResult) -> None:
+        """Steps in which every row is at its last token: others cost more for another reason."""
+        rows, seconds = len(plan.rows), result.device_seconds
+        alone = [count - 1 for count in plan.counts] == list(plan.drafts or array("i", bytes(4 * rows)))
+        if not alone or seconds <= 0.0:
+            return
+        cost, drafted = self._cost(rows), sum(result.drafted) / rows
+        if not plan.drafts:
+            self._time_plain(cost, rows, seconds)
+        elif drafted and cost.seen:
+            each = max(0.0, min(seconds, ROUGH * (cost.plain + cost.each * drafted)) - cost.plain) / drafted
+            cost.each += PACE * (each - cost.each)
+        if any(plan.drafts):
+            self._drafted(cost, rows)
+
+    def _time_plain(self, cost: _Cost, rows: int, seconds: float) -> None:
+        cost.seen += 1
+        cost.drafting, cost.resting = 0, max(0, cost.resting - 1)
+        if cost.seen == 1:
+            cost.plain, cost.each = seconds, seconds * self._prior(rows)
+        else:
+            cost.plain += max(PACE, 1.0 / cost.seen) * (min(seconds, ROUGH * cost.plain) - cost.plain)
+        if cost.seen >= LEARN and not cost.resting and not cost.probing and not self.best(rows):
+            cost.probing = PROBE
+
+    def _drafted(self, cost: _Cost, rows: int) -> None:
+        """After a step with drafts: does it go on?"""
+        cost.drafting += 1
+        if cost.probing > 1:
+            cost.probing -= 1
+        elif self.best(rows):
+            cost.probing, cost.rest = 0, REST
+        else:
+            cost.probing, cost.resting, cost.rest = 0, cost.rest, min(2 * cost.rest, LONGEST_REST)
+
+    def _prior(self, rows: int) -> float:
+        """By the cost model, where there is one: what twice as many tokens cost, without the keys they see."""
+        if self._floors is None:
+            return PRIOR
+        none = [0.0] * len(self._floors.windows)
+        once, twice = (self._floors.floor_seconds(tokens, tokens, none, none) for tokens in (rows, 2 * rows))
+        return max(PRIOR / 2, twice / once - 1.0) if once > 0.0 else PRIOR

@@ -1,0 +1,228 @@
+"""Who gets how much of one device's memory, in the order in which it becomes known.
+
+A CPU's plan is made of bounds, before anything is loaded. On a GPU that plan is a draft: it refuses what cannot fit and
+bounds the longest sequence. Once the weights are there, the largest steps are taken, what they hold is measured, and KV
+gets exactly the rest.
+
+What lives here: that order. What may not: sizes of single things (memory.py), reading counters (device_memory.py),
+loading, running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import OutOfMemory
+from headrace.kernels.linear.around import LEAST_ADDED
+from headrace.sites import count_bytes
+from headrace.spec import KVGroup
+from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
+from headrace.worker.failure import out_of_memory
+from headrace.worker.head_start import HeadStart
+from headrace.worker.host import available_memory
+from headrace.worker.memory import GIB, KVPlan, Room, bounds, check_weights_fit, gpu_share, graph_bytes, plan_kv, row_bytes, weight_bytes
+from headrace.worker.model_runner import ModelRunner
+from headrace.worker.rows import Rows
+from headrace.worker.settings import Setup
+from headrace.worker.warm_up import Limits, chunks, decode_step, largest_step, run_masked
+
+_REMEDIES = {  # by purpose: what to lower where it cannot be allocated
+    "weights": "Use a smaller model, end what else holds memory, or use --device cpu.",
+    "KV blocks": "Lower --gpu-memory-utilization or --kv-cache-memory.",
+    "activations": "Lower --gpu-memory-utilization, --max-num-batched-tokens, --max-num-seqs or --max-logits-rows.",
+    "rows": "Lower --max-num-seqs or --max-model-len.",
+    "graphs": "Lower --gpu-memory-utilization or --max-num-seqs, or give --enforce-eager.",
+}
+
+CreateRunner = Callable[[Rows, Sequence[Tensor]], ModelRunner]  # without graphs
+
+
+class Captures(Protocol):
+    """What the division needs of graphs of one kind."""
+
+    @property
+    def most(self) -> int: ...  # graphs there may come to be
+
+    @property
+    def samples(self) -> tuple[Any, ...]: ...  # some of them, the largest first
+
+    def capture(self, samples: tuple[Any, ...]) -> None: ...
+
+
+CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]  # of sequences so long; each kind finds the memory of those before
+
+
+class Allocation:
+    """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
+
+    def __init__(self, setup: Setup, head_start: HeadStart | None = None) -> None:
+        self._setup = setup
+        self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
+        self.room = Room(self._available(), self._bounds())
+        self._arena = 0  # bytes that steps share
+        self._scratch = 0  # bytes that libraries keep
+
+    def draft(self) -> KVPlan:
+        """Before anything is loaded. A CPU's plan is final; on a GPU sequences will be no longer than this says."""
+        check_weights_fit(self.room, self._setup.device)
+        if self._setup.on_cpu:
+            return self.plan(self.room)
+        return self.plan(Room(self.room.available, {"weights": self.room.purposes["weights"]}))
+
+    def plan(self, room: Room) -> KVPlan:
+        """How ``room`` is divided. Raises ConfigError or OutOfMemory."""
+        setup = self._setup
+        return plan_kv(setup.kv_specs, setup.config, room, max_positions=setup.spec.max_positions, on_cpu=setup.on_cpu)
+
+    def measure(self, decoder: nn.Module, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> Room:
+        """On a GPU, with everything loaded: the room that there is. ``longest``: of the draft. Raises OutOfMemory."""
+        assert self._meter is not None, "a CPU's room is known"
+        setup = self._setup
+        graphs, self._arena = self._take_largest_steps(longest, create_runner, create_graphs)
+        weights, drafts = weight_bytes(decoder), self.room.purposes.get("draft model", 0)
+        self._scratch = self._meter.kept(weights + drafts)
+        purposes = {
+            "weights": weights,
+            "draft model": drafts,
+            "activations": self._arena + SMALL_BYTES,
+            "graphs": graphs,
+            "rows": row_bytes(setup.rows, longest, setup.spec.vocab_size, setup.block_sizes),
+            "context": self._meter.context,
+            "kernels": self._meter.code() + self._scratch,
+        }
+        self.room = Room(self.room.available, purposes)
+        check_weights_fit(self.room, setup.device)
+        return self.room
+
+    def set_aside(self) -> None:
+        """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks
+        the driver."""
+        if self._meter is not None:
+            with self.explaining("activations"):
+                set_aside(self._arena, self._setup.device)
+
+    def restore(self) -> None:
+        """After a step that ran out of memory took the allocator's cache apart: the cache is emptied and made whole
+        again, if that is possible."""
+        torch.cuda.empty_cache()
+        with suppress(OutOfMemory):  # then steps ask the driver for what they need, as far as it has it
+            self.set_aside()
+
+    @contextmanager
+    def explaining(self, purpose: str, size: int | None = None) -> Iterator[None]:
+        """What runs out of memory within becomes an OutOfMemory: the ``purpose``, its size in bytes (None: as planned),
+        what to lower."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            free = available_memory() if self._setup.on_cpu else torch.cuda.mem_get_info(self._setup.device)[0]
+            planned = self.room.purposes[purpose] if size is None else size
+            needed = f"{planned / GIB:.2f} GiB for {purpose} could not be allocated: {free / GIB:.2f} GiB are free"
+            raise OutOfMemory(f"{needed}. {_REMEDIES[purpose]}") from error
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Graphs are captured within."""
+        if self._meter is None:
+            yield
+        else:
+            with self._meter.capturing(), self.explaining("graphs"):
+                yield
+
+    def account(self, decoder: nn.Module, plan: KVPlan, rows: Rows, *, process: int, kernels: int) -> dict[str, int]:
+        """Bytes by purpose. ``process``, ``kernels``: of the host, before the model and by a first step; a GPU's are
+        its own."""
+        tensors = {"weights": weight_bytes(decoder), "kv_cache": plan.num_bytes, "rows": rows.num_bytes}
+        activations = self.room.purposes["activations"]
+        if self._meter is None:
+            return {"process": process, "kernels": kernels, **tensors, "activations": activations}
+        meter = self._meter
+        outside = {"context": meter.context, "kernels": meter.code() + self._scratch, "in use before": meter.others}
+        return {**tensors, "activations": activations, "graphs": meter.graphs, **outside}
+
+    # --- parts
+
+    def _bounds(self) -> dict[str, int]:
+        setup = self._setup
+        draft = {} if setup.draft is None else {"draft model": count_bytes(setup.draft.spec, setup.dtype.itemsize)}
+        return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
+
+    def _available(self) -> int:
+        if self._meter is None:
+            return available_memory()
+        return gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
+
+    def _take_largest_steps(self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> tuple[int, int]:
+        """(bytes of graphs, bytes the allocator comes to hold by the largest steps)."""
+        setup, scheduler = self._setup, self._setup.config.scheduler
+        limits = Limits(scheduler.rows, setup.tokens_a_step, scheduler.logits_rows, longest)
+        try:
+            rows = Rows(setup.rows, max(chunks(limits)) + 1, setup.spec.vocab_size, setup.block_sizes, setup.device)
+            caches = [allocate_kv(KVGroup(each, 1), setup.dtype, setup.device).zero_() for each in setup.kv_specs]
+            runner = create_runner(rows, caches)
+            with measured_peak(setup.device) as peak:
+                runner.run(decode_step(limits))
+                runner.forget()
+            graphs = self._try_graphs(partial(create_graphs, longest, rows, caches))
+            if setup.config.device.activation_arena:
+                self._record(runner, limits)
+            with measured_peak(setup.device) as peak_of_all:
+                run_masked(runner, largest_step(limits), setup.spec.vocab_size)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(self._too_large(limits)) from error
+        del runner, rows, caches
+        torch.cuda.empty_cache()
+        return graphs, max(peak.held, peak_of_all.held)
+
+    def _record(self, runner: ModelRunner, limits: Limits) -> None:
+        """A step of the largest one's kind, so that the arena plans that one: what steps hold is measured as they will
+        hold it."""
+        step = largest_step(replace(limits, tokens_a_step=min(limits.tokens_a_step, LEAST_ADDED)))
+        runner.submit(replace(step, masked=(0,)))  # as far as its hidden states
+        runner.forget()
+
+    def _try_graphs(self, create_graphs: Callable[[], Sequence[Captures]]) -> int:
+        """Bytes that all graphs will take beside what is in use when these are gone again."""
+        kinds, begin, taken = create_graphs(), self._used(), 0
+        if not kinds:
+            return 0
+        for kind in kinds:
+            used = [self._used()]
+            for sample in kind.samples:
+                kind.capture((sample,))
+                used.append(self._used())
+            taken += graph_bytes(kind.most, [after - before for before, after in pairwise(used)])
+        del kinds, kind
+        torch.cuda.empty_cache()
+        kept = max(0, self._used() - begin)  # what the driver does not give back serves the next ones
+        return max(0, taken - kept)
+
+    def _used(self) -> int:
+        return device_use(self._setup.device).used
+
+    def _too_large(self, limits: Limits) -> str:
+        free, total = torch.cuda.mem_get_info(self._setup.device)
+        shape = f"{limits.tokens_a_step} tokens, {limits.max_num_seqs} sequences, {limits.max_logits_rows} rows of logits"
+        weights = self.room.purposes["weights"]
+        return (
+            f"The largest step ({shape}) does not fit beside the weights ({weights / GIB:.2f} GiB): of the GPU's {total / GIB:.2f} GiB, "
+            f"{free / GIB:.2f} GiB were left. Lower --max-num-batched-tokens, --max-num-seqs or --max-logits-rows, or use --device cpu."
+        )
+
+
+def allocate_kv(group: KVGroup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[blocks, layers, 2, kv_heads, block_size, head_dim]; in a format of fewer bits uint8, with the bytes of a token in
+    place of the last. On a CPU pages are taken at first touch."""
+    spec = group.spec
+    row, kind = (spec.head_dim, dtype) if spec.format is None else (spec.row_bytes, torch.uint8)
+    return torch.empty(group.num_blocks, len(spec.layers), 2, spec.num_kv_heads, spec.block_size, row, dtype=kind, device=device)

@@ -1,0 +1,179 @@
+"""The executor of one device in this process. A CPU computes a step inside ``submit``, or with overlap in one worker
+thread. A GPU has a queue of its own: a submitted step is queued, a collected one waited for, and nothing between the
+two reads the device, so that the next step's kernels stand behind this one's before it has ended.
+
+What lives here: the Executor protocol over a ModelRunner, failures, recovery. What may not: what a step does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Ticket
+from headrace.errors import StepFailed
+from headrace.kernels.build.ahead import Behind
+from headrace.lora.device import DeviceAdapters
+from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.worker.failure import failure_of
+from headrace.worker.model_runner import ModelRunner, Step
+
+_log = logging.getLogger(__name__)
+
+Outcome = Callable[[], Step | StepFailed]  # may wait for the worker thread
+
+
+class DeviceExecutor:
+    """Steps run in the order of submission. A step that fails raises StepFailed at its ``collect``, and so does every
+    one submitted after that was known, untouched, until ``recover`` (one that was under way is read, and the core drops
+    it); that calls ``restore`` first, with nothing of the failed step left on the device.
+
+    ``threads``: of the worker thread, where steps are computed by one. ``later``: kernels for keys that sequences share
+    which are still to come, its own now. Until they are there, steps are told that theirs share none: graphs, fused and
+    plain attention are asked as for any such step, and what is computed is the same but for rounding.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        info: ExecutorInfo,
+        *,
+        threads: int | None = None,
+        restore: Callable[[], None] = lambda: None,
+        later: Behind | None = None,
+        adapters: DeviceAdapters | None = None,
+    ) -> None:
+        self.info = info
+        self._adapters = adapters
+        self.later = later
+        self._lacks = later is not None
+        self._restore = restore
+        self._runner: ModelRunner | None = runner  # None: closed
+        self._queued = runner.queued
+        self._broken = False
+        self._prepares = True
+        self._outcomes: deque[tuple[StepPlan, Outcome]] = deque()
+        self._begun: tuple[StepPlan, Outcome] | None = None  # the last one, while it waits for its masks
+        self._lent = 0.0  # seconds of the submitting thread that steps took since the last collect
+        # torch's thread count is set per calling thread, so the worker's own sets it again.
+        self._pool = None if threads is None else ThreadPoolExecutor(1, "headrace-worker", torch.set_num_threads, (threads,))
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        assert self._runner is not None, "a closed executor runs nothing"
+        assert self._begun is None, "a step waits for its masks"
+        if self._lacks:
+            plan = self._without_later_kernels(plan)
+        runner = self._runner
+        outcome = self._do(lambda: self._guarded(plan, lambda: runner.submit(plan)))
+        if plan.masked:
+            self._begun = plan, outcome
+        else:
+            self._outcomes.append((plan, outcome))
+        return Ticket(plan.step_id)
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        assert self._begun is not None and self._begun[0].step_id == ticket.step_id, f"step {ticket.step_id} waits for no masks"
+        assert self._runner is not None
+        (plan, begun), self._begun, runner = self._begun, None, self._runner
+
+        def finish() -> Step | StepFailed:
+            step = begun()
+            return step if isinstance(step, StepFailed) else self._guarded(plan, lambda: runner.sample(step, masks))
+
+        self._outcomes.append((plan, self._do(finish)))
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        plan, outcome = self._outcomes.popleft()
+        assert plan.step_id == ticket.step_id, f"step {ticket.step_id} was collected before step {plan.step_id}"
+        assert self._runner is not None
+        step = outcome()
+        lent, self._lent = self._lent, 0.0
+        if isinstance(step, StepFailed):
+            raise step
+        try:
+            result = self._runner.collect(step)
+        except Exception as error:  # what the device reports late, or reading has no memory for, belongs to this step
+            raise self._fail(error, plan) from error
+        return result if self._queued or self._pool is not None else replace(result, lent_seconds=lent)
+
+    def recover(self) -> None:
+        assert self._runner is not None and not self._outcomes, "recover needs every step in flight collected first"
+        self._restore()
+        self._runner.forget()
+        self._broken = False
+
+    def prepare(self) -> bool:
+        assert self._runner is not None and not self._outcomes and self._begun is None, "nothing may be in flight"
+        if self._broken or not self._prepares:
+            return False
+        try:
+            return self._runner.prepare()
+        except Exception:  # nobody waits for it: it is left alone from now on
+            self._prepares = False
+            _log.exception("nothing more is prepared ahead")
+            with suppress(RuntimeError):  # of a device that answers nothing any more: the next step says so
+                self._restore()
+            return False
+
+    def control(self, order: Control) -> None:
+        adapters = self._adapters
+        assert adapters is not None, "this device holds no adapters"
+        if isinstance(order, LoadAdapter):
+            adapters.load(order.name, order.folder)
+        elif self._pool is None:
+            adapters.drop(order.name)
+        else:  # behind the steps that may still bring it in
+            self._pool.submit(adapters.drop, order.name)
+
+    def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
+        return [] if self._adapters is None else self._adapters.outcomes(wait)
+
+    def close(self) -> None:
+        """Lets go of the model: its memory is free even while somebody still holds this executor. Nothing can be
+        submitted any more."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        if self._adapters is not None:
+            self._adapters.close()
+        self._outcomes.clear()
+        self._begun = None
+        self._runner = None
+        if self.later is not None:
+            self.later.close()
+        if self._queued:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _without_later_kernels(self, plan: StepPlan) -> StepPlan:
+        assert self.later is not None
+        self._lacks = not self.later.there
+        return replace(plan, shared_tokens=0) if self._lacks and plan.shared_tokens != 0 else plan
+
+    def _do(self, work: Outcome) -> Outcome:
+        """In the worker thread, or here and now: then this thread's time is the device's meanwhile."""
+        if self._pool is not None:
+            return self._pool.submit(work).result
+        begin = time.thread_time()
+        step = work()
+        self._lent += time.thread_time() - begin
+        return lambda: step
+
+    def _guarded(self, plan: StepPlan, work: Callable[[], Step]) -> Step | StepFailed:
+        if self._broken:
+            return StepFailed("This step builds on one that failed. Try again.")
+        try:
+            return work()
+        except Exception as error:  # whatever went wrong, it is this step's failure; its requests end with it, others go on
+            return self._fail(error, plan)
+
+    def _fail(self, error: Exception, plan: StepPlan) -> StepFailed:
+        self._broken = True
+        _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
+        return failure_of(error, plan, self.info.memory)

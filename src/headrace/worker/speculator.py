@@ -1,0 +1,158 @@
+"""A step that verifies drafts, on the worker: how long its rows really are, what is proposed behind them, what of that was right.
+
+The scheduler plans upper bounds: it does not know how many drafts of the steps in flight are accepted. Here that is known when a step
+begins, so its chunks are shifted to where rows really end, and made shorter where a proposer has less to propose. All samples of a row
+are picked at once, each behind the drafts before it; up to the first that differs from its draft they are what would have been sampled
+one by one. A draft's key and value that were refuted are written over when the true token of that place is computed.
+
+What lives here: lengths, the plan as it is computed, acceptance. What may not: proposing (speculative/), sampling, deciding how many.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from headrace.request import NewRow, StepPlan, TokenLogprobs
+from headrace.speculative.lookup import Lookup
+from headrace.speculative.verify import accepted
+from headrace.worker.rows import Ints, Rows
+
+Tokens = Sequence[tuple[int, ...]]
+Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
+
+
+class Proposer(Protocol):
+    """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed. ``propose``: at most
+    ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``left``: a row's sequence has ended, or begins anew."""
+
+    def begins(self, plan: StepPlan) -> None: ...
+
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> list[list[int]]: ...
+
+    def left(self, row: int, length: int) -> None: ...
+
+
+class LookupProposer:
+    """Looks up what rows hold."""
+
+    def __init__(self, rows: Rows, lookup: Lookup) -> None:
+        self._rows = rows
+        self._lookup = lookup
+        self._tenants: dict[int, NewRow] = {}
+
+    def begins(self, plan: StepPlan) -> None:
+        self._tenants.update((new.row, new) for new in plan.rows_added)
+
+    def propose(self, rows: Ints, lengths: Ints, most: Ints) -> list[list[int]]:
+        ids = self._rows.token_ids
+        parts = zip(rows.tolist(), lengths.tolist(), most.tolist(), strict=True)
+        return [self._lookup.propose(ids[row, :length].cpu().numpy(), count, self._tenants[row].pool) for row, length, count in parts]
+
+    def left(self, row: int, length: int) -> None:
+        new = self._tenants.pop(row, None)
+        if new is not None and length > new.num_prompt_tokens:
+            self._lookup.keep(self._rows.token_ids[row, new.num_prompt_tokens : length].cpu().numpy(), new.pool)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Of a plan's samples, in their order: what was proposed behind each."""
+
+    proposed: list[list[int]]
+
+
+class Speculator:
+    """Follows every plan of a worker, whether anything is drafted in it or not."""
+
+    def __init__(self, rows: Rows, proposer: Proposer) -> None:
+        self._rows = rows
+        self._proposer = proposer
+        self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
+        self._taken: set[int] = set()  # rows that somebody has
+
+    def leave(self, plan: StepPlan) -> None:
+        """Before the plan's rows are built: whose rows go."""
+        for row in {*plan.rows_dropped, *(new.row for new in plan.rows_added)} & self._taken:
+            self._taken.discard(row)
+            self._proposer.left(row, int(self._lengths[row]))
+
+    def forget(self) -> None:
+        """All rows are gone."""
+        self._taken.clear()
+
+    def begin(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
+        """The plan as it is to be computed. Its rows are built."""
+        for new in plan.rows_added:
+            self._lengths[new.row] = len(new.token_ids)
+        self._taken.update(new.row for new in plan.rows_added)
+        if not plan.drafts:
+            self._proposer.begins(plan)
+            if plan.sample_rows:
+                ends = np.asarray(plan.starts, dtype=np.int32) + np.asarray(plan.counts, dtype=np.int32)
+                self._lengths[np.asarray(plan.sample_rows)] = ends[np.asarray(plan.sample_work)] + 1
+            return plan, None
+        return self._drafted(plan)
+
+    def _drafted(self, plan: StepPlan) -> tuple[StepPlan, Drafts]:
+        starts, counts, most = (np.array(column, dtype=np.int32) for column in (plan.starts, plan.counts, plan.drafts))
+        rows, work = np.asarray(plan.rows, dtype=np.int32), np.asarray(plan.sample_work, dtype=np.int32)
+        counts -= most
+        starts[work] = self._lengths[rows[work]] - counts[work]  # a chunk with several takers is shifted by nothing
+        known = replace(plan, starts=_array(starts), counts=_array(counts), drafts=array("i"))
+        self._proposer.begins(known)
+        which = np.flatnonzero(most)
+        lengths = self._lengths[rows[which]]
+        proposed = self._proposer.propose(rows[which], lengths, most[which]) if len(which) else []
+        self._write(rows[which], lengths, proposed)
+        drafts = np.zeros_like(most)
+        drafts[which] = [len(tokens) for tokens in proposed]
+        exact = _with_samples(replace(known, counts=_array(counts + drafts), drafts=_array(drafts)), work, drafts)
+        by_work = dict(zip(which.tolist(), proposed, strict=True))
+        return exact, Drafts([by_work.get(each, []) for each in plan.sample_work])
+
+    def _write(self, rows: Ints, lengths: Ints, proposed: list[list[int]]) -> None:
+        """Drafts stand in their rows while they are verified."""
+        ids = self._rows.token_ids
+        for row, length, tokens in zip(rows.tolist(), lengths.tolist(), proposed, strict=True):
+            if tokens:
+                ids[row, length : length + len(tokens)] = ids.new_tensor(tokens)
+
+    def end(
+        self, plan: StepPlan, drafts: Drafts, tokens: Tokens, logprobs: Logprobs, errors: Mapping[int, str]
+    ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
+        """From samples at every place to the tokens that each row gets, with what goes with them. A sample behind a right draft that is not
+        usable is none: the next step finds that out again, as its first."""
+        taken: list[tuple[int, ...]] = []
+        scores: dict[int, tuple[TokenLogprobs, ...]] = {}
+        failed: dict[int, str] = {}
+        first = 0
+        for j, proposed in enumerate(drafts.proposed):
+            last = first + len(proposed)
+            usable = next((at for at in range(first, last + 1) if at in errors), last + 1) - first
+            if not usable:
+                failed[j] = errors[first]
+            row = plan.sample_rows[first]
+            mine = accepted(proposed[: usable - 1], [token for (token,) in tokens[first : first + usable]]) if usable else []
+            taken.append(tuple(mine))
+            if first in logprobs:
+                scores[j] = tuple(entry for at in range(first, first + len(mine)) for entry in logprobs[at])
+            self._lengths[row] += max(1, len(mine))
+            first = last + 1
+        return taken, scores, failed
+
+
+def _with_samples(plan: StepPlan, work: Ints, drafts: Ints) -> StepPlan:
+    """A sample behind each draft as well as before the first."""
+    each = drafts[work] + 1
+    back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
+    rows = np.repeat(np.asarray(plan.sample_rows, dtype=np.int32), each)
+    return replace(plan, sample_work=_array(np.repeat(work, each)), sample_rows=_array(rows), sample_back=_array(back))
+
+
+def _array(values: Ints) -> array[int]:
+    return array("i", values.astype(np.int32).tobytes())

@@ -1,0 +1,154 @@
+"""Adapters side by side give what each gives alone: PEFT's golden answers, and models with the adapter merged into their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, LoRARequest, SamplingParams
+from headrace.errors import ConfigError, InvalidRequest, ModelError
+from tests.support import adapters, tiny
+from tests.support.outside import shared
+
+NAMES = ("novels", "rust", "shout", "tools")
+GPT = ("c_attn", "c_proj", "c_fc")
+PROMPTS = ([5, 9, 200, 31, 7, 7, 80], list(range(40, 61)), [17], [3, 250, 250, 12])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def engine(model: Path, **options: Any) -> LLM:
+    return LLM(model, dtype="float32", threads=1, **options)
+
+
+def golden(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "golden.json").read_text(encoding="utf-8"))["prompts"]
+    return found
+
+
+def ids(prompts: Any) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": list(each)} for each in prompts]
+
+
+def answers(llm: LLM, prompts: Any, lora: Any = None, params: Any = GREEDY) -> list[list[int]]:
+    return [each.outputs[0].token_ids for each in llm.generate(ids(prompts), params, use_tqdm=False, lora_request=lora)]
+
+
+def test_golden_answers_of_four_adapters_and_of_none_in_one_batch() -> None:
+    folders = {name: shared("models", f"demo-lora-{name}") for name in NAMES}
+    modules = [f"{name}={folder}" for name, folder in folders.items()]
+    asked: list[tuple[Any, dict[str, Any]]] = [(None, each) for each in golden(shared("models", "demo"))]
+    asked += [(LoRARequest(name), each) for name in NAMES for each in golden(folders[name])]
+    asked = asked[::4] + asked[1::4]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    with engine(shared("models", "demo"), lora_modules=modules, max_loras=4) as llm:
+        found = answers(llm, [each["prompt_ids"] for _, each in asked], [lora for lora, _ in asked], params)
+    for (lora, each), tokens in zip(asked, found, strict=True):
+        first = next((at for at, pair in enumerate(zip(tokens, each["greedy_ids"], strict=False)) if pair[0] != pair[1]), None)
+        assert first is None or each["gaps"][first] < 1e-4, (lora, each["name"], first)
+
+
+CASES = {
+    "llama": ("llama", adapters.LLAMA, {}),
+    "rslora, ranks of modules": ("llama", adapters.LLAMA, {"use_rslora": True, "rank": 8, "ranks": {"k_proj": 1, "mlp.down_proj": 16}}),
+    "dora": ("qwen2", adapters.LLAMA, {"use_dora": True}),
+    "embedding and head": ("llama", ("q_proj", "embed_tokens", "lm_head"), {}),
+    "tied head, the embedding alone": ("qwen3", ("embed_tokens", "o_proj"), {}),
+    "scaled embedding, norms around": ("gemma2", (*adapters.LLAMA, "embed_tokens", "lm_head"), {"strength": 1.0}),
+    "merged on disk": ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), {}),
+    "turned on disk, biases": ("gpt2", GPT, {}),
+    "attention beside experts": ("qwen3-moe", ("q_proj", "k_proj", "v_proj", "o_proj"), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_its_model_with_the_weights_merged(case: str, tmp_path: Path) -> None:
+    family, targets, config = CASES[case]
+    model = tiny.create(family, seed=3)
+    model.save_pretrained(tmp_path / "base")
+    one = adapters.write(tmp_path / "one", model, targets=targets, seed=1, **config)
+    two = adapters.write(tmp_path / "two", model, targets=targets[:1], rank=2, seed=2)
+    with engine(tmp_path / "base", lora_modules=[f"one={one}", f"two={two}"], max_num_batched_tokens=24) as llm:
+        base = answers(llm, PROMPTS)
+        mixed = answers(llm, [*PROMPTS, *PROMPTS], [LoRARequest("one"), LoRARequest("two"), None, LoRARequest("one")] * 2)
+        whole = answers(llm, PROMPTS, LoRARequest("one"))
+    adapters.merge(model, one)  # in place: a head that is tied no more stays as it was
+    wanted = [_greedy(model, prompt) for prompt in PROMPTS]
+    assert whole == wanted != base
+    assert mixed[0] == mixed[4] == wanted[0] and mixed[3] == mixed[7] == wanted[3] and mixed[2] == base[2]
+
+
+def _greedy(model: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(GREEDY.max_tokens or 0):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder, model = tmp_path_factory.mktemp("llama"), tiny.create("llama", seed=3)
+    model.save_pretrained(folder / "base")
+    return model, folder
+
+
+def test_more_adapters_than_slots_and_than_host_memory_holds(llama: tuple[Any, Path]) -> None:
+    """Each gives what it gives alone, though each step computes with one or two and a few are in memory at once."""
+    model, folder = llama
+    for seed in range(6):
+        adapters.write(folder / "many" / f"a{seed}", model, targets=("q_proj", "v_proj"), rank=1 + seed, seed=seed)
+    names = [f"a{index % 6}" for index in range(15)]
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(15)]
+    with engine(folder / "base", lora_dir=str(folder / "many"), max_loras=8) as llm:
+        wanted = [answers(llm, [prompt], LoRARequest(name))[0] for name, prompt in zip(names, prompts, strict=True)]
+    small = {"max_loras": 2, "max_cpu_loras": 3, "max_num_seqs": 4}
+    with engine(folder / "base", lora_dir=str(folder / "many"), **small) as llm:
+        assert answers(llm, prompts, [LoRARequest(name) for name in names]) == wanted
+        desk = llm.engine.core.adapters
+        assert desk is not None and desk.num_loads >= 6 and not desk.busy
+    assert len({tuple(each) for each in wanted[: len(PROMPTS) * 3 : len(PROMPTS)]}) > 1
+
+
+def test_prefixes_of_adapters_never_mix(llama: tuple[Any, Path]) -> None:
+    model, folder = llama
+    one = adapters.write(folder / "prefix", model, seed=1)
+    prompt = list(range(100, 180))
+    with engine(folder / "base", enable_lora=True) as llm:
+        asked = [None, LoRARequest("x", 1, str(one))] * 2
+        found = [llm.generate(ids([prompt]), GREEDY, use_tqdm=False, lora_request=lora)[0] for lora in asked]
+        assert [each.num_cached_tokens > 0 for each in found] == [False, False, True, True]
+        tokens = [each.outputs[0].token_ids for each in found]
+        assert tokens[:2] == tokens[2:] and tokens[0] != tokens[1]
+    with engine(folder / "base", enable_lora=True, enable_prefix_caching=False) as plain:
+        assert answers(plain, [prompt], LoRARequest("x", 1, str(one)))[0] == tokens[1]
+
+
+def test_what_is_no_adapter_of_this_model_harms_nobody(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = llama
+    good = adapters.write(tmp_path / "good", model, seed=1)
+    bad = adapters.write(tmp_path / "bad", model, seed=1)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(bad / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, bad / "adapter_model.safetensors")
+    with engine(folder / "base", enable_lora=True) as llm:
+        with pytest.raises(InvalidRequest, match="no folder"):
+            answers(llm, PROMPTS[:1], LoRARequest("none", 1, str(tmp_path / "none")))
+        with pytest.raises(InvalidRequest, match="no adapter 'unknown'"):
+            answers(llm, PROMPTS[:1], LoRARequest("unknown"))
+        both = [LoRARequest("good", 1, str(good)), LoRARequest("bad", 2, str(bad))]
+        one, two = llm.generate(ids(PROMPTS[:2]), GREEDY, use_tqdm=False, lora_request=both)
+        assert one.outputs[0].finish_reason == "length" and two.outputs[0].finish_reason == "error"
+        assert "NaN" in str(two.outputs[0].stop_reason)
+        assert answers(llm, PROMPTS[:1]) and answers(llm, PROMPTS[:1], both[0]) == [one.outputs[0].token_ids]
+    with engine(folder / "base") as plain, pytest.raises(InvalidRequest, match="--enable-lora"):
+        answers(plain, PROMPTS[:1], LoRARequest("good", 1, str(good)))
+    with pytest.raises(ModelError, match="rank 4; this engine takes ranks from 1 to 2"):
+        LLM(str(folder / "base"), lora_modules=[f"good={good}"], max_lora_rank=2)
+    with pytest.raises(ConfigError, match="NAME=PATH"):
+        LLM(str(folder / "base"), lora_modules=["good"])

@@ -1,0 +1,87 @@
+"""Products of few rows with weights of few bits, on the card: every coding and form against the weight that the codes mean."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.kernels.candidate import Shape
+from headrace.kernels.linear import reference
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.packing import Coding
+from headrace.kernels.linear.ring_forms import RingForm
+from headrace.spec import Activation
+from tests.support.card import check, require_card
+from tests.support.codings import CODINGS, random_packed
+
+require_card()
+
+from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of, machine_code  # noqa: E402  (needs Triton's cache, so a card's packages)
+
+CUDA = torch.device("cuda")
+PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
+ROWS = (8, 16, 32, 64)
+
+
+def forms(coding: Coding, *, gated: bool = False) -> list[RingForm]:
+    """256 columns leave no registers for 64 rows."""
+    sizes = [(rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))]
+    return [RingForm(*size, late, coding) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
+
+
+def layer(coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False) -> tuple[RingLinear, torch.Tensor]:
+    packed, meant = random_packed(coding, outs * (2 if gated else 1), ins, CUDA, gated=gated)
+    none: Any = None
+    return RingLinear(packed, bias, Shape(outs, ins, gated), (), kernels_of(0), True, none, {}), meant
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """One behind the other they would take minutes."""
+    plain = {(form, None) for coding in CODINGS for form in forms(coding) if not form.late}
+    gates = {(form, Activation.SILU) for coding in CODINGS for form in forms(coding, gated=True) if not form.late}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda each: machine_code(*each), sorted(plain | gates, key=str)))
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize(("outs", "ins"), [(6144, 4096), (1000, 2112), (72, 264)], ids=str)
+def test_products_with_what_stands_around_them(coding: Coding, outs: int, ins: int) -> None:
+    torch.manual_seed(outs)
+    for bias in (None, torch.randn(outs, device=CUDA).bfloat16()):
+        product, weight = layer(coding, outs, ins, bias)
+        twin = reference.fused_linear(weight, bias)
+        for form in (form for form in forms(coding) if form.fits(product.shape, PROCESSORS)):
+            for tokens in (1, form.rows - 3, form.rows):
+                x, residual, scale = (
+                    torch.randn(tokens, ins, device=CUDA).bfloat16(),
+                    torch.randn(tokens, outs, device=CUDA).bfloat16(),
+                    torch.rand(outs, device=CUDA),
+                )
+                squares = torch.rand(300, tokens, device=CUDA) * ins / 150
+                for around in (Around(), Around(squares, 1e-5), Around(residual=residual, scale=scale)):
+                    got, want = product.compute(x, around, form), twin(x, around)
+                    check(got[0], want[0])
+                    assert torch.equal(got[0], product.compute(x, around, form)[0]), f"{form}: other bits"
+                    if around.scale is not None and got[1] is not None and got[2] is not None and want[1] is not None:
+                        check(got[1], want[1])
+                        torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize(("outs", "ins"), [(14336, 4096), (1000, 1088)], ids=str)
+def test_gates(coding: Coding, outs: int, ins: int) -> None:
+    torch.manual_seed(outs)
+    product, weight = layer(coding, outs, ins, gated=True)
+    twin = reference.fused_linear(weight, None)
+    for form in (form for form in forms(coding, gated=True) if form.fits(product.shape, PROCESSORS)):
+        for tokens in (1, form.rows):
+            around, x = (
+                Around(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
+                torch.randn(tokens, ins, device=CUDA).bfloat16(),
+            )
+            check(product.compute(x, around, form)[0], twin(x, around)[0])

@@ -1,0 +1,58 @@
+"""Sparse feed-forwards over experts in codes of few bits, in Triton's interpreter, against the twin that widens them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.support.triton_interpreter  # before any kernel: it fixes the mode
+from headrace.kernels.candidate import ExpertFacts
+from headrace.kernels.linear.packed import packed_moe
+from headrace.kernels.moe.coded import CodedMoe
+from headrace.quant import Format
+from headrace.quant.codes import Activations
+from headrace.quant.floats import MXFP4
+from headrace.quant.gguf import GGUFBlocks
+from headrace.quant.integers import AWQ, PackedIntegers
+from headrace.quant.scaled import WHOLE, ScaledWeight
+from headrace.spec import Activation
+from tests.support.codings import random_piece
+from tests.support.kernel_cases import assert_close
+
+EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 256, 160
+FORMATS: tuple[Format, ...] = (
+    PackedIntegers(4, 32, zero=False), AWQ(4, 32), MXFP4(), GGUFBlocks("Q8_0"), ScaledWeight("float8_e4m3fn", (1, WHOLE)),
+    ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8")), ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_equal_the_twin(form: Format, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests.support.triton_interpreter.shuffle_programs(monkeypatch, tokens)
+    torch.manual_seed(tokens)
+    up = [random_piece(form, INNER, HIDDEN, seed=seed, copies=EXPERTS) for seed in (1, 2)]
+    down = [random_piece(form, HIDDEN, INNER, seed=3, copies=EXPERTS)]
+    x, router = torch.randn(tokens, HIDDEN).bfloat16(), torch.randn(tokens, EXPERTS).bfloat16()
+    want = packed_moe(x, router, up, down, TOP_K, True, Activation.SILU)
+    pieces = [*up, *down]
+    codings, eights = (tuple(getattr(each.form, name) for each in pieces) for name in ("rounded_coding", "eight"))
+    moe = CodedMoe(ExpertFacts(torch.bfloat16, EXPERTS, TOP_K, eights=eights, rounded=codings))
+    for _ in range(2):  # laid out once, and found again
+        got = moe(x, router, up, down, TOP_K, True, Activation.SILU)
+        assert_close(got, want, torch.bfloat16)
+    if form.eight is None:  # what stands behind the kernel still reads them
+        assert_close(packed_moe(x, router, up, down, TOP_K, True, Activation.SILU), want, torch.bfloat16)
+    assert moe(x[:0], router[:0], up, down, TOP_K, True, Activation.SILU).shape == (0, HIDDEN)
+    assert all("blocks" in tensors for piece in pieces for tensors in piece.tensors)
+
+
+def test_many_tokens_of_few_experts_fill_several_tiles() -> None:
+    torch.manual_seed(5)
+    form = PackedIntegers(4, 32, zero=False)
+    up, down = [random_piece(form, 2 * INNER, HIDDEN, copies=2)], [random_piece(form, HIDDEN, INNER, seed=1, copies=2)]
+    x, router = torch.randn(40, HIDDEN).bfloat16(), torch.randn(40, 2).bfloat16()
+    want = packed_moe(x, router, up, down, 1, False, Activation.GELU)
+    codings = tuple(each.form.rounded_coding for each in (*up, *down))
+    moe = CodedMoe(ExpertFacts(torch.bfloat16, 2, 1, eights=(None, None), rounded=codings))
+    assert_close(moe(x, router, up, down, 1, False, Activation.GELU), want, torch.bfloat16)

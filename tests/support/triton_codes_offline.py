@@ -1,0 +1,79 @@
+"""Compiles the products with codes of few bits for an H200 without one, and reads what came out. Run as a program, in a process of its own.
+
+``python triton_codes_offline.py`` prints a JSON object: for each case registers, spills, shared memory, instruction counts.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from triton.runtime import driver
+
+from headrace.kernels.candidate import EightBits, Shape
+from headrace.kernels.linear import coded, eight_bits
+from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.coded import CodedProduct
+from headrace.kernels.linear.coded_forms import forms_for
+from headrace.kernels.linear.flat_linear import make_scratch
+from headrace.kernels.linear.packing import Coding, Scales, empty
+from headrace.spec import Activation
+from tests.support.triton_offline import CompileOnly, record
+
+GATE = Around(torch.zeros(64, 1), 1e-5, Activation.SILU)
+SUM = Around(residual=torch.zeros(1, 1024, dtype=torch.bfloat16), scale=torch.zeros(1024))
+CODINGS = {
+    "W4": Coding(4), "W4, zeros": Coding(4, zeros=True), "W4, groups of 32": Coding(4, 4), "W8": Coding(8), "FP8": Coding(8, floats=True),
+    "W2": Coding(2), "W3": Coding(3), "W6": Coding(6), "MXFP4": Coding(4, 4, floats=True, scales=Scales.POWER),
+    "NVFP4": Coding(4, 8, floats=True, scales=Scales.FP8), "NF4": Coding(4, 2, table=True),
+    "Q4_K": Coding(4, 4, shifts=True, scales=Scales.BYTE), "Q6_K": Coding(6, 8, scales=Scales.BYTE),
+}  # fmt: skip
+PLACES = {"alone": Around(), "gate": GATE, "sum": SUM}
+
+
+def figures_of(coding: Coding, most: int, around: Around, *, ordered: bool = False) -> dict[str, int]:
+    gated = around.gate is not None
+    shape, outs = Shape(1024, 2048, gated), 2048 if gated else 1024
+    forms = forms_for(shape, outs, coding, 132, {})
+    packed = empty(coding, outs, 2048, torch.device("cpu"), gated=gated, ordered=ordered)
+    product = CodedProduct(packed, None, forms, make_scratch(Shape(outs, 2048), forms, "cpu"), programmatic=True)
+    x, form = torch.zeros(1, 2048, dtype=torch.bfloat16), product.form(most)
+    assert form is not None
+    return record(coded, ("_codes_kernel",), lambda: product.launch(form, x, around))["_codes_kernel"]
+
+
+def widened(coding: Coding) -> dict[str, int]:
+    product = CodedProduct(empty(coding, 256, 2048, torch.device("cpu"), gated=True, ordered=False), None, (), None, False)  # type: ignore[arg-type]
+    return record(coded, ("_widen_kernel",), lambda: product.widen(0, 64, torch.bfloat16))["_widen_kernel"]
+
+
+def eight(kind: str, group: int, most: int, around: Around) -> dict[str, int]:
+    """8-bit inputs, too."""
+    weight = torch.zeros(2048, 2048, dtype=torch.uint8).view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    scale, own = (torch.zeros(16, 16), torch.zeros(1, 16)) if group else (torch.zeros(2048), torch.zeros(1, 1))
+    forms = (*eight_bits.forms_for(2048, 2048, 132, blocked=bool(group)), (2**31, eight_bits.TALL))
+    scratch = make_scratch(Shape(2048, 2048), forms, "cpu")
+    layer = eight_bits.EightBitLinear(weight, scale, None, None, EightBits(kind, group), forms, scratch, programmatic=True)
+    form = next(form for rows, form in forms if most <= rows)
+    return record(eight_bits, ("_eight_kernel",), lambda: layer.launch(form, weight[:1], own, around, torch.bfloat16))["_eight_kernel"]
+
+
+def main() -> dict[str, dict[str, int]]:
+    found = {f"{name}, 16 rows": figures_of(coding, 16, PLACES["alone"]) for name, coding in CODINGS.items()}
+    for rows in (16, 32, 64):
+        found |= {f"W4, {rows} rows, {place}": figures_of(Coding(4), rows, around) for place, around in PLACES.items() if place != "alone"}
+    for name in ("W4", "FP8", "Q4_K"):
+        found |= {f"{name}, {rows} rows": figures_of(CODINGS[name], rows, PLACES["alone"]) for rows in (32, 64, 128)}
+        found[f"{name}, widened"] = widened(CODINGS[name])
+    found["W4, in order, 16 rows"] = figures_of(Coding(4, zeros=True, ordered=True), 16, PLACES["alone"], ordered=True)
+    both = Around(residual=torch.zeros(1, 2048, dtype=torch.bfloat16), scale=torch.zeros(2048))
+    alone = PLACES["alone"]
+    cases = (("fp8", 0, 16, GATE), ("fp8", 0, 64, both), ("int8", 0, 16, alone), ("fp8", 128, 16, alone), ("fp8", 128, 999, GATE))
+    for kind, group, most, around in cases:
+        found[f"{kind} inputs, groups of {group}, {most} rows"] = eight(kind, group, most, around)
+    return found
+
+
+if __name__ == "__main__":
+    driver.set_active(CompileOnly())
+    print(json.dumps(main()))

@@ -1,0 +1,255 @@
+"""Adapters in the control plane: who waits for which slot, what is read when, and what a folder must say."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import AdapterConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import AdapterOutcome, LoadAdapter
+from headrace.engine.keyed_hash import keyed_hash_info
+from headrace.errors import ConfigError, HeadraceError, InvalidRequest, ModelError, NotFound
+from headrace.lora.peft import read_adapter
+from headrace.lora.registry import AdapterDesk, adapter_folder
+from headrace.lora.residency import Residency
+from headrace.models.families import spec_from_config
+from headrace.request import FinishReason
+from tests.support.hash_engine import VOCAB, Answers, CheckedExecutor, assert_at_rest, engine, plans_of, request, run
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+SPEC = spec_from_config(LLAMA)
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def core_with(slots: int, held: int = 64, names: int = 9, fault: Any = None, **more: Any) -> EngineCore:
+    info = keyed_hash_info(vocab_size=VOCAB, max_model_len=200, max_num_seqs=8, num_blocks=64, block_size=4, adapter_slots=slots)
+    executor = CheckedExecutor(info, fault=fault)
+    core = engine(info=info, executor=executor, **more)
+    core.adapters = AdapterDesk(lambda folder: None, executor.control, held)
+    for number in range(names):
+        core.adapters.register(f"a{number}", f"/{number}")
+    return core
+
+
+def alone(adapter: str | None, prompt: list[int], tokens: int = 6) -> tuple[int, ...]:
+    core = core_with(1)
+    core.add(request(0, prompt, adapter=adapter, max_tokens=tokens))
+    return tuple(run(core).tokens[0, 0])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(("slots", "held"), [(1, 1), (2, 3), (8, 9)])
+def test_every_answer_is_that_of_its_adapter_alone(depth: int, slots: int, held: int) -> None:
+    core, wanted = core_with(slots, held, depth=depth), {}
+    plans = plans_of(core)
+    for number in range(24):
+        adapter = None if number % 5 == 4 else f"a{number * 7 % 9}"
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, number % 3]  # prefixes that would be shared
+        core.add(request(number, prompt, adapter=adapter, max_tokens=6, n=1 + number % 2))
+        wanted[number] = alone(adapter, prompt) if number % 2 == 0 else None
+    answers = run(core)
+    assert all(tuple(answers.tokens[number, 0]) == tokens for number, tokens in wanted.items() if tokens is not None)
+    assert len({tokens for tokens in wanted.values()}) > 6
+    assert_at_rest(core)
+    slot_of: dict[int, int] = {}
+    for plan in plans:
+        slot_of.update({new.row: new.adapter_slot for new in plan.rows_added})
+        assert len({slot_of[row] for row in plan.rows} - {-1}) <= slots
+
+
+def test_others_pass_one_that_waits_and_it_is_not_starved() -> None:
+    """One slot, and its adapter's requests keep coming: the one that wants another still gets its turn."""
+    core = core_with(1)
+    core.add(request(0, [1, 2], adapter="a0", max_tokens=9))
+    core.add(request(1, [1, 2], adapter="a1", max_tokens=2))
+    core.add(request(2, [1, 2], max_tokens=2))
+    answers = Answers()
+    for number in range(3, 40):
+        core.add(request(number, [3, number], adapter="a0", max_tokens=9))
+        answers.take(core.step())
+        if number == 8:
+            assert (2, 0) in answers.finished and (1, 0) not in answers.tokens, "who wants none goes past who waits"
+            state = core.explain(1)
+            assert state is not None and state.wait is not None and state.wait.kind == "adapter"
+    assert (1, 0) in answers.finished, "it waited for the one that ran, and for none that came later"
+    run(core, answers=answers)
+    assert_at_rest(core)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_brings_its_adapters_in_again(depth: int) -> None:
+    """What a device holds after a failure is not known any more (this one forgets it)."""
+    core = core_with(2, depth=depth, fault=lambda plan: plan.step_id == 2)
+    for number in range(2):
+        core.add(request(number, [1, 2, number], adapter=f"a{number}", max_tokens=5))
+    core.add(request(2, [1, 2, 9], adapter="a0", max_tokens=5))
+    answers = run(core)
+    assert FinishReason.ERROR in {each.reason for each in answers.finished.values()}
+    core.add(request(3, [1, 2, 9], adapter="a0", max_tokens=6))
+    run(core, answers=answers)
+    assert tuple(answers.tokens[3, 0]) == alone("a0", [1, 2, 9])
+    assert_at_rest(core)
+
+
+def test_slots_go_to_who_has_waited_longest_and_from_who_was_used_longest_ago() -> None:
+    residency = Residency(2)
+    claims = residency.claims(())
+    for step, name in enumerate(("x", "y")):
+        slot = claims.find(name)
+        assert slot is not None
+        claims.take(name, slot)
+        assert residency.place(name, slot, step)
+    assert residency.slots == ["x", "y"] and not residency.place("x", 0, 2)
+    assert residency.claims(("x",)).find("z") == 1, "nobody uses it"
+    assert residency.claims(()).find("z") == 1, "used longest ago"
+    full = residency.claims(("x", "x", "y"))
+    assert full.find("z") is None and full.find("y") is None and full.find("x") == 0, "z has claimed y's: that has fewer"
+    assert full.find("w") is None and full.find("x") is None
+
+
+def test_the_desk_reads_ahead_and_makes_room_in_order() -> None:
+    told: list[Any] = []
+    desk = AdapterDesk(lambda folder: None, told.append, 2)
+    for name in "xyz":
+        desk.register(name, f"/{name}")
+    for number, name in enumerate("xyzx"):
+        desk.begin(request(number, [1], adapter=name))
+    assert not desk.take_ready([], ()) and told == [LoadAdapter("x", "/x"), LoadAdapter("y", "/y")]
+    ready = desk.take_ready([AdapterOutcome("x"), AdapterOutcome("y", "it is damaged")], ())
+    assert [(type(each).__name__, each.request.request_id) for each in ready] == [("AddRequest", 0), ("RefuseRequest", 1), ("AddRequest", 3)]
+    assert told[2:] == [LoadAdapter("z", "/z")] and [each.request_id for each in desk.waiting] == [2]
+    desk.drop(2)
+    assert not desk.waiting and desk.take_ready([AdapterOutcome("z")], ()) == [] and not desk.busy
+
+
+def test_a_name_that_comes_back_is_another_adapter() -> None:
+    desk = AdapterDesk(lambda folder: None, lambda order: None, 4)
+    first = desk.register("x", "/one")
+    assert desk.register("x", "/one") == first
+    with pytest.raises(InvalidRequest, match="unload it first"):
+        desk.register("x", "/two")
+    desk.unregister("x")
+    with pytest.raises(NotFound):
+        desk.unregister("x")
+    assert desk.register("x", "/two") != first
+    with pytest.raises(InvalidRequest, match="no adapter 'y'"):
+        desk.begin(request(0, [1], adapter="y"))
+
+
+def test_names_stay_within_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "in" / "good").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "in" / "good"):
+        (folder / "adapter_config.json").write_text("{}")
+    assert adapter_folder(tmp_path / "in", "good") == tmp_path / "in" / "good"
+    for name in ("..", ".", "", "../in/good", "/etc", "good/../good", "good\0", "x" * 300, "good/"):
+        assert adapter_folder(tmp_path / "in", name) is None, name
+
+
+def test_settings_that_cannot_be() -> None:
+    assert AdapterConfig().slots == 0 and AdapterConfig(lora_modules=("x=/y",)).slots == 8 and AdapterConfig(lora_dir="/y").enable_lora
+    for wrong, said in (
+        ({"max_lora_rank": 257}, "1 to 256"), ({"max_loras": 8, "max_cpu_loras": 4}, "at least as many"),
+        ({"lora_modules": ("x=/y", "x=/z")}, "twice"), ({"lora_modules": ("../x=/y",)}, "letters"), ({"lora_modules": ("x",)}, "NAME=PATH"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            AdapterConfig(**wrong)  # type: ignore[arg-type]
+
+
+# --- folders
+
+
+def write(folder: Path, tensors: dict[str, tuple[str, list[int]]], gaps: int = 0, **config: Any) -> Path:
+    """Tensors of zeros: a header as safetensors has it. ``gaps``: bytes by which each overlaps the one before."""
+    header, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = 4 if dtype == "F32" else 2 if dtype == "BF16" else 1
+        for each in shape:
+            size *= each
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size - gaps
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at + gaps))
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
+
+
+GOOD: dict[str, tuple[str, list[int]]] = {f"{Q}.lora_A.weight": ("F32", [2, 8]), f"{Q}.lora_B.weight": ("BF16", [8, 2])}
+
+
+def test_a_folder_that_fits(tmp_path: Path) -> None:
+    (found,) = read_adapter(write(tmp_path, GOOD), SPEC, 16).factors
+    assert (found.rank, found.scale, found.module.part, found.module.outs) == (2, 2.0, 0, 8)
+    (found,) = read_adapter(write(tmp_path, GOOD, use_rslora=True, alpha_pattern={"q_proj": 6}), SPEC, 16).factors
+    assert found.scale == pytest.approx(6 / 2**0.5)
+    bare = {key.replace(".model.model.", ".model."): value for key, value in GOOD.items()}
+    assert read_adapter(write(tmp_path, bare), SPEC, 16).rank == 2, "as those of a bare model are called"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "said"),
+    [
+        (GOOD, {"peft_type": "IA3"}, "peft_type 'IA3'"),
+        (GOOD, {"bias": "all"}, "sets bias"),
+        (GOOD, {"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
+        (GOOD, {"r": 4}, "has rank 2, but the config says 4"),
+        (GOOD, {"lora_alpha": "much"}, "lora_alpha is 'much'"),
+        (GOOD, {"lora_alpha": 1e999}, "lora_alpha is inf"),
+        (GOOD, {"use_dora": True}, "magnitudes of model.layers.0.self_attn.q_proj"),
+        (GOOD, {"rank_pattern": {"(a+)+$": 2}}, "only names of modules are read"),
+        ({**GOOD, f"{Q}.lora_A.weight": ("F32", [2, 9])}, {}, r"is \[2, 9\] of F32"),
+        ({**GOOD, f"{Q}.lora_B.weight": ("F32", [2, 8])}, {}, r"calls for \[8, 2\]"),
+        ({**GOOD, f"{Q}.lora_A.weight": ("I8", [2, 8])}, {}, "of floats"),
+        ({**GOOD, f"{Q}.lora_A.weight": ("F32", [0, 8]), f"{Q}.lora_B.weight": ("F32", [8, 0])}, {"r": 0}, "rank 0"),
+        ({f"{Q}.lora_A.weight": ("F32", [2, 8])}, {}, "has lora_A of"),
+        ({**GOOD, "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": ("F32", [2, 8])}, {}, "no place for"),
+        ({**GOOD, f"{Q.replace('.model.model', '.model')}.lora_A.weight": ("F32", [2, 8])}, {}, "two tensors lora_A"),
+        ({**GOOD, f"{Q}.bias": ("F32", [8])}, {}, "no place for"),
+        ({}, {}, "holds no tensor"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_does_not(tmp_path: Path, tensors: Any, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        read_adapter(write(tmp_path, tensors, **config), SPEC, 16)
+
+
+def test_files_that_are_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="overlaps"):
+        read_adapter(write(tmp_path / "overlap", GOOD, gaps=4), SPEC, 16)
+    with pytest.raises(ModelError, match="Raise --max-lora-rank"):
+        read_adapter(write(tmp_path / "rank", GOOD), SPEC, 1)
+    pickled = write(tmp_path / "pickled", GOOD)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with pytest.raises(ModelError, match="a pickle"):
+        read_adapter(pickled, SPEC, 16)
+    (tmp_path / "rank" / "adapter_config.json").write_text("[1]")
+    for folder in (tmp_path / "rank", tmp_path / "nothing", tmp_path):
+        with pytest.raises(HeadraceError):
+            read_adapter(folder, SPEC, 16)
+    cut = write(tmp_path / "cut", GOOD)
+    data = (cut / "adapter_model.safetensors").read_bytes()
+    (cut / "adapter_model.safetensors").write_bytes(data[:-3])
+    with pytest.raises(ModelError, match="truncated"):
+        read_adapter(cut, SPEC, 16)
+
+
+def test_a_request_whose_adapter_cannot_be_read_ends_alone() -> None:
+    core = core_with(2)
+    outcomes = core.executor.outcomes
+    core.executor.outcomes = lambda wait=0.0: [replace(each, error="NaN") if each.name == "a1" else each for each in outcomes(wait)]  # type: ignore[method-assign]
+    for number in range(3):
+        core.add(request(number, [1, 2], adapter=f"a{number}", max_tokens=3))
+    answers = run(core)
+    assert [answers.finished[number, 0].reason for number in range(3)] == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+    assert answers.finished[1, 0].message == "NaN" and answers.finished[1, 0].param == "model"
+    assert_at_rest(core)
