@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ALONE = ("memory", "meter", "storm")  # they measure the whole device
+ALONE = ("memory", "meter", "prompt_graphs", "storm")  # they measure the whole device
 SECONDS_A_TEST = 120  # the first test of a group compiles
 SHOWN = 40  # lines of pytest's output, where something failed
 

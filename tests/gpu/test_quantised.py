@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -10,6 +15,8 @@ import torch
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
 from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.flat_forms import Form
+from headrace.kernels.linear.packing import Coding, Packed
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.scaled import WHOLE, ScaledWeight
@@ -22,11 +29,14 @@ require_card()
 
 from headrace.kernels import Kernels  # noqa: E402
 from headrace.kernels.linear.coded import CodedProduct, lay  # noqa: E402  (needs Triton)
-from headrace.kernels.linear.coded_forms import ROWS, candidate_forms  # noqa: E402
+from headrace.kernels.linear.coded_forms import forms_for  # noqa: E402
 from headrace.kernels.linear.flat_linear import make_scratch  # noqa: E402
 from headrace.layers.packed import Piece  # noqa: E402
 
 CUDA = torch.device("cuda")
+PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
+SIZES = ((1024, 4096), (1056, 1152))
+pytestmark = pytest.mark.timeout(240)  # the first one builds for all
 EIGHTS = (
     ScaledWeight("float8_e4m3fn", (WHOLE, WHOLE), activations=Activations("fp8", static=True)),
     ScaledWeight("float8_e4m3fn", (1, WHOLE), activations=Activations("fp8")),
@@ -47,31 +57,71 @@ def arounds(tokens: int, outs: int, ins: int) -> tuple[Around, ...]:
     return Around(), Around(squares, 1e-5), behind
 
 
+def cases(shape: Shape, coding: Coding) -> Iterator[tuple[Form, tuple[int, ...]]]:
+    """The forms that are chosen, each with which of ``arounds``; a number of K's parts that is chosen nowhere; of uneven shapes two."""
+    forms = {most: form for most, form in forms_for(shape, shape.outs, coding, PROCESSORS, {}) if form is not None}
+    if shape.ins % 256 == 0:
+        yield from ((forms[16], (0, 1, 2)), (forms[32], (0,)), (forms[64], (0, 2)), (forms[128], (0,)), (replace(forms[32], ways=1), (1,)))
+    else:
+        yield from ((forms[16], (2,)), (forms[64], (0,)))
+
+
+def product_of(coding: Coding, packed: Packed, form: Form) -> CodedProduct:
+    forms = ((form.rows, form),)
+    return CodedProduct(packed, None, forms, make_scratch(Shape(packed.outs, packed.ins), forms, CUDA), programmatic=True)
+
+
+def build(test: Callable[..., None], form: Format) -> None:
+    """What the test compiles is in the compiler's cache from then on; what it finds out, it says where it is a test."""
+    torch.set_num_threads(1)
+    with suppress(Exception):
+        test(form)
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """One behind the other they would take ten minutes."""
+    wanted = {(multiplies, form.coding): form for form in FORMATS} | {(gates, (form.coding, form.eight)): form for form in (*FORMATS, *EIGHTS)}
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(build, test, form) for (test, _), form in wanted.items()]:
+            future.result()
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=lambda each: each.label)
-@pytest.mark.parametrize(("outs", "ins"), [(1024, 4096), (1056, 1280)], ids=str)
-def test_every_form_multiplies_as_the_format_means(form: Format, outs: int, ins: int) -> None:
+def test_every_form_multiplies_as_the_format_means(form: Format, built: None) -> None:
+    multiplies(form)
+
+
+def multiplies(form: Format) -> None:
+    for size in SIZES:
+        multiplies_by(form, *size)
+
+
+def multiplies_by(form: Format, outs: int, ins: int) -> None:
     torch.manual_seed(outs)
     piece = on_card(form, outs, ins)
     weight, coding = piece.dense(slice(0, outs), torch.float32), form.coding
     parts = lay([piece], gated=False)
     assert parts is not None and coding is not None
-    shape, twin = Shape(outs, ins), reference.fused_linear(weight, None)
-    for most in ROWS:
-        for kernel in candidate_forms(shape, outs, coding, most):
-            forms = ((most, kernel),)
-            product = CodedProduct(parts[0], None, forms, make_scratch(shape, forms, CUDA), programmatic=True)
-            for tokens in (1, most - 3, most):
-                x = torch.randn(tokens, ins, device=CUDA).bfloat16()
-                for around in arounds(tokens, outs, ins) if most <= 64 else (Around(),):
-                    got, want = product.launch(kernel, x, around), twin(x, around)
-                    check(got[0], want[0])
-                    assert torch.equal(got[0], product.launch(kernel, x, around)[0]), f"{kernel}: other bits"
+    twin = reference.fused_linear(weight, None)
+    for kernel, which in cases(Shape(outs, ins), coding):
+        product = product_of(coding, parts[0], kernel)
+        for tokens in (1, kernel.rows - 3, kernel.rows):
+            x = torch.randn(tokens, ins, device=CUDA).bfloat16()
+            for around in (arounds(tokens, outs, ins)[each] for each in which):
+                got, want = product.launch(kernel, x, around), twin(x, around)
+                check(got[0], want[0])
+                assert torch.equal(got[0], product.launch(kernel, x, around)[0]), f"{kernel}: other bits"
     x = torch.randn(700, ins, device=CUDA).bfloat16()
     check(replace(product, forms=((0, None),))(x), (x.float() @ weight.T).bfloat16())
 
 
 @pytest.mark.parametrize("form", (*FORMATS, *EIGHTS), ids=lambda each: each.label)
-def test_gates_through_the_registry(form: Format) -> None:
+def test_gates_through_the_registry(form: Format, built: None) -> None:
+    gates(form)
+
+
+def gates(form: Format) -> None:
     torch.manual_seed(2)
     ins, half = 2048, 1024
     pieces = [on_card(form, half, ins, seed=seed) for seed in ((1, 1) if form.label.endswith("order") else (1, 2))]
