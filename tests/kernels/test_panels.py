@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
-from headrace.kernels.build.c_compiler import FLAGS, HEADERS, Compiler, Native, find_compiler, native_library
+from headrace.kernels.build.c_compiler import FLAGS, HEADERS, Compiler, Native, cpu_identity, find_compiler, native_library
 from headrace.kernels.build.native import function_of
 from headrace.kernels.candidate import Declined
 from headrace.kernels.linear import packed, panels
@@ -233,16 +233,36 @@ def test_groups_that_panels_do_not_have_are_widened() -> None:
         made([uneven()], None, torch.float32, "native", batch_invariant=True)
 
 
+def test_the_widest_instruction_of_this_processor_is_chosen(native: Native) -> None:
+    flags = cpu_identity().split()
+    want = 512 if {"avx512_vnni", "avx512bw"} <= set(flags) else 256 if "avx_vnni" in flags else 0
+    assert native.library["headrace_panel_vnni"]() == want
+
+
 def test_other_formats_are_left_to_others() -> None:
     kernels = Kernels(CPU)
     kernels.choose(*called("packed_linear", dtype=torch.float32, formats=("GGUF Q8_0", "unquantised"), codings=(GGUFBlocks("Q8_0").coding, None)))
     assert dict(kernels.choices[-1].declined)["native"] == "computes with codes of few bits, not with unquantised"
 
 
-@pytest.mark.parametrize("flags", [("-DHEADRACE_PLAIN_DOTS", "-march=native"), ("-march=x86-64",)], ids=str)
-def test_other_processors_compute_the_same(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """What stands around the instructions of processors with VNNI, and those without AVX2."""
+PROCESSORS = {  # flags that make the compiler write for one, what this one must have to run it, bits of the vectors that VNNI multiplies
+    "none of these": (("-march=x86-64",), "sse2", 0),
+    "AVX2": (("-march=x86-64-v3",), "avx2", 0),
+    "AVX-VNNI": (("-march=x86-64-v3", "-mavxvnni"), "avx_vnni", 256),
+    "AVX-512": (("-march=x86-64-v4",), "avx512bw", 0),
+    "AVX-512 VNNI": (("-march=x86-64-v4", "-mavx512vnni"), "avx512_vnni", 512),
+    "AVX-512 VNNI, in C": (("-march=native", "-DHEADRACE_PLAIN_DOTS"), "", 0),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_other_processors_compute_the_same(name: str, tmp_path: Path) -> None:
+    """Each way of multiplying that this processor has, and what stands around the instructions of others."""
+    flags, needed, vnni = PROCESSORS[name]
+    if needed and needed not in cpu_identity().split():
+        pytest.skip(f"this processor has no {needed}")
     other = built(tmp_path, flags)
+    assert other.library["headrace_panel_vnni"]() == vnni
     function = function_of(other, "headrace_panel_product", "qPPii", c_int)
     for form in (GGUFBlocks("Q8_0"), GGUFBlocks("Q4_K"), GGUFBlocks("IQ4_XS"), GGUFBlocks("Q6_K"), NVFP4(inverse=True), PackedIntegers(3, 64), W8A8):
         piece, twin = piece_of(form, ins=256), piece_of(form, ins=256)
@@ -265,7 +285,7 @@ def built(folder: Path, flags: tuple[str, ...]) -> Native:
     done = subprocess.run(
         [compiler.path, *FLAGS, *flags, "-shared", str(folder / "panels.c"), "-o", str(target), "-lm"], capture_output=True, text=True, check=False
     )
-    if done.returncode and "march" in done.stderr:
+    if done.returncode and any(flag in done.stderr for flag in flags):
         pytest.skip(f"not for this processor: {done.stderr.splitlines()[0]}")
     assert not done.returncode, done.stderr
     return Native(ctypes.CDLL(str(target)), target, False)

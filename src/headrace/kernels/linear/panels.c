@@ -17,7 +17,7 @@
 #define MOST_ROWS 256 /* of x that share what was unpacked */
 
 /* How bytes are multiplied; HEADRACE_PLAIN_DOTS: as C says it (for tests of what stands around the instructions of other processors). */
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(HEADRACE_PLAIN_DOTS)
+#if VECTOR == 64 && !defined(HEADRACE_PLAIN_DOTS)
 #define VNNI 512
 #elif defined(__AVXVNNI__) && !defined(HEADRACE_PLAIN_DOTS)
 #define VNNI 256
@@ -65,6 +65,9 @@ void headrace_lay_panels(int bits, int64_t outs, int64_t ins, const uint8_t *cod
             if (bits & 1) lay_plane(to, from, ins, rows, 1, bits - 1);
         }
 }
+
+/* Bits of the vectors that VNNI multiplies here; 0: there is none. */
+int headrace_panel_vnni(void) { return VNNI; }
 
 /* Rows of w by their numbers, float32 [count, row] (row: inputs that are there). */
 void headrace_panel_rows(const Panels *w, int64_t count, const int64_t *ids, int64_t row, float *out, int threads) {

@@ -20,8 +20,8 @@
 #define STEPS 8    /* of a block */
 #define CHUNK 256  /* inputs unpacked at once */
 
-#if defined(__AVX512F__)
-#define VECTOR 64
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define VECTOR 64 /* without VNNI, AVX2's way with bytes is the better one */
 #elif defined(__AVX2__)
 #define VECTOR 32
 #else
