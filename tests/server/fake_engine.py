@@ -23,7 +23,7 @@ from headrace.models.source import find_model
 from headrace.observe.metrics import StepRecorder
 from headrace.request import Finished, FinishReason, Request, TokenLogprobs
 from headrace.sampling_params import SamplingParams
-from headrace.server import accept, connection, exchange, lifecycle
+from headrace.server import connection, exchange, lifecycle
 from headrace.server.run import run_server
 
 SILENT = 1001  # nothing for SILENT_SECONDS, then an answer
@@ -204,7 +204,7 @@ def main() -> int:
     args = parser.parse_args()
     exchange.PING_SECONDS, exchange.PULSE_SECONDS, exchange.LAGGARD_SECONDS = args.ping_seconds, 0.1, args.laggard_seconds
     connection.HEADER_SECONDS, connection.UNREAD_SECONDS, connection.MAX_CONNECTIONS = 1.0, args.unread_seconds, args.max_connections
-    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, accept.FULL_SECONDS = 0.5, 0.8, 0.2
+    lifecycle.LAST_WORDS_SECONDS, lifecycle.HANG_SECONDS, lifecycle.FULL_SECONDS = 0.5, 0.8, 0.2
 
     async def create() -> FakeEngine:
         await asyncio.sleep(args.load_seconds)

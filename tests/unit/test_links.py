@@ -18,9 +18,9 @@ from headrace.engine.links import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput
-from headrace.server.accept import Acceptor
 from headrace.server.exposition import ServerMetrics
 from headrace.server.frontends.counters import Counters, Page, Watch
+from headrace.server.lifecycle import Acceptor
 
 GUEST = 3
 

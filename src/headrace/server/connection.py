@@ -9,7 +9,7 @@ the longest waiting before the others; one whose request is being answered stays
 cannot lock anybody out.
 
 What lives here: connections, counting them, choosing who goes. What may not: routes, bodies (bodies.py limits them),
-accepting (accept.py).
+accepting (lifecycle.py).
 """
 
 from __future__ import annotations
