@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.engine import frames
-from headrace.engine import links as links_module
-from headrace.engine.links import Left, Link, Links, ParentGone
+from headrace.engine import loop as links_module
+from headrace.engine.loop import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
 from headrace.request import SequenceOutput

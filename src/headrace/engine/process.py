@@ -1,6 +1,6 @@
 """The engine's process, ``python -m headrace.engine.process``: its start, its pulse and its end.
 
-What lives here: that order, and the first step. What may not: the loop (loop.py), the messages (frames.py), sockets (links.py).
+What lives here: that order, and the first step. What may not: the loop and its sockets (loop.py), the messages (frames.py).
 
 A thread sends a Beat every second with the loop's stamps, also while a step runs; it ends the process when the parent is gone.
 """
@@ -19,8 +19,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from headrace.engine import frames
-from headrace.engine.links import Link, Links, ParentGone
-from headrace.engine.loop import EngineLoop, Pulse, StampedExecutor
+from headrace.engine.loop import EngineLoop, Link, Links, ParentGone, Pulse, StampedExecutor
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
