@@ -13,8 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from headrace.config import ModelConfig
-from headrace.engine.boundaries import MARK, Boundaries
-from headrace.engine.template import ChatTemplate
+from headrace.engine.template import MARK, Boundaries, ChatTemplate
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.models.source import TokenizerFiles, find_model
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.engine import frames
-from headrace.engine import loop as links_module
+from headrace.engine import frames, loop
 from headrace.engine.loop import Left, Link, Links, ParentGone
 from headrace.processes.child import Lives
 from headrace.processes.messages import Unpacker, pack
@@ -111,7 +110,7 @@ def test_the_parents_end_is_the_end(guests: Guests) -> None:
 
 
 def test_a_reader_that_stops_is_waited_for_no_longer_than_a_moment_and_misses_nothing(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "STALLED_SECONDS", 0.1)
+    monkeypatch.setattr(loop, "STALLED_SECONDS", 0.1)
     begun, steps = time.perf_counter(), 400
     for number in range(steps):
         guests.links.send_step([output(GUEST, number, 1000)])
@@ -128,8 +127,8 @@ def test_a_reader_that_stops_is_waited_for_no_longer_than_a_moment_and_misses_no
 
 
 def test_a_reader_that_owes_too_much_has_left(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "STALLED_SECONDS", 0.01)
-    monkeypatch.setattr(links_module, "MAX_OWED", 1 << 20)
+    monkeypatch.setattr(loop, "STALLED_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "MAX_OWED", 1 << 20)
     for number in range(1000):
         guests.links.send_step([output(GUEST, number, 2000)])
     assert [frame for _, frame in guests.links.poll()] == [Left()]

@@ -14,7 +14,6 @@ from typing import Any
 
 import tokenizers
 
-from headrace.engine.boundaries import MARK, Boundaries
 from headrace.engine.detokenizer import (
     ByteDecoder,
     IncrementalDecoder,
@@ -26,7 +25,7 @@ from headrace.engine.detokenizer import (
     piece_of_token,
     piece_rules,
 )
-from headrace.engine.template import ChatTemplate, check_template_variables
+from headrace.engine.template import MARK, Boundaries, ChatTemplate, check_template_variables
 from headrace.engine.text_growth import check_normalizer, check_other_parts
 from headrace.errors import InvalidRequest, ModelError
 from headrace.models.source import MAX_TEMPLATE_BYTES, ModelSource, TokenizerFiles, as_path, find_tokenizer_files, read_bounded
