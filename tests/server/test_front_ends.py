@@ -22,8 +22,7 @@ import pytest
 
 from headrace.config import ServerConfig
 from headrace.errors import ConfigError, Unavailable
-from headrace.processes.channel import Channel, Respond
-from headrace.processes.messages import Question
+from headrace.processes.messages import Channel, Question, Respond
 from headrace.server import api
 from headrace.server import service as service_module
 from headrace.server.frontends import link

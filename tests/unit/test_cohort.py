@@ -14,7 +14,7 @@ from headrace.engine.frames import Event, pack_step, unpack_step
 from headrace.engine.keyed_hash import KeyedHashExecutor
 from headrace.processes.messages import Unpacker
 from headrace.request import Request, SequenceOutput, Singles, TokenOutputs, column_of
-from headrace.scheduler import cohort, scheduler
+from headrace.scheduler import plan_builder, scheduler
 from tests.support.hash_engine import EOS, VOCAB, Answers, assert_at_rest, engine, expected, plans_of, request, run
 
 NEVER = 10**9
@@ -105,7 +105,7 @@ def test_a_cohort_is_never_seen(depth: int, name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("most", [1, 3, 64])
 def test_records_are_right_whenever_they_are_settled(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cohort, "MOST_PENDING", most)
+    monkeypatch.setattr(plan_builder, "MOST_PENDING", most)
     draw, core, answers = random.Random(1), engine(depth=1), Answers()
     asked = [request(number, range(20, 25 + number), max_tokens=60) for number in range(5)]
     for each in asked:

@@ -11,7 +11,7 @@ from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.request import Request
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.events import AbortRequest, AddRequest
-from headrace.scheduler.log import CAPACITY, DecisionLog
+from headrace.scheduler.roster import CAPACITY, DecisionLog
 from headrace.scheduler.scheduler import Scheduler
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.config import CacheConfig
-from headrace.engine.accounts import MAX_KEPT, Pace, StepAccounts, outlook, pace_of
 from headrace.engine.core import EngineCore
+from headrace.observe.metrics import MAX_KEPT, StepAccounts
 from headrace.request import Finished, FinishReason, SequenceOutput, StepAccount
-from headrace.scheduler.explain import RequestState
+from headrace.scheduler.explain import Pace, RequestState, outlook, pace_of
 from tests.support.hash_engine import check_books, engine, request, run
 
 

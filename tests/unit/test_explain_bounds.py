@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from headrace.config import CacheConfig
-from headrace.engine.accounts import RECENT, outlook, pace_of
 from headrace.engine.core import EngineCore
 from headrace.observe.metrics import StepRecorder
 from headrace.request import Request, SequenceStatus
 from headrace.sampling_params import Expectations
+from headrace.scheduler.explain import RECENT, outlook, pace_of
 from tests.support.hash_engine import request
 from tests.support.modelled import machine
 

@@ -18,9 +18,8 @@ from headrace.config import EngineConfig
 from headrace.engine import frames
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
-from headrace.processes.channel import Channel
 from headrace.processes.child import spawn
-from headrace.processes.messages import Question
+from headrace.processes.messages import Channel, Question
 
 _EXIT_SECONDS = 5.0  # between asking and killing
 HANG_SECONDS = 5.0  # without a beat

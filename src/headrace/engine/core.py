@@ -22,10 +22,9 @@ from headrace.cache.manager import CacheManager
 from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.cost.speed import StepSpeed
-from headrace.engine.accounts import StepAccounts
 from headrace.engine.executor import Executor, Ticket
 from headrace.errors import InvalidRequest, StepFailed
-from headrace.observe.metrics import StepRecord, StepTimes
+from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.explain import RequestState, Standing

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine import frames
-from headrace.engine.accounts import RECENT, outlook, pace_of
 from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, Ticket
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.observe.metrics import StepRecorder
 from headrace.processes.messages import Answer, BadFrame, Unpacker, pack
 from headrace.request import Finished, FinishReason, Request, SequenceOutput, StepPlan, StepResult, TokenMasks
+from headrace.scheduler.explain import RECENT, outlook, pace_of
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine

@@ -1,6 +1,6 @@
 """A child process on an event loop: a module of this package, by exec, with a socket to its parent as standard input.
 
-What lives here: starting one, what it inherits, the waits between its lives. What may not: what is said to it (channel.py).
+What lives here: starting one, what it inherits, the waits between its lives. What may not: what is said to it (messages.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
 """Our own messages between processes: frames whose body is msgpack of a fixed schema, nothing pickled.
 
-What lives here: packing, unpacking, what every question and answer has. What may not: the schemas (engine/frames.py, server/frontends/link.py).
+What lives here: packing, unpacking, what every question and answer has; one end of a socket on an event loop, with pauses so that one end
+does not outrun the other. What may not: the schemas (engine/frames.py, server/frontends/link.py), processes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import socket
 from array import array
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -89,3 +93,110 @@ def receive(sock: socket.socket, kind: type[Message]) -> Message:
     for message in Unpacker(kind).feed(head + body):
         return cast(Message, message)
     raise BadFrame("the peer is gone")
+
+
+MESSAGES_A_TURN = 16  # well below the deltas that a stream may have pending
+
+Respond = Callable[[Any], Awaitable[Any]]
+
+
+class Channel(asyncio.Protocol):
+    """``respond`` answers questions, ``heard`` gets what is neither question nor answer, ``lost`` is told of the other's end."""
+
+    def __init__(
+        self, kinds: Any, heard: Callable[[Any], None], lost: Callable[[], None], respond: Respond | None = None
+    ) -> None:
+        self._unpacker = Unpacker(kinds)
+        self._heard, self._lost, self._respond = heard, lost, respond
+        self._transport: asyncio.Transport | None = None
+        self._messages: Iterator[Any] = iter(())
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, sock: socket.socket) -> None:
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+
+    # --- in
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        self._messages = self._unpacker.feed(data)
+        self._take(paused=False)
+
+    def _take(self, paused: bool) -> None:
+        """Some messages a turn of the event loop: others are served in between, and a peer that is faster has to wait."""
+        assert self._transport is not None
+        taken = 0
+        try:
+            for message in islice(self._messages, MESSAGES_A_TURN):
+                taken += 1
+                self._hear(message)
+        except BadFrame:
+            self._transport.abort()
+        self._go_on(more=taken == MESSAGES_A_TURN, paused=paused)
+
+    def _go_on(self, *, more: bool, paused: bool) -> None:
+        """Nothing is read while messages of the last read are left."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        if more:
+            if not paused:
+                self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take, True)
+        elif paused:
+            self._transport.resume_reading()
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Answer):
+            answer = self._open.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message.value)
+        elif isinstance(message, Question) and self._respond is not None:
+            task = asyncio.get_running_loop().create_task(self._answer(self._respond, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._heard(message)
+
+    async def _answer(self, respond: Respond, question: Question) -> None:
+        self.send(Answer(question.number, await respond(question)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    # --- out
+
+    def send(self, message: Any) -> None:
+        self.write(pack(message))
+
+    def write(self, data: bytes) -> None:
+        """Never blocks; dropped where nobody hears it any more."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    async def ask(self, question: Callable[[int], Question], seconds: float | None = None) -> Any:
+        """The answer to ``question(number)``; None where none comes in time. Raises what ``fail`` was given."""
+        number = next(self._numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question(number))
+            await asyncio.wait((answer,), timeout=seconds)
+            return answer.result() if answer.done() else None
+        finally:
+            del self._open[number]
+
+    def fail(self, error: Exception | None) -> None:
+        """No answer comes any more."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_result(None) if error is None else answer.set_exception(error)
+
+    def close(self, *, flush: bool = False) -> None:
+        """``flush``: what has been sent still arrives."""
+        self.fail(None)
+        if self._transport is not None:
+            self._transport.close() if flush else self._transport.abort()

@@ -20,9 +20,8 @@ from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.lora.residency import Claims, Residency
 from headrace.request import NO_SLOT, SequenceStatus
-from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.limits import SchedulerLimits
-from headrace.scheduler.plan_builder import PlanBuilder
+from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
 from headrace.scheduler.roster import Roster
 from headrace.scheduler.step_budget import StepFloors, StepMeter

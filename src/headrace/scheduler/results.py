@@ -20,7 +20,7 @@ from headrace.request import (
     TokenLogprobs,
     TokenOutputs,
 )
-from headrace.scheduler.cohort import Cohort
+from headrace.scheduler.plan_builder import Cohort
 from headrace.scheduler.repetition import RepetitionDetector
 from headrace.scheduler.roster import Roster
 from headrace.sequence import Sequence

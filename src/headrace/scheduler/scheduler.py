@@ -26,17 +26,15 @@ from headrace.cost.speed import StepSpeed
 from headrace.errors import ConfigError
 from headrace.lora.residency import Residency
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult
-from headrace.scheduler.cohort import Cohort
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
-from headrace.scheduler.log import DecisionLog, Kind
-from headrace.scheduler.plan_builder import PlanBuilder
+from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.planner import NO_MASKS, Planner
 from headrace.scheduler.policies import DynamicPolicy, Forecast, Refusal, create_policy
 from headrace.scheduler.policies.static import FirstComeFirstServed
 from headrace.scheduler.queue import longest_first
 from headrace.scheduler.results import InFlight, siblings_to_come, single_tokens, take_alike, take_failure, take_result
-from headrace.scheduler.roster import Roster
+from headrace.scheduler.roster import DecisionLog, Kind, Roster
 from headrace.sequence import NEVER, Sequence
 from headrace.speculative.length import Speculation
 

@@ -17,8 +17,7 @@ import pytest
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.cache.prefix_tree import PrefixNode, PrefixTree
 from headrace.scheduler import results, scheduler
-from headrace.scheduler.cohort import Cohort
-from headrace.scheduler.plan_builder import PlanBuilder
+from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.planner import Planner
 from headrace.scheduler.queue import WaitingQueue
 from headrace.scheduler.roster import Roster

@@ -28,7 +28,7 @@ class Setting:
 
     ``step_seconds``: what a step takes on the device; ``forecast``: which the policy can foretell, more or less. ``weighted``: one tenant has
     more weight than others. ``settled``: records are looked at as they should be after every event; else as they lie there, so that what is
-    made up for late (scheduler/cohort.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same. ``drafts``: that the device
+    made up for late (plan_builder.py) stays late. ``journalled``: in the end a fresh scheduler must plan the same. ``drafts``: that the device
     proposes for a row, at most; ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice.
     """
 

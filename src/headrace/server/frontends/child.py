@@ -18,9 +18,8 @@ from headrace.engine.client import AsyncLLM
 from headrace.engine.connection import JoinedEngine
 from headrace.errors import HeadraceError
 from headrace.observe import logs
-from headrace.processes.channel import Channel
 from headrace.processes.frames import parent_socket
-from headrace.processes.messages import receive
+from headrace.processes.messages import Channel, receive
 from headrace.processes.tree import end_with_parent
 from headrace.server import requests
 from headrace.server.api import ROUTES

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDead
-from headrace.processes.channel import Channel
-from headrace.processes.messages import Answer, Frame, Question
+from headrace.processes.messages import Answer, Channel, Frame, Question
 from headrace.server.dashboard import History
 from headrace.server.exposition import ServerMetrics
 

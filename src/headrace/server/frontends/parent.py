@@ -27,8 +27,8 @@ from headrace import errors
 from headrace.engine.connection import EngineConnection
 from headrace.engine.resolve import find_source
 from headrace.errors import ConfigError, HeadraceError, ModelError
-from headrace.processes.channel import Channel
 from headrace.processes.child import Lives, spawn
+from headrace.processes.messages import Channel
 from headrace.server.api import ROUTES
 from headrace.server.exposition import ServerMetrics
 from headrace.server.frontends import link
