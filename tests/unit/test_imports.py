@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models.source", "scheduler", "cache", "sequence", "speculative"},
     "engine.core": {"scheduler", "cache", "sequence", "speculative", "lora.registry"},
     "engine.client": {"models.source", "lora.registry"},
-    "engine.loop": {"lora.registry"},
+    "engine.loop": {"lora.registry", "scheduler.explain"},
     "engine.executor": set(),
     "engine.assembly": {"worker", "models.source", "models.families", "lora", "scheduler", "cache", "sequence"},
     "planner": {"engine.core", "engine.executor", "engine.resolve", "scheduler", "cache", "models", "speculative.settings"},
