@@ -60,24 +60,24 @@ QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp
 class ModelConfig:
     """Which model, in which precision."""
 
-    model: str | None = option(None, "folder, .gguf file or hub id (org/name[@revision][:Q4_K_M]); without it the bundled demo model")
-    tokenizer: str | None = option(None, "folder or file of another tokenizer than the model's own")
-    served_model_name: tuple[str, ...] = option((), "names the API answers to", metavar="NAME")
+    model: str | None = option(None, "directory, .gguf file or hub id (org/name[@revision][:Q4_K_M]); default: the bundled demo model")
+    tokenizer: str | None = option(None, "directory or file of a tokenizer to use instead of the model's own")
+    served_model_name: tuple[str, ...] = option((), "model names that the API accepts", metavar="NAME")
     dtype: str = option(
-        "auto", "precision of weights and activations; bf16, half and the like are understood", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES
+        "auto", "precision of weights and activations; aliases such as bf16 and half are accepted", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES
     )
-    load_format: str = option("auto", "where weights come from", choices=("auto", "safetensors", "gguf", "dummy"))
-    max_model_len: int | None = option(None, "longest sequence in tokens; without it, what the model allows and memory holds", size=True, minimum=2)
+    load_format: str = option("auto", "format of the weights; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
+    max_model_len: int | None = option(None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2)
     quantization: str | None = option(
-        None, "how weights are quantised: as the checkpoint says; none widens them while they are read", choices=("none", *QUANTIZATIONS),
+        None, "quantization of the weights; default: as in the checkpoint; none dequantizes them at load", choices=("none", *QUANTIZATIONS),
         aliases=QUANTIZATION_ALIASES,
     )  # fmt: skip
-    chat_template: str | None = option(None, "Jinja template: a file or the text itself")
+    chat_template: str | None = option(None, "Jinja chat template: a file, or the text of the template")
     special_tokens_in_messages: bool = option(
-        False, "on: the text of a special token in a message, tool or document is that token, as it is in /v1/completions; off: plain text"
+        False, "on: a special token's text in a message, tool or document is read as that token, as in /v1/completions; off: as plain text"
     )
-    generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a folder")
-    seed: int = option(0, "seed of dummy weights and of requests without their own")
+    generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a directory")
+    seed: int = option(0, "seed for dummy weights, and for requests that set none")
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -90,21 +90,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Where keys and values live."""
+    """The size, format and reuse of the KV cache."""
 
-    block_size: int | None = option(None, "tokens a KV block; automatic by device", choices=(8, 16, 32, 64, 128))
+    block_size: int | None = option(None, "tokens per KV block; default: chosen by device", choices=(8, 16, 32, 64, 128))
     gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory that may be in use: by weights, steps, graphs and KV, and by others (on a CPU see --kv-cache-memory)"
+        0.9, "share of a GPU's memory that may be in use, including by other processes (on a CPU, use --kv-cache-memory)"
     )
-    kv_cache_memory: int | None = option(None, "bytes for KV blocks, instead of a share of memory", size=True, minimum=1)
-    num_blocks: int | None = option(None, "KV blocks, instead of bytes (tests and experiments)", minimum=1)
+    kv_cache_memory: int | None = option(None, "size of the KV cache in bytes, instead of a share of memory", size=True, minimum=1)
+    num_blocks: int | None = option(None, "number of KV blocks, instead of a size in bytes (for tests and experiments)", minimum=1)
     kv_cache_dtype: str = option(
         "auto", "precision of the KV cache: auto (the model's), 8 or 4 bits", choices=("auto", *DTYPES, *KV_FORMATS),
         aliases=DTYPE_ALIASES | {"fp8": "fp8_e4m3"}, technique="quantized_kv", on="int8", off="auto",
     )  # fmt: skip
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes", technique=True)
-    paged_allocation: bool = switch(True, "off: reserve a sequence's longest length at admission")
-    kv_caching: bool = switch(True, "off: recompute every token of a sequence at every step")
+    enable_prefix_caching: bool = option(True, "reuse the keys and values of shared prefixes", technique=True)
+    paged_allocation: bool = switch(True, "off: a sequence's maximum length is reserved at admission")
+    kv_caching: bool = switch(True, "off: every token of a sequence is recomputed at every step")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,41 +126,41 @@ def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who goes, with how many tokens."""
+    """Which requests run, and with how many tokens per step."""
 
-    max_num_seqs: int | None = option(None, "sequences running at once; automatic by device", minimum=1)
-    max_num_batched_tokens: int | None = option(None, "tokens a step; automatic by device, offline by model, too", size=True, minimum=1)
+    max_num_seqs: int | None = option(None, "maximum number of running sequences; default: chosen by device", minimum=1)
+    max_num_batched_tokens: int | None = option(None, "maximum tokens per step; default: by device (offline, also by model)", size=True, minimum=1)
     max_logits_rows: int | None = option(
-        None, "positions a step whose logits may be materialised (prompt_logprobs spend it); automatic: 512, and one a sequence", minimum=1
+        None, "positions per step whose logits may be materialized (prompt_logprobs need many); default: 512 or --max-num-seqs, if larger", minimum=1
     )
     max_step_ms: float | None = option(
-        None, "milliseconds a step may take while answers are written: prompts get the chunk that fits beside them", minimum=0.01,
+        None, "milliseconds a step may take while answers are generated: prompts get the largest chunk that fits", minimum=0.01,
         technique="step_budget", on=50.0, off=None,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "who goes first: docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
+        "fcfs", "which requests run first; see docs/policies.md", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
     )
-    tenant_weight: tuple[str, ...] = option((), "fair: shares of tenants; others have 1", metavar="NAME=WEIGHT")
-    fair_input_price: float = option(1.0, "fair: what a prompt token counts that is computed", minimum=0.0)
-    fair_output_price: float = option(2.0, "fair: what a token of an answer counts", minimum=0.0)
-    expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, where a request does not say")
-    reading_speed: float = option(4.8, "qoe: tokens a second that readers read, where a request does not say")
-    qoe_preemptions: float = option(0.1, "qoe: how often requests may be pushed out, on average", minimum=0.0)
-    ageing: float = option(4.0, "shortest-remaining: tokens that a second of waiting is worth", minimum=0.001)
+    tenant_weight: tuple[str, ...] = option((), "fair: relative shares of tenants (default: 1)", metavar="NAME=WEIGHT")
+    fair_input_price: float = option(1.0, "fair: price of a computed prompt token", minimum=0.0)
+    fair_output_price: float = option(2.0, "fair: price of a generated token", minimum=0.0)
+    expected_ttft: float = option(1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise")
+    reading_speed: float = option(4.8, "qoe: reading speed in tokens per second, unless the request says otherwise")
+    qoe_preemptions: float = option(0.1, "qoe: how often requests may be preempted, on average", minimum=0.0)
+    ageing: float = option(4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001)
     length_prediction: str = option(
-        "history", "shortest-remaining: how long answers will be, by those before or by max_tokens (in simulations the oracle)",
+        "history", "shortest-remaining: predict lengths from earlier answers or from max_tokens (in simulations, an oracle)",
         choices=("history", "max-tokens"),
     )  # fmt: skip
-    ttft_target_ms: float = option(2000.0, "deadline: milliseconds to the first token, of requests that do not say", minimum=0.01)
-    tpot_target_ms: float = option(100.0, "deadline: milliseconds from one token to the next, of requests that do not say", minimum=0.01)
-    chunked_prefill: bool = switch(True, "off: a prompt is computed whole, before any decoding")
-    continuous_batching: bool = switch(True, "off: a batch runs until its last sequence ends before the next is formed")
-    fast_forward: bool = switch(True, "off: of the tokens that a grammar forces, each is sampled in a step of its own")
+    ttft_target_ms: float = option(2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise", minimum=0.01)
+    tpot_target_ms: float = option(100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise", minimum=0.01)
+    chunked_prefill: bool = switch(True, "off: a prompt is computed in one step, before any decoding")
+    continuous_batching: bool = switch(True, "off: the next batch is formed only when the last sequence of the current one has ended")
+    fast_forward: bool = switch(True, "off: each token that a grammar forces is sampled in a separate step")
     speculative_config: str | None = option(
-        None, 'drafts, verified several at a time: {"method": "ngram"}, {"method": "suffix"} or {"model": "a draft model"}', metavar="JSON",
+        None, 'speculative decoding: {"method": "ngram"}, {"method": "suffix"} or {"model": "a draft model"}', metavar="JSON",
         technique="speculation", on='{"method": "ngram"}', off=None,
     )  # fmt: skip
-    longest_first: bool = switch(True, "off: requests of one offline call begin in the order given, also where the lengths of all answers are known")
+    longest_first: bool = switch(True, "off: requests of one offline call start in the given order, even if all answer lengths are known")
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -229,44 +229,44 @@ def _read_weight(entry: str) -> tuple[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """What it runs on, and how."""
+    """The device, and how to compute on it."""
 
-    device: str = option("auto", "where to compute", choices=("auto", "cuda", "cpu"))
+    device: str = option("auto", "device to compute on", choices=("auto", "cuda", "cpu"))
     executor: str = option(
         "model",
-        "keyed-hash computes no model: each next token is a hash of the context (to measure and test everything else)",
+        "keyed-hash runs no model: each token is a hash of the context (for measuring and testing everything else)",
         choices=("model", "keyed-hash"),
     )
-    device_time: float = option(0.0, "seconds a step of the keyed-hash executor takes", minimum=0.0)
-    threads: int | None = option(None, "CPU threads for computing; automatic by core count", minimum=1)
-    tensor_parallel_size: int = option(1, "devices a layer is split over (1 only, so far)", flags=("-tp",), minimum=1)
-    pipeline_parallel_size: int = option(1, "devices the layers are dealt to (1 only, so far)", flags=("-pp",), minimum=1)
+    device_time: float = option(0.0, "seconds that a step of the keyed-hash executor takes", minimum=0.0)
+    threads: int | None = option(None, "CPU threads for computation; default: chosen by core count", minimum=1)
+    tensor_parallel_size: int = option(1, "number of devices that each layer is split across (only 1 so far)", flags=("-tp",), minimum=1)
+    pipeline_parallel_size: int = option(1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1)
     overlap: int | None = option(
-        None, "steps in flight beyond the one being collected (0, 1 or 2); automatic by device", choices=(0, 1, 2), technique=True, on=1, off=0
+        None, "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device", choices=(0, 1, 2), technique=True, on=1, off=0
     )
-    enforce_eager: bool = option(False, "no graphs", technique="cuda_graphs", on=False, off=True)
-    batch_invariant: bool = option(False, "the same bits whatever else is in the batch", technique=True)
-    trace: str | None = option(None, "write what host and device did, step by step, into this file, for ui.perfetto.dev", metavar="FILE")
-    strict_kernels: bool = option(False, "a kernel that would fall back to its torch twin is an error")
-    token_concatenation: bool = switch(True, "off: every sequence of a step is padded to the longest")
-    last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, also those that nobody reads")
-    compressed_weights: bool = switch(False, "bfloat16 weights are held in 12 bits without loss, on a CPU with AVX-512 BF16")
-    integer_products: bool = switch(True, "off: a CPU that computes in bfloat16 or float16 rounds no inputs of weights in few bits to 8 bits")
-    flat_gemm: bool = switch(True, "off: products of few rows are the vendor's, whatever their shape")
-    tuned_products: bool = switch(True, "off: torch chooses how products of 65 rows and more are computed, and norms add the residual")
-    quantized_gemm: bool = switch(True, "off: quantised weights are widened in every step on a GPU, and multiplied by torch")
-    gated_products: bool = switch(True, "off: the activation behind gate and up of 65 rows and more is a kernel of its own")
-    cuda_prefill: bool = switch(True, "off: attention to prompts is Triton's kernel on Hopper, too")
-    deep_fusion: bool = switch(True, "off: norms, residual sums and activations of few rows are kernels of their own")
-    early_weights: bool = switch(True, "off: products of 2 to 64 rows ask for their weights when the kernel before has ended, measured shapes too")
-    persistent_decode: bool = switch(True, "off: steps of a few requests are launched layer by layer")
-    fused_rope_attention: bool = switch(True, "off: rotary embedding, the cache write and attention of decode steps are kernels of their own")
-    cascade_attention: bool = switch(True, "off: blocks that many decoding sequences begin with are read once for each")
-    unified_maximum: bool = switch(False, "decoding takes exponentials of scores as they are; sums that float32 may not hold are computed again")
-    programmatic_launch: bool = switch(True, "off: a kernel begins when the one before has ended")
-    prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel, too")
-    activation_arena: bool = switch(True, "off: each result of a step's operations is a request to torch's allocator")
-    disabled_kernels: tuple[str, ...] = option((), "kernel candidates never to choose, by name", metavar="NAME")
+    enforce_eager: bool = option(False, "do not use CUDA graphs", technique="cuda_graphs", on=False, off=True)
+    batch_invariant: bool = option(False, "bitwise identical results, regardless of what else is in the batch", technique=True)
+    trace: str | None = option(None, "write a trace of host and device, step by step, to this file, for ui.perfetto.dev", metavar="FILE")
+    strict_kernels: bool = option(False, "treat a kernel's fallback to its torch twin as an error")
+    token_concatenation: bool = switch(True, "off: every sequence in a step is padded to the longest one")
+    last_layer_pruning: bool = switch(True, "off: the last layer computes every token of a prompt, even those whose output is not used")
+    compressed_weights: bool = switch(False, "store bfloat16 weights losslessly in 12 bits, on a CPU with AVX-512 BF16")
+    integer_products: bool = switch(True, "off: a CPU that computes in bfloat16 or float16 does not round the inputs of low-bit weights to 8 bits")
+    flat_gemm: bool = switch(True, "off: GEMMs with few rows use the vendor's library, regardless of shape")
+    tuned_products: bool = switch(True, "off: torch chooses the algorithm for GEMMs with 65 or more rows, and norms add the residual")
+    quantized_gemm: bool = switch(True, "off: on a GPU, quantized weights are dequantized in every step and multiplied by torch")
+    gated_products: bool = switch(True, "off: with 65 or more rows, the activation after gate-up is a separate kernel")
+    cuda_prefill: bool = switch(True, "off: prompt attention uses the Triton kernel on Hopper, too")
+    deep_fusion: bool = switch(True, "off: norms, residual additions and activations with few rows are separate kernels")
+    early_weights: bool = switch(True, "off: GEMMs with 2 to 64 rows load weights only after the previous kernel has ended, for measured shapes too")
+    persistent_decode: bool = switch(True, "off: decode steps of a few requests are launched layer by layer")
+    fused_rope_attention: bool = switch(True, "off: in decode steps, attention is a separate kernel from rotary embedding and the cache write")
+    cascade_attention: bool = switch(True, "off: prefix blocks that decoding sequences share are read once per sequence")
+    unified_maximum: bool = switch(False, "decode attention takes exponentials without a running maximum; sums too large for float32 are recomputed")
+    programmatic_launch: bool = switch(True, "off: a kernel starts only when the previous one has ended")
+    prompt_graphs: bool = switch(True, "off: steps with prompts of up to 2,048 tokens are launched kernel by kernel")
+    activation_arena: bool = switch(True, "off: each result within a step is allocated by torch's allocator")
+    disabled_kernels: tuple[str, ...] = option((), "names of kernel candidates that are never chosen", metavar="NAME")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -281,69 +281,69 @@ _PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Who may ask, and how much."""
+    """The server's address, keys, limits and other settings."""
 
-    host: str = option("127.0.0.1", "address to listen on; other than loopback needs a key")
-    port: int = option(8000, "port to listen on; 0 takes a free one", minimum=0)
+    host: str = option("127.0.0.1", "address to listen on; any address other than loopback needs a key")
+    port: int = option(8000, "port to listen on; 0 picks a free one", minimum=0)
     uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
-    api_server_count: int = option(1, "front-end processes that accept, tokenise and stream, for the one engine", minimum=1)
-    api_key: tuple[str, ...] = option((), "key clients must send (also HEADRACE_API_KEY)", metavar="KEY")
+    api_server_count: int = option(1, "number of front-end processes, which accept, tokenize and stream for the engine", minimum=1)
+    api_key: tuple[str, ...] = option((), "key that clients must send (also HEADRACE_API_KEY)", metavar="KEY")
     operator_key: tuple[str, ...] = option(
-        (), "keys that see everybody's requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
+        (), "keys that see all requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "sites whose pages may use this server from a browser (CORS), like https://chat.example; '*' is all of them",
+        (), "sites whose pages may use this server from a browser (CORS), such as https://chat.example; '*' allows all",
         metavar="ORIGIN", json=True,
     )  # fmt: skip
     allowed_methods: tuple[str, ...] = option(
-        (), "methods that those pages may use; without it, all", metavar="METHOD", json=True
+        (), "methods that these pages may use (default: all)", metavar="METHOD", json=True
     )
     allowed_headers: tuple[str, ...] = option(
-        (), "request headers that those pages may send; without it, all", metavar="HEADER", json=True
+        (), "request headers that these pages may send (default: all)", metavar="HEADER", json=True
     )
     allow_credentials: bool = option(
-        False, "those pages may send what the browser holds for this server: client certificates, a proxy's cookies"
+        False, "let these pages send the browser's credentials for this server: client certificates, a proxy's cookies"
     )
     ssl_certfile: str | None = option(
-        None, "serve HTTPS with this certificate: a PEM file, the chain behind it", metavar="FILE"
+        None, "serve HTTPS with this certificate: a PEM file that includes the chain", metavar="FILE"
     )
-    ssl_keyfile: str | None = option(None, "its private key, where that is not in the same file", metavar="FILE")
-    ssl_ca_certs: str | None = option(None, "who signs clients' certificates: a PEM file", metavar="FILE")
-    ssl_cert_reqs: int = option(0, "clients' certificates: 0 none, 1 may be shown, 2 must be shown", choices=(0, 1, 2))
+    ssl_keyfile: str | None = option(None, "private key of the certificate, if it is not in the same file", metavar="FILE")
+    ssl_ca_certs: str | None = option(None, "CAs that sign client certificates: a PEM file", metavar="FILE")
+    ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
     unknown_fields: str = option(
-        "refuse", "a request's fields that its route does not know: a 400 that names them, or left out and counted",
+        "refuse", "request fields that the route does not know: refuse them (400), or ignore and count them",
         choices=("refuse", "ignore"),
     )  # fmt: skip
-    max_queue: int = option(1024, "requests waiting or running before new ones get 429; of several keys, each gets a share", minimum=1)
-    max_body_bytes: int = option(32 * 2**20, "largest request body", size=True, minimum=1)
-    max_answer_bytes: int = option(64 * 2**20, "what an answer may take before it is sent, at most", size=True, minimum=2**16)
+    max_queue: int = option(1024, "waiting and running requests beyond which new ones get a 429; with several keys, each gets a share", minimum=1)
+    max_body_bytes: int = option(32 * 2**20, "maximum size of a request body", size=True, minimum=1)
+    max_answer_bytes: int = option(64 * 2**20, "maximum memory that one answer may take before it is sent", size=True, minimum=2**16)
     max_answers_bytes: int = option(
-        256 * 2**20, "what all answers and their requests' lists may take, beyond which large ones get 503", size=True, minimum=2**16
+        256 * 2**20, "memory for all answers and their requests' lists, beyond which large requests get a 503", size=True, minimum=2**16
     )
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls; automatic by its chat template", choices=tuple(_PARSERS["tool_call_parser"])
+        "auto", "how the model writes tool calls; auto: detected from the chat template", choices=tuple(_PARSERS["tool_call_parser"])
     )
     reasoning_parser: str = option(
-        "auto", "how the model writes reasoning; automatic by its chat template", choices=tuple(_PARSERS["reasoning_parser"])
+        "auto", "how the model writes reasoning; auto: detected from the chat template", choices=tuple(_PARSERS["reasoning_parser"])
     )
-    repetition_detection: bool = option(False, "end answers that loop, also where a request does not ask for it (it may say false)")
-    moderation: str | None = option(None, "a Python function of yours that judges answers as they grow", metavar="MODULE:FUNCTION")
-    moderation_words: str | None = option(None, "a file of words that end an answer, one a line", metavar="FILE")
-    moderation_prompt: bool = option(False, "prompts are judged, too")
-    moderation_timeout: float = option(5.0, "seconds that the function gets each time", minimum=0.01)
-    shutdown_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", minimum=0.0)
-    supervise: bool = option(False, "a parent process starts engine and front ends again when they die")
-    log_format: str = option("text", "log lines for people (text) or for collectors (json)", choices=("text", "json"))
+    repetition_detection: bool = option(False, "end answers that loop, unless the request turns this off")
+    moderation: str | None = option(None, "your own Python function that judges answers while they are generated", metavar="MODULE:FUNCTION")
+    moderation_words: str | None = option(None, "file of words that end an answer, one per line", metavar="FILE")
+    moderation_prompt: bool = option(False, "moderate prompts, too")
+    moderation_timeout: float = option(5.0, "seconds that each call of the moderation function may take", minimum=0.01)
+    shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", minimum=0.0)
+    supervise: bool = option(False, "a parent process restarts the engine and front ends when they die")
+    log_format: str = option("text", "format of log lines: text (for people) or json (for log collectors)", choices=("text", "json"))
     tenant_by: str = option(
-        "auto", "who is a tenant to --scheduling-policy fair: an API key, a request's user field, its adapter, or (auto) keys if several",
+        "auto", "what counts as a tenant: the API key, the request's user field, its adapter, or (auto) the key if there are several",
         choices=("auto", "key", "user", "adapter"),
     )  # fmt: skip
     prefix_sharing: str = option(
-        "key", "cached prefixes are shared by the requests of one API key (key) or by all of them (all)", choices=("key", "all")
+        "key", "which requests share cached prefixes: those with the same API key (key), or all of them (all)", choices=("key", "all")
     )
 
     allow_runtime_lora_updating: bool = option(
-        False, "adapters may be loaded and unloaded by POST /v1/load_lora_adapter and /v1/unload_lora_adapter"
+        False, "allow loading and unloading adapters with POST /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
 
     def __post_init__(self) -> None:
@@ -361,16 +361,16 @@ MOST_LORA_RANK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Fine-tunings of the model that are served beside it."""
+    """LoRA adapters that are served with the model."""
 
-    enable_lora: bool = option(False, "requests may name LoRA adapters, which are served side by side", technique="lora")
-    lora_modules: tuple[str, ...] = option((), "adapters by name: PEFT's folders; turns --enable-lora on", metavar="NAME=PATH")
+    enable_lora: bool = option(False, "let requests name LoRA adapters, which are served side by side", technique="lora")
+    lora_modules: tuple[str, ...] = option((), "adapters by name, as PEFT directories; turns --enable-lora on", metavar="NAME=PATH")
     lora_dir: str | None = option(
-        None, "a folder of adapters, each known by its folder's name; turns --enable-lora on", metavar="FOLDER"
+        None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
     )
-    max_loras: int = option(8, "adapters that one step may compute with; memory for so many is set aside", minimum=1)
-    max_lora_rank: int = option(16, f"the largest rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
-    max_cpu_loras: int | None = option(None, "adapters in host memory; without it, four times --max-loras", minimum=1)
+    max_loras: int = option(8, "maximum number of adapters in one step; memory for as many is reserved", minimum=1)
+    max_lora_rank: int = option(16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1)
+    max_cpu_loras: int | None = option(None, "maximum number of adapters in host memory; default: four times --max-loras", minimum=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

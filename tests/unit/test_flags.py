@@ -141,7 +141,7 @@ def test_technique_and_flag_must_not_disagree() -> None:
         (("--max-num-seq", "3"), "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (("--max_num_seq=3",), "did you mean --max-num-seqs?"),
         (("--cpu-offload-gb",), "--cpu-offload-gb: offloading is not supported yet"),
-        (("--trust-remote-code",), "code from a model's folder is never run"),
+        (("--trust-remote-code",), "code from a model's directory is never run"),
         (("--dtype", "fp8"), "choose from"),
         (("--max-num-seqs", "many"), "invalid int value: 'many'"),
         (("--max-model-len", "long"), "'long' is not a size"),
