@@ -1,1 +1,1 @@
-"""Where keys and values live: block pools, the prefix tree over them, and the manager, their one face."""
+"""The KV cache: block pools, the prefix tree over them, and the manager, which is their only interface."""

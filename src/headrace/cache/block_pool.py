@@ -1,10 +1,10 @@
-"""The blocks of one KV group: who holds them, which are free, which are only remembered.
+"""The blocks of one KV group: which are in use, which are cached, which are free.
 
 A block is in exactly one of three states, and their counts always add up to the pool:
 
-    used    references > 0: named by a sequence's table (or pinned by whoever called ``acquire``)
+    used    references > 0: in a sequence's table (or pinned by whoever called ``acquire``)
     cached  references = 0, but a prefix node still names its content: reusable until evicted, least recently used first
-    free    nobody knows it
+    free    in no table and named by no prefix node
 
 What lives here: ids and counts. What may not: tokens, sequences, tensors.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 class BlockPool:
-    """``num_blocks`` ids from 0. ``on_evict(block)`` is called when a cached block is about to be given to somebody else."""
+    """``num_blocks`` ids from 0. ``on_evict(block)`` is called just before a cached block is reused."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         self.num_blocks = num_blocks
@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``allocate`` can hand out: free ones, then cached ones."""
+        """Blocks that ``allocate`` can return: free ones first, then cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -47,7 +47,7 @@ class BlockPool:
         return block in self._cached
 
     def allocate(self) -> int:
-        """A block with one reference. The caller has checked ``num_available``."""
+        """Returns a block with one reference. The caller must have checked ``num_available``."""
         if not self._free:
             self._evict_oldest()
         block = self._free.pop()
@@ -55,7 +55,7 @@ class BlockPool:
         return block
 
     def acquire(self, block: int) -> None:
-        """One more holder. Pins are references too: a block with any is never handed out."""
+        """Adds a reference. Pins are references too: a block that has any is never allocated again."""
         if self._references[block] == 0:
             del self._cached[block]
         else:
@@ -63,7 +63,7 @@ class BlockPool:
         self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less; the last one leaves it cached (most recently used) if it is named, else free."""
+        """Drops a reference. Without references, a named block becomes cached (most recently used), any other free."""
         left = self._references[block] - 1
         assert left >= 0, f"block {block} released more often than held"
         self._references[block] = left
@@ -76,11 +76,11 @@ class BlockPool:
                 self._free.append(block)
 
     def name(self, block: int) -> None:
-        """A prefix node now names this (held) block's content."""
+        """Marks a block in use as named by a prefix node."""
         self._named[block] = True
 
     def unname(self, block: int) -> None:
-        """No prefix node names it any more; if it was only remembered it becomes free."""
+        """No prefix node names the block any more; a cached one becomes free."""
         self._named[block] = False
         if self._references[block] == 0 and block in self._cached:
             del self._cached[block]

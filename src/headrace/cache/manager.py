@@ -1,7 +1,7 @@
-"""The cache manager: the one face of the KV cache towards the scheduler.
+"""The cache manager: the scheduler's only interface to the KV cache.
 
-It keeps, for each sequence, one block table a KV group (SequenceKV), finds reusable prefixes, hands out blocks, copies on
-write, and takes blocks back only when no step in flight can still touch them.
+For each sequence, it keeps one block table per KV group (SequenceKV), finds reusable prefixes, allocates blocks, copies
+on write, and takes blocks back only when no step in flight can still touch them.
 
     tokens of a sequence   0 ........ num_linked_blocks·B ........ num_computed ........ capacity
                            | named in the prefix tree | computed, not named | allocated, not written |
@@ -29,7 +29,7 @@ _ID_BYTES = array("i").itemsize
 
 @dataclass(slots=True, eq=False)
 class SequenceKV:
-    """One sequence's holdings. ``capacity`` is how many tokens every group's table covers."""
+    """The blocks that one sequence holds. ``capacity``: how many tokens the tables of all groups cover."""
 
     salt: str
     adapter: str | None
@@ -67,7 +67,7 @@ class TableEdits:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A reusable prefix: ``nodes`` from the root's child on."""
+    """A reusable prefix: ``nodes``, starting with the root's child."""
 
     nodes: Seq[PrefixNode]
     num_tokens: int
@@ -77,10 +77,10 @@ NO_MATCH = PrefixMatch((), 0)
 
 
 class CacheManager:
-    """Blocks of all KV groups. ``prefix_caching`` off: nothing is named, so nothing is found.
+    """The blocks of all KV groups. With ``prefix_caching`` off, blocks are not named, so none are found.
 
-    ``sliding`` off: blocks behind a window are kept (who recomputes or reserves everything needs them all, and the dummy tokens
-    of padding look further back than the real ones).
+    With ``sliding`` off, blocks that slid out of a window are kept: recomputation and up-front reservation need all of
+    them, and the dummy tokens of padding look further back than the real ones.
     """
 
     def __init__(self, groups: Seq[KVGroup], *, prefix_caching: bool = True, sliding: bool = True, namespace: bytes) -> None:
@@ -102,7 +102,8 @@ class CacheManager:
     # --- sizes
 
     def capacity_tokens(self, max_chunk: int) -> int:
-        """The longest sequence this cache can hold alone, computed ``max_chunk`` tokens at a time at most."""
+        """The longest sequence that fits into the cache on its own, when at most ``max_chunk`` tokens are computed at a
+        time."""
         longest = 2**31 - 1
         for spec, pool, window in zip(self.specs, self.pools, self._windows, strict=True):
             whole = pool.num_blocks * spec.block_size
@@ -112,7 +113,7 @@ class CacheManager:
 
     @property
     def num_tokens(self) -> int:
-        """Of sequences that every group holds at once, if nothing slides out of a window."""
+        """How many tokens all groups can hold at once, if nothing slides out of a window."""
         return min(spec.block_size * pool.num_blocks for spec, pool in zip(self.specs, self.pools, strict=True))
 
     @property
@@ -125,17 +126,18 @@ class CacheManager:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of KV that tables name, once for each table but the first; of the group with most of them."""
+        """KV tokens that tables share, counted once for each table beyond the first; the largest over all groups."""
         return max(pool.num_repeated * spec.block_size for spec, pool in zip(self.specs, self.pools, strict=True))
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that come back once the steps in flight that name them are collected."""
+        """Blocks that return once the steps in flight that use them have been collected."""
         return len(self._leaving)
 
     def num_coming(self) -> list[int]:
-        """How many of those others may have, by group. Not what slid out of a window, for whoever gave that takes another block in its place;
-        nor what somebody still holds."""
+        """How many of the leaving blocks other sequences can then have, by group. Excluded are blocks that slid out of
+        a window, because their sequence takes another block in exchange, and blocks that another sequence still holds.
+        """
         coming = [0] * len(self.pools)
         freed = {entry[1:] for entry in self._leaving if entry not in self._slid}
         entries = Counter(entry[1:] for entry in self._leaving) if freed else {}
@@ -149,7 +151,8 @@ class CacheManager:
     # --- prefixes
 
     def lookup(self, kv: SequenceKV, token_ids: array[int]) -> PrefixMatch:
-        """The longest usable prefix of full blocks. At least one token is left to compute: its logits are wanted."""
+        """The longest usable prefix of full blocks. At least one token is left to compute, because its logits are
+        needed."""
         root = self.tree.find_root(kv.salt, kv.adapter) if self.prefix_caching else None
         if root is None:
             return NO_MATCH
@@ -159,7 +162,8 @@ class CacheManager:
         return PrefixMatch(path[:count], count * self.block_tokens) if count else NO_MATCH
 
     def _usable(self, path: list[PrefixNode]) -> int:
-        """How many of a path's nodes can be reused: a full group needs them all, a sliding one those in its window."""
+        """How many nodes of a path can be reused: a full-attention group needs all of them, a sliding one those in its
+        window."""
         if not self._sliding:
             return len(path)  # a node without its full-group blocks is not in the tree
         runs = [0] * len(self._sliding)  # consecutive nodes with blocks, up to and including the current one
@@ -178,8 +182,8 @@ class CacheManager:
         return 0 if window is None else max(0, start - window + 1)
 
     def blocks_to_take(self, match: PrefixMatch, num_tokens: int, *, whole: bool = False) -> list[int]:
-        """Of those that nobody holds, for ``num_tokens`` in all, by group: new ones, and those of the match. ``whole``: computed in one step,
-        so that no block slides out of a window before the last one is taken."""
+        """Unreferenced blocks, by group, that ``num_tokens`` tokens would take: new ones, and those of the match.
+        ``whole``: computed in one step, so that no block slides out of a window before the last one is taken."""
         wanted = self.idle_blocks(match)
         for group, (spec, window) in enumerate(zip(self.specs, self._windows, strict=True)):
             fresh = -(-num_tokens // spec.block_size) - match.num_tokens // spec.block_size
@@ -187,7 +191,8 @@ class CacheManager:
         return wanted
 
     def idle_blocks(self, match: PrefixMatch) -> list[int]:
-        """How many blocks of a match nobody holds, by group: they count as available, and will not be."""
+        """How many blocks of a match have no references, by group: they count as available now, and will not once
+        attached."""
         idle = []
         for group, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
             first, inside = divmod(self._first_needed(group, match.num_tokens) // spec.block_size, self.block_tokens // spec.block_size)
@@ -246,7 +251,7 @@ class CacheManager:
         return node
 
     def _complete(self, node: PrefixNode, kv: SequenceKV, depth: int, step_id: int | None) -> None:
-        """Blocks behind a window that were evicted are found again in a sequence that has computed them anew."""
+        """Puts newly computed blocks into nodes whose own were evicted after sliding out of a window."""
         for group in self._sliding:
             held = self._node_blocks(kv.tables[group], group, depth) if node.blocks[group] is None else None
             if held is not None and not any(block in self._node_of[group] for block in held):
@@ -277,7 +282,8 @@ class CacheManager:
         return evict
 
     def forget(self, node: PrefixNode) -> None:
-        """Takes a node and all below it out of the tree; held blocks stay with their holders, the rest become free."""
+        """Removes a node and its subtree from the tree. Blocks in use stay with their holders; the others become
+        free."""
         for gone in self.tree.detach(node):
             for group in range(len(self.specs)):
                 self._unname(gone, group)
@@ -289,20 +295,22 @@ class CacheManager:
         node.blocks[group] = None
 
     def forget_written_by(self, kv: SequenceKV) -> None:
-        """Un-names whatever this sequence itself wrote: its contents are not to be trusted, whoever else holds them, or has copied them."""
+        """Unnames all blocks that this sequence wrote, because their contents cannot be trusted, including those that
+        others hold or copied."""
         for group, spec in enumerate(self.specs):
             own = kv.num_matched_blocks * (self.block_tokens // spec.block_size)
             self._distrust(group, self._with_copies(group, {block for block in kv.tables[group][own:] if block is not None}))
 
     def _with_copies(self, group: int, blocks: set[int]) -> set[int]:
-        """And those that steps in flight copy from or to them; several may have copied one that was shared."""
+        """Adds the blocks that steps in flight copy from or to these; several sequences may have copied a shared
+        one."""
         for _, copied_in, *pair in 2 * self._copies:
             if copied_in == group and not blocks.isdisjoint(pair):
                 blocks.update(pair)
         return blocks
 
     def forget_written_since(self, kv: SequenceKV, step_id: int) -> None:
-        """The same for what ``step_id`` and later ones write for it, whether it still holds that or not."""
+        """The same for blocks that step ``step_id`` and later ones write for it, whether or not it still holds them."""
         for step, written in self._written.items():
             for node in [node for owner, node in written if owner is kv and step >= step_id]:
                 for group, held in enumerate(tuple(node.blocks)):
@@ -315,8 +323,8 @@ class CacheManager:
                 self.forget(node)
 
     def forget_all(self, sequences: Iterable[SequenceKV]) -> None:
-        """Nothing that was computed so far is found again. ``sequences``: all there are; those that hold blocks go on with
-        them, and name neither these nor later ones, which depend on them."""
+        """Makes everything computed so far unreachable for prefix matches. ``sequences``: all sequences. Those that
+        hold blocks keep using them, but name neither these blocks nor later ones, which depend on them."""
         for node in list(self.tree.tops()):
             self.forget(node)
         for kv in sequences:
@@ -326,9 +334,10 @@ class CacheManager:
     # --- blocks
 
     def try_prepare(self, kv: SequenceKV, start: int, end: int, row: int, edits: TableEdits, step_id: int) -> bool:
-        """Readies tokens [start, end) for writing by ``step_id``: tables cover them and no other holder sees the write.
+        """Prepares tokens [start, end) to be written by ``step_id``: tables cover them, and no other holder sees the
+        write.
 
-        All or nothing; False when a pool has too few blocks.
+        All or nothing; returns False when a pool has too few blocks.
         """
         wanted = [-(-end // spec.block_size) - len(table) for spec, table in zip(self.specs, kv.tables, strict=True)]
         shared = self._shared_tail(kv, start) if kv.tail_shared else {}
@@ -352,9 +361,9 @@ class CacheManager:
         kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
 
     def _shared_tail(self, kv: SequenceKV, start: int) -> dict[int, int]:
-        """Group → index of the partly filled block at ``start``, where others hold it too.
+        """Group → index of the partly filled block at ``start``, where other sequences hold it too.
 
-        Holders that have let go but wait for a step in flight do not count: what they read comes before this write.
+        Holders that have released it but wait for a step in flight do not count: what they read was written before.
         """
         shared = {}
         for group, spec in enumerate(self.specs):
@@ -378,25 +387,26 @@ class CacheManager:
         self._leave(step_id, group, block)  # this very step still reads it, to copy it
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether every group could hand out so many."""
+        """Whether every group has this many blocks available."""
         return all(pool.num_available >= num_blocks for pool in self.pools)
 
     def tokens_available(self, kv: SequenceKV) -> int:
-        """How many tokens the tables could cover with every block there is."""
+        """How many tokens the sequence's tables could cover with all available blocks."""
         return min(
             (len(table) + pool.num_available) * spec.block_size
             for spec, table, pool in zip(self.specs, kv.tables, self.pools, strict=True)
         )
 
     def describe(self, kv: SequenceKV, row: int, edits: TableEdits) -> None:
-        """Sends the whole of a sequence's tables: its row is new to the workers."""
+        """Adds a sequence's complete tables to the edits, for a row that is new to the workers."""
         for group, table in enumerate(kv.tables):
             for index, block in enumerate(table):
                 if block is not None:
                     edits.set(row, group, index, block)
 
     def fork(self, kv: SequenceKV, num_tokens: int) -> SequenceKV:
-        """A second holder of the first ``num_tokens`` tokens' blocks; whoever first writes to a partly filled one copies it."""
+        """A second holder of the blocks of the first ``num_tokens`` tokens. The first to write to a partly filled block
+        copies it."""
         tables = [table[: -(-num_tokens // spec.block_size)] for spec, table in zip(self.specs, kv.tables, strict=True)]
         capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, tables, strict=True))
         twin = SequenceKV(kv.salt, kv.adapter, tables, capacity, kv.node, kv.num_linked_blocks, kv.num_linked_blocks)
@@ -421,7 +431,7 @@ class CacheManager:
                     self._slid.add((last_step, group, block))
 
     def give_back(self, kv: SequenceKV, num_tokens: int, last_step: int) -> None:
-        """Whole blocks beyond so many tokens, which were taken for tokens that did not come."""
+        """Returns whole blocks beyond ``num_tokens``, which were allocated for tokens that did not come."""
         for group, (spec, table) in enumerate(zip(self.specs, kv.tables, strict=True)):
             while len(table) > -(-num_tokens // spec.block_size):
                 block = table.pop()
@@ -430,7 +440,7 @@ class CacheManager:
         kv.capacity = min(len(table) * spec.block_size for spec, table in zip(self.specs, kv.tables, strict=True))
 
     def free(self, kv: SequenceKV, last_step: int) -> None:
-        """Gives all blocks back, deepest first, at once or when ``last_step`` has been collected."""
+        """Returns all blocks, deepest first, immediately or once ``last_step`` has been collected."""
         for group, table in enumerate(kv.tables):
             for block in reversed(table):
                 if block is not None:
@@ -448,7 +458,7 @@ class CacheManager:
     # --- steps
 
     def retire(self, step_id: int) -> None:
-        """A step was collected: what it wrote is there, and blocks that waited for it return."""
+        """A step was collected: its writes are complete, and blocks that waited for it are released."""
         self._retired = step_id
         self._written.pop(step_id, None)
         if self._copies:
@@ -461,7 +471,7 @@ class CacheManager:
                 self._slid.intersection_update(self._leaving)
 
     def fail(self, step_id: int) -> None:
-        """A step failed: nothing that it or a later one was to write can be matched any more."""
+        """A step failed: blocks that it or a later step was to write can no longer be matched."""
         for step in [step for step in self._written if step >= step_id]:
             for _, node in self._written.pop(step):
                 if not node.detached:

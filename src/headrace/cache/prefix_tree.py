@@ -1,8 +1,8 @@
-"""The prefix tree: a trie of full blocks, compared by token ids, that remembers which blocks hold which prefix.
+"""The prefix tree: a trie of full blocks, compared by token ids, that records which blocks hold which prefix.
 
-A node stands for ``block_tokens`` tokens after its parent's. It names, for each KV group, the blocks that hold their keys and
-values, or None when that group's were evicted (a sliding group loses its oldest first). Equality is decided by the ids
-themselves; a 128-bit chained hash is the node's *name* in tiers, routers and traces, computed only when asked for.
+A node stands for the ``block_tokens`` tokens after its parent's. For each KV group, it names the blocks that hold their
+keys and values, or None when that group's were evicted (a sliding group loses its oldest first). Equality is decided by
+the ids themselves; a 128-bit chained hash is the node's *name* in tiers, routers and traces, computed only on demand.
 
 Source: RadixAttention (SGLang, Zheng et al. 2024, §3), with blocks in place of variable-length edges.
 
@@ -20,7 +20,8 @@ Blocks = tuple[int, ...]  # of one group, covering one node's tokens
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """``key``: the node's token ids as bytes. ``blocks[g]``: the blocks of group g, or None. A detached node is out of the tree."""
+    """``key``: the node's token ids as bytes. ``blocks[g]``: the blocks of group g, or None. A detached node is no
+    longer in the tree."""
 
     parent: PrefixNode | None
     key: bytes
@@ -45,9 +46,9 @@ class PrefixNode:
 
 
 class PrefixTree:
-    """One trie for each (salt, adapter): prefixes of different tenants or adapters never meet.
+    """One trie per (salt, adapter): prefixes of different tenants or adapters never match.
 
-    ``namespace`` names the model and the KV format, so that hashes of different engines differ where their blocks do.
+    ``namespace`` names the model and the KV format, so that hashes of engines with different blocks differ.
     """
 
     def __init__(self, num_groups: int, namespace: bytes) -> None:
@@ -84,7 +85,8 @@ class PrefixTree:
         return node
 
     def detach(self, node: PrefixNode) -> list[PrefixNode]:
-        """Takes a subtree out; returns its nodes. Ancestors left without blocks and children go as well (roots too)."""
+        """Removes a subtree and returns its nodes. Ancestors left without blocks and children are removed too,
+        including roots."""
         removed = list(subtree(node))
         for gone in removed:
             gone.detached = True
@@ -92,13 +94,13 @@ class PrefixTree:
         return removed
 
     def prune(self, node: PrefixNode) -> None:
-        """Removes a node that neither names a block nor leads to one, and then its ancestors likewise."""
+        """Removes a node that has neither blocks nor children, and then such ancestors."""
         if not node.children and not any(node.blocks) and not node.detached:
             node.detached = True
             self._unhook(node)
 
     def _unhook(self, node: PrefixNode) -> None:
-        """Cuts a node from its parent; parents that lead nowhere now are cut too, up to the root."""
+        """Cuts a node from its parent, and then ancestors that are left empty, up to the root."""
         while node.parent is not None:
             parent = node.parent
             if parent.children.get(node.key) is node:
@@ -115,13 +117,13 @@ class PrefixTree:
             yield from list(root.children.values())
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Every node below the roots (tests and pictures)."""
+        """Every node below the roots (for tests and diagrams)."""
         for top in self.tops():
             yield from subtree(top)
 
 
 def subtree(node: PrefixNode) -> Iterator[PrefixNode]:
-    """A node and all below it, parents before children, without recursion."""
+    """A node and everything below it, parents before children, without recursion."""
     stack = [node]
     while stack:
         current = stack.pop()

@@ -1,2 +1,2 @@
-"""What a step costs: bytes, FLOPs and seconds from a model's shape and a device's limits, and how prices are fitted to
-measured steps."""
+"""Cost of a step: bytes, FLOPs and seconds from a model's shape and a device's limits, with prices fitted to measured
+steps."""

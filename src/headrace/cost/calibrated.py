@@ -1,5 +1,5 @@
-"""Prices of steps that were fitted to a run, as a file: of which device, model and switches, from which runs, and how
-far they reach.
+"""Step prices fitted to a run, as a file: for which device, model and switches, from which runs, and which step sizes
+they cover.
 
 What lives here: CalibratedSteps, its file, finding the one that fits best. What may not: fitting, reading runs and
 simulating (planner/).
@@ -35,8 +35,8 @@ _SCORES = tuple(NormalDist().inv_cdf(share) for share in SHARES)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """``error``: one standard error; ``steps`` decided it. ``note`` empty: fitted; else why it was not, and what it is
-    instead."""
+    """``error``: one standard error; ``steps``: how many steps decided it. ``note``: empty if fitted, otherwise why it
+    was not, and what was used instead."""
 
     name: str
     value: float
@@ -47,9 +47,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """``alone`` and ``prompts``: measured over price, at SHARES, of steps of single tokens alone and of others.
-    ``lasting``: of a disturbance, the share that lasts, for about ``seconds``. ``long_share``: of the fitted steps,
-    those that took more than LONG times their price."""
+    """``alone`` and ``prompts``: quantiles (at SHARES) of measured time over price, of steps with decode tokens only
+    and of others. ``lasting``: the share of a disturbance that persists, for about ``seconds``. ``long_share``: the
+    share of fitted steps that took more than LONG times their price."""
 
     alone: tuple[float, ...]
     prompts: tuple[float, ...]
@@ -63,7 +63,7 @@ class Steadiness:
                 raise ValueError(f"a steadiness of {len(ratios)} ratios from {min(ratios, default=0.0):g} on, lasting {self.lasting:g}")
 
     def ratio(self, score: float, *, alone: bool) -> float:
-        """At a score of a standard normal; beyond the outermost, those."""
+        """The ratio at a standard normal score; beyond the outermost quantiles, theirs."""
         ratios, place = self.alone if alone else self.prompts, bisect_right(_SCORES, score)
         if place == 0 or place == len(_SCORES):
             return ratios[place - (place > 0)]
@@ -79,7 +79,7 @@ class Steadiness:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The most of each that the fitted steps had: beyond is extrapolation."""
+    """The largest values among the fitted steps: anything beyond is extrapolation."""
 
     tokens: int  # a step
     sequences: int  # a step
@@ -88,7 +88,8 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class FittedRun:
-    """A file that was fitted to: by its content, so that no run is held against prices that were made from it."""
+    """A file that prices were fitted to, identified by its content, so that no run is compared with prices made from
+    it."""
 
     sha256: str
     name: str
@@ -97,8 +98,8 @@ class FittedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedSteps:
-    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, bytes/s and FLOP/s. ``switches``: how
-    the engine stood. ``steadiness``: how far steps were from their price; None: as if none ever was."""
+    """``bandwidth`` and ``rate``: the limits that slownesses are multiples of, in bytes/s and FLOP/s. ``switches``: the
+    engine's settings. ``steadiness``: how far steps deviated from their price; None: not at all."""
 
     device: DeviceIdentity
     model: str
@@ -128,7 +129,7 @@ class CalibratedSteps:
 
 
 def calibrated_path(found: CalibratedSteps, folder: Path | None = None) -> Path:
-    """Next to the device's profile, one a model and switches."""
+    """In the folder of the device's profile, one file per model and set of switches."""
     off = "-".join(sorted(f"{name}-{value}" for name, value in found.switches.items() if value not in (None, [], ())))
     name = f"{found.device.slug[:100]}--{found.shape.slug}-{found.dtype}"
     return (folder or profile_folder()) / f"{name}{'--' + hashlib.sha256(off.encode()).hexdigest()[:8] if off else ''}{SUFFIX}"
@@ -142,7 +143,7 @@ def save_calibrated(found: CalibratedSteps, path: Path) -> None:
 
 
 def load_calibrated(path: Path) -> CalibratedSteps:
-    """Raises ConfigError when the file is no calibration of this version, or holds what no calibration holds."""
+    """Raises ConfigError when the file is not a calibration of this version, or holds invalid values."""
     remedy = "delete it and calibrate again with headrace simulate --calibrate RUN"
     return load(CalibratedSteps, path, "The calibration", remedy, version_of_file=VERSION)
 
@@ -151,14 +152,15 @@ def load_calibrated(path: Path) -> CalibratedSteps:
 
 
 def same_device(asked: DeviceIdentity, measured: DeviceIdentity) -> bool:
-    """A device of a catalogue has a name and no features; a measured one has both."""
+    """A catalogue device has a name and no features; a measured one has both."""
     if asked.kind != measured.kind or asked.threads != measured.threads or asked.name != measured.name:
         return False
     return not asked.features or asked.features == measured.features
 
 
 def find_calibrated(device: DeviceIdentity, folders: Sequence[Path]) -> list[CalibratedSteps]:
-    """All that were measured on this device; of two for one model and one setting the first folder's."""
+    """All calibrations measured on this device. If two folders have one for the same model and settings, the first
+    counts."""
     found: dict[str, CalibratedSteps] = {}
     for folder in folders:
         for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -169,8 +171,8 @@ def find_calibrated(device: DeviceIdentity, folders: Sequence[Path]) -> list[Cal
 
 
 def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoad, bool], float]:
-    """Seconds of a load on that device, and of launching it where the host does that kernel by kernel (the flag: single
-    tokens alone)."""
+    """A function that returns the seconds of a load on that device, including the launches where the host makes them
+    kernel by kernel. Its second argument: whether the load has only decode tokens."""
     prices, bandwidth, rate = found.prices, found.bandwidth, found.rate
 
     def price(load: StepLoad, alone: bool) -> float:
@@ -184,8 +186,8 @@ def price_of(found: CalibratedSteps, cost_model: CostModel) -> Callable[[StepLoa
 def best_calibrated(
     found: Sequence[CalibratedSteps], spec: DecoderSpec, dtype: str, switches: Mapping[str, Any]
 ) -> tuple[CalibratedSteps | None, tuple[str, ...]]:
-    """The one of this model, else of the most similar; and in what it is another's. None where no run had these
-    switches, or none of a model like this had: dense ones say nothing of experts."""
+    """The calibration of this model, or that of the most similar one, and how it differs. None if no run had these
+    switches, or none of a similar model had: dense models say nothing about experts."""
     shape = shape_of(spec)
     fit = [each for each in found if dict(each.switches) == dict(switches) and bool(each.shape.experts) == bool(shape.experts)]
     if not fit:
@@ -202,7 +204,7 @@ def best_calibrated(
 
 
 def _far(one: ModelShape, other: ModelShape) -> float:
-    """0 for equal shapes; else how far their sizes are apart, in logarithms."""
+    """0 for equal shapes, otherwise the distance of their sizes, in logarithms."""
     sizes = ("layers", "hidden", "intermediate", "vocabulary")
     apart = sum(abs(math.log(max(1, getattr(one, name)) / max(1, getattr(other, name)))) for name in sizes)
     return apart + 0.1 * (one != other)

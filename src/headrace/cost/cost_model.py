@@ -1,9 +1,9 @@
-"""One step's price: plan + model shape + device profile → bytes, FLOPs, seconds.
+"""The cost of one step: plan + model shape + device profile → bytes, FLOPs, seconds.
 
-Every operator of a step has bytes it must move and FLOPs it must do. Its floor is max(bytes / bandwidth, FLOPs / rate).
-The step's floor is the sum over its operators; the overlapped floor, max(Σ bytes / bandwidth, Σ FLOPs / rate), is what
-perfect overlap between operators of different kinds could reach. Weights are read once a step, each sequence's keys and
-values once. Activations between operators are no part of the floor (fusing can keep them on the chip).
+Every operator of a step has bytes to move and FLOPs to compute. Its floor is max(bytes / bandwidth, FLOPs / rate). The
+step's floor is the sum over its operators; the overlapped floor, max(Σ bytes / bandwidth, Σ FLOPs / rate), is what
+perfect overlap between operators of different kinds could reach. Weights are read once per step, and each sequence's
+keys and values once. Activations between operators are not part of the floor (fusing can keep them on the chip).
 
 What lives here: arithmetic. What may not: torch, clocks, measuring, decisions.
 """
@@ -25,7 +25,7 @@ from headrace.spec import DecoderSpec, KVSpec, MoESpec
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """``seconds`` is the prediction (floor / efficiency + overhead); the floors are limits."""
+    """``seconds`` is the prediction (floor / efficiency + overhead); the floors are lower bounds."""
 
     bytes: float
     flops: float
@@ -36,10 +36,10 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What a step computes, without saying for whom: enough for its cost.
+    """What a step computes, without saying for which requests: enough for its cost.
 
-    ``lone``, ``saved`` and ``filled`` tell apart what kernels do at different speeds; empty where nobody looked. They
-    are no part of the floor.
+    ``lone``, ``saved`` and ``filled`` distinguish work that kernels do at different speeds; empty if not determined.
+    They are not part of the floor.
     """
 
     tokens: int
@@ -57,9 +57,9 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step's (bytes, FLOPs) by what does them. ``decode``: attention of single tokens, without what sharing saves;
-    ``prompts``: of all other tokens. The rest is bytes alone: ``others`` (norms, embedding, new keys), ``activations``
-    (what fusing could avoid)."""
+    """A step's (bytes, FLOPs) by kind. ``decode``: attention of decode tokens, without what sharing saves; ``prompts``:
+    of all other tokens. The rest is bytes only: ``others`` (norms, embedding, new keys), ``activations`` (what fusing
+    could avoid)."""
 
     products: tuple[float, float]
     head: tuple[float, float]
@@ -81,10 +81,10 @@ class _Experts:
 
 
 def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, ...] = ()) -> StepLoad:
-    """Sums a plan up, per attention window, in a few vector operations (closed forms; no loop over rows).
+    """Sums up a plan, per attention window, in a few vector operations (closed forms; no loop over rows).
 
-    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys: as many, where
-    each is one token.
+    A chunk of c tokens at positions s … s+c-1 has Σ min(p+1, w) pairs and reads min(s+c, w+c-1) keys; for single
+    tokens, the two are equal.
     """
     rows = len(plan.counts)
     if plan.counts.count(1) == rows:
@@ -106,7 +106,7 @@ def load_of(plan: StepPlan, windows: Sequence[int | None], saved: tuple[float, .
 
 
 def _keys_of_tokens(starts: array[int], window: int | None) -> float:
-    """Keys that single tokens at these positions see."""
+    """Keys that decode tokens at these positions see."""
     if window is None:
         return float(sum(starts) + len(starts))
     return float(np.minimum(np.asarray(starts) + 1, window).sum())
@@ -120,11 +120,11 @@ def _triangle(positions: np.ndarray, window: int) -> np.ndarray:
 
 
 class CostModel:
-    """Prices steps of one model on one device.
+    """Computes the cost of steps of one model on one device.
 
-    ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is bytes an element of a plain weight (2 for
-    bf16; a format says its own); ``dtype`` names the GEMM rate. ``popularity``: how often tokens pick each expert
-    (popularity.py); empty: evenly. ``estimate`` is on the step's path: a few microseconds at any batch.
+    ``groups`` are the KV groups as the cache has them; ``weight_bytes`` is the bytes per element of a plain weight (2
+    for bf16; a format states its own); ``dtype`` selects the GEMM rate. ``popularity``: how often tokens pick each
+    expert (popularity.py); empty: evenly. ``estimate`` is on the step's path: a few microseconds at any batch size.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CostModel:
         return self.estimate_load(load_of(plan, self.windows))
 
     def estimate_load(self, load: StepLoad) -> StepCost:
-        """An empty load costs nothing but the step's overhead."""
+        """An empty load costs only the step's overhead."""
         bandwidth, rate = self._bandwidth, self._rate
         total_bytes = total_flops = floor = 0.0
         for _, moved, flops in self.costs(load):
@@ -170,11 +170,11 @@ class CostModel:
         return StepCost(total_bytes, total_flops, seconds, floor, max(total_bytes / bandwidth, total_flops / rate))
 
     def floor_seconds(self, tokens: int, sampled: int, pairs: Sequence[float], keys: Sequence[float]) -> float:
-        """As the scheduler asks it: the floor of a step that is not planned yet."""
+        """The floor of a step that is not planned yet, for the scheduler."""
         return self.estimate_load(StepLoad(tokens, sampled, tuple(pairs), tuple(keys))).floor_seconds
 
     def step_seconds(self, rows: int, tokens: int, attended: int) -> float:
-        """As a policy asks it: a step of ``rows`` sequences that computes ``tokens``, which see ``attended`` keys in
+        """Seconds of a step, for policies: ``rows`` sequences compute ``tokens`` tokens, which see ``attended`` keys in
         all."""
         seen = (float(attended),) * len(self.windows)
         return self.estimate_load(StepLoad(tokens, rows, seen, seen)).seconds
@@ -184,7 +184,7 @@ class CostModel:
         return load_of(plan, self.windows, saved)
 
     def work(self, load: StepLoad) -> Work:
-        """The same bytes and FLOPs by what does them."""
+        """The same bytes and FLOPs, by kind of work."""
         tokens = load.filled or load.tokens
         dense = self._dense_bytes, tokens * self._dense_flops
         sparse = [(self._expert_bytes(op, tokens), op.flops_per_token * tokens) for op in self._experts]
@@ -195,8 +195,8 @@ class CostModel:
         return Work(dense, head, experts, decode, prompts, others, tokens * self._activation_bytes)
 
     def _attention(self, load: StepLoad) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of single tokens and of the others; a load that does not tell them apart counts as that of whole prompts, or
-        of single tokens."""
+        """Attention of decode tokens and of the others. A load that does not distinguish them counts as whole prompts,
+        or as decode tokens only."""
         lone = load.lone or (load.keys if load.pairs == load.keys else (0.0,) * len(load.keys))
         saved = load.saved or (0.0,) * len(lone)
         decode, decode_flops, prompts, prompt_flops = 0.0, 0.0, 0.0, 0.0
@@ -229,7 +229,7 @@ class CostModel:
 
 
 def _dense_operators(spec: DecoderSpec, weight_bytes: float) -> list[tuple[str, float, float]]:
-    """(name, bytes, FLOPs a token) of the products every token goes through, each summed over the layers that have
+    """(name, bytes, FLOPs per token) of the GEMMs that every token goes through, each summed over the layers that have
     it."""
     found: dict[str, list[Weight]] = {}
     for site in matrices(spec):
@@ -251,7 +251,7 @@ def _expert_operators(spec: DecoderSpec, weight_bytes: float) -> tuple[_Experts,
 
 
 def _flops(sites: Sequence[Weight]) -> float:
-    """Of a token."""
+    """Per token."""
     return 2.0 * sum(site.multiplications for site in sites)
 
 
@@ -260,6 +260,6 @@ def _norm_elements(spec: DecoderSpec) -> int:
 
 
 def _activation_elements(spec: DecoderSpec) -> int:
-    """Elements a token carries between unfused operators, written once and read once, over all layers."""
+    """Elements per token that pass between unfused operators, written once and read once, over all layers."""
     between = sum(site.used * site.inner for site in matrices(spec) if site.split is not Split.NONE)
     return 2 * between + 8 * spec.num_layers * spec.hidden_size  # and two norms with their residual sums

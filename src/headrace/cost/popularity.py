@@ -1,11 +1,11 @@
-"""How many experts of a sparse layer a step touches, when tokens pick some of them more often than others.
+"""How many experts of a sparse layer a step touches when tokens pick some of them more often than others.
 
-    p_e   how likely a token picks expert e; they sum to top_k
+    p_e   probability that a token picks expert e; they sum to top_k
     touched(tokens) = Σ_e 1 − (1 − p_e)^tokens
 
-Even routing has p_e = top_k / num_experts. With popularities q_e (a Zipf law, or counts that somebody measured) an
-expert is picked at least once in d draws with probability 1 − (1 − q_e)^d; d is what makes these sum to top_k. The
-steeper, the fewer experts a batch touches.
+Even routing has p_e = top_k / num_experts. With popularities q_e (a Zipf law, or measured counts), an expert is picked
+at least once in d draws with probability 1 − (1 − q_e)^d; d is chosen so that these sum to top_k. The steeper the
+popularity, the fewer experts a batch touches.
 
 What lives here: those sums, and reading measured counts. What may not: prices, layers.
 """
@@ -25,8 +25,8 @@ MOST_SKEW = 10.0
 
 
 def touched_experts(num_experts: int, top_k: int, tokens: int, popularity: Sequence[float] = ()) -> float:
-    """Distinct experts that ``tokens`` tokens touch. ``popularity``: one weight an expert, in any order and unit;
-    empty: all alike."""
+    """Distinct experts that ``tokens`` tokens touch. ``popularity``: one weight per expert, in any order and unit;
+    empty: all equal."""
     if not popularity:
         return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
     return _touched(top_k, tokens, tuple(popularity))
@@ -39,7 +39,7 @@ def _touched(top_k: int, tokens: int, popularity: tuple[float, ...]) -> float:
 
 @lru_cache(maxsize=64)
 def picked(popularity: tuple[float, ...], top_k: int) -> tuple[float, ...]:
-    """How likely a token picks each expert, ``top_k`` different ones in all."""
+    """The probability that a token picks each expert, with ``top_k`` different ones in all."""
     total = sum(popularity)
     shares = [each / total for each in popularity]
     low, high = 0.0, 1.0
@@ -56,7 +56,7 @@ def _hit(share: float, draws: float) -> float:
 
 
 def zipf(num_experts: int, exponent: float) -> tuple[float, ...]:
-    """The n-th most popular is picked n^-exponent times as often as the first; 0 is even. Raises ConfigError."""
+    """The n-th most popular expert is picked n^-exponent times as often as the first; 0 is even. Raises ConfigError."""
     if not 0.0 <= exponent <= MOST_SKEW:
         raise ConfigError(
             f"--expert-skew is {exponent:g}; give the exponent of a Zipf law from 0 (even) to {MOST_SKEW:g}, or a file of counts."
@@ -65,7 +65,7 @@ def zipf(num_experts: int, exponent: float) -> tuple[float, ...]:
 
 
 def read_popularity(path: Path, num_experts: int, top_k: int) -> tuple[float, ...]:
-    """Measured counts: a JSON list with one number an expert. Raises ConfigError."""
+    """Measured counts: a JSON list with one number per expert. Raises ConfigError."""
     import msgspec  # not for --help
 
     wanted = f"give a JSON list of {num_experts} counts, one an expert"

@@ -1,14 +1,13 @@
-"""How long work takes on a device: of each kind of work, how many times its ideal seconds, and what a step costs
-beside.
+"""Prices of a device: for each kind of work, a multiple of its ideal time, and the fixed costs of a step.
 
     ideal seconds      = bytes / bandwidth, or FLOPs / rate, at the device's limits
     seconds of a kind  = max(slowness · ideal seconds of its bytes, slowness · ideal seconds of its FLOPs)
     seconds of a step  = Σ kinds + others + activations + fixed + sampled rows · a row's
 
-Products of few rows are other kernels than those of many, attention of few sequences does not fill a device, and a step
-that a graph replays is another thing than one that is launched kernel by kernel: some slownesses are by the class of
-the step (its tokens, whether it computes parts of prompts, and whether a graph computes those). The head is a product
-of the rows that sample, in the class of as many tokens.
+GEMMs of few rows use other kernels than those of many, attention of few sequences does not fill a device, and a step
+replayed as a graph differs from one launched kernel by kernel. So some slownesses depend on the class of the step (its
+tokens, whether it computes parts of prompts, and whether a graph computes those). The head is a GEMM of the sampled
+rows, in the class of as many tokens.
 
 What lives here: the numbers and that sum. What may not: counting bytes (cost_model.py), fitting (planner/step_fit.py),
 files (calibrated.py).
@@ -28,25 +27,25 @@ SETTLING = 0.1  # s
 
 @dataclass(frozen=True, slots=True)
 class Slowness:
-    """Measured over ideal seconds, where bytes decide and where FLOPs do: 1 is the device's limit, 0 costs nothing."""
+    """Measured over ideal seconds, for memory-bound and for compute-bound work: 1 is the device's limit, 0 costs
+    nothing."""
 
     bytes: float
     flops: float
 
     def seconds(self, moved: float, worked: float) -> float:
-        """Both in ideal seconds."""
+        """Both arguments are ideal seconds."""
         by_bytes, by_flops = self.bytes * moved, self.flops * worked
         return by_bytes if by_bytes > by_flops else by_flops
 
 
 @dataclass(frozen=True, slots=True)
 class HostPrices:
-    """Seconds of the host a step: whatever it holds, a sequence in it, a sequence that it begins and each token of
-    that.
+    """Host seconds per step: fixed, per sequence, per new sequence, and per token of a new sequence.
 
-    ``launch``: of a step with parts of prompts whose kernels the host launches one by one, while the device is at it
-    already; such a step ends no sooner. ``record``: of making a graph of one, behind it. ``graphed``: of handing over
-    one that a graph computes, more than of a decode step.
+    ``launch``: for a step with parts of prompts whose kernels the host launches one by one while the device already
+    computes; such a step ends no sooner. ``record``: capturing a graph of one, after it. ``graphed``: submitting one
+    that a graph computes, beyond a decode step's cost.
     """
 
     step: float = 0.0
@@ -58,13 +57,13 @@ class HostPrices:
     graphed: float = 0.0
 
     def seconds(self, rows: int, added: int = 0, tokens: int = 0, *, graphed: bool = False) -> float:
-        """``added`` new sequences that begin with so many ``tokens``."""
+        """``added`` new sequences, with ``tokens`` tokens in all."""
         return self.step + self.row * rows + self.added * added + self.token * tokens + (self.graphed if graphed else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class FrontPrices:
-    """Seconds that a request spends outside the engine until its first token is with the client: each request, each
+    """Seconds that a request spends outside the engine before its first token reaches the client: per request, and per
     prompt token."""
 
     request: float = 0.0
@@ -76,9 +75,9 @@ class FrontPrices:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Steps by their tokens (up to the first bound, the second, …, more); with ``apart`` those with parts of prompts
-    are two classes of their own, the last, those that graphs compute and those that are launched, and the bounds are of
-    steps of single tokens alone."""
+    """Classes of steps by their tokens (up to the first bound, the second, …, more). With ``apart``, steps with parts
+    of prompts have the last two classes, one for those that graphs compute and one for those launched kernel by kernel,
+    and the bounds apply to steps with decode tokens only."""
 
     bounds: tuple[int, ...] = ()
     apart: bool = False
@@ -89,7 +88,7 @@ class Classes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is said of a class behind a parameter's name; nothing of the only one."""
+        """Suffixes of parameter names, one per class; empty if there is only one."""
         edges = (0, *self.bounds)
         kinds = [f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}" for low, high in pairwise(edges)]
         kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
@@ -99,11 +98,11 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """``products``, ``decode`` (attention of single tokens) and ``fixed`` (seconds a step) by class; ``sampled`` in
-    seconds a row that samples; ``woken``: seconds that a step takes longer when there was no work before it (threads
-    slept); ``rested``: that and more, where there was none for RESTED (caches have gone cold); ``settling``: steps that
-    follow such a one within SETTLING (not all is as it was yet). ``shared``: seconds more of a step whose sequences
-    share keys, for finding and merging them."""
+    """``products``, ``decode`` (attention of decode tokens) and ``fixed`` (seconds per step) by class; ``sampled``:
+    seconds per sampled row. Extra seconds of a step: ``woken``, if there was no work before it (threads slept);
+    ``rested``, if there was none for RESTED (caches are cold, too); ``settling``, if it follows such a step within
+    SETTLING (not everything has recovered yet); ``shared``, if its sequences share keys, for finding and merging them.
+    """
 
     products: tuple[Slowness, ...]
     experts: Slowness
@@ -121,14 +120,14 @@ class StepPrices:
     host: HostPrices = field(default_factory=HostPrices)
 
     def after(self, pause: float, since: float) -> float:
-        """Seconds more, ``pause`` seconds after the last work (0: there was work all the time), ``since`` seconds after
-        a rest ended."""
+        """Extra seconds of a step that comes ``pause`` seconds after the last work (0: no pause) and ``since`` seconds
+        after a rest ended."""
         if pause > 0.0:
             return self.rested if pause > RESTED else self.woken
         return self.settling if since <= SETTLING else 0.0
 
     def seconds(self, work: Work, bandwidth: float, rate: float, load: StepLoad, *, alone: bool) -> float:
-        """Of a step, whose ``load`` comes to that work."""
+        """Seconds of a step with this work, which its ``load`` amounts to."""
         tokens, sampled = load.tokens, load.sampled
         place = self.classes.place(tokens, alone=alone, graphed=load.filled > 0)
         if not tokens:

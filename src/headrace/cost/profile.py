@@ -1,4 +1,4 @@
-"""A device as numbers: the limits every step is divided by, where they are kept, and how they are found again.
+"""A device as numbers: the limits that every step is divided by, where they are stored, and how they are found again.
 
 What lives here: DeviceProfile, its file, the identity of a device. What may not: torch and the measuring itself
 (worker/profile.py measures, because only a worker may touch the device).
@@ -24,7 +24,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "am
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bandwidths in bytes/s and GEMM rates in FLOP/s as one run saw them; printed with every table of a benchmark."""
+    """Bandwidths in bytes/s and GEMM rates in FLOP/s as measured in one run; printed with every benchmark table."""
 
     read_bandwidth: float
     copy_bandwidth: float
@@ -45,8 +45,8 @@ def said_rate(flops_per_second: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceIdentity:
-    """What makes two devices the same one for a profile: kind, name, CPU threads used (0 on a card) and what their
-    cores can do."""
+    """What two devices must have in common to share a profile: kind, name, CPU threads used (0 on a GPU) and the
+    features of their cores."""
 
     kind: str  # "cpu" or "cuda"
     name: str
@@ -61,11 +61,11 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """The limits of one device. ``source`` is "measured" (in full, kept), "estimated" (a glance at start) or "stated"
-    (typed in).
+    """The limits of one device. ``source`` is "measured" (in full, stored), "estimated" (a quick measurement at start)
+    or "stated" (given by the user).
 
-    ``efficiency`` and the overheads are 1 and 0 until somebody fits them to step records:
-    predicted seconds = floor / efficiency + step_overhead.
+    ``efficiency`` and the overheads are 1 and 0 unless they were fitted to step records: predicted seconds = floor /
+    efficiency + step_overhead.
     """
 
     identity: DeviceIdentity
@@ -94,8 +94,8 @@ class DeviceProfile:
             _positive(f"gemm_rates[{dtype}]", rate)
 
     def gemm_rate(self, dtype: str) -> float:
-        """FLOP/s for ``dtype``; a dtype that was not measured gets the slowest measured rate (never an optimistic
-        one)."""
+        """FLOP/s for ``dtype``; a dtype that was not measured gets the slowest measured rate, never an optimistic
+        one."""
         return self.gemm_rates.get(dtype) or min(self.gemm_rates.values())
 
 
@@ -105,7 +105,7 @@ def _positive(name: str, value: float) -> None:
 
 
 def check_quiet(sustained: float, plain: float) -> None:
-    """Refuses a profile whose sustained bandwidth is below 0.9 of the best plain read of the same run (both
+    """Rejects a profile whose sustained bandwidth is below 0.9 of the best plain read of the same run (both
     bytes/s)."""
     if sustained < ACCEPTED_SHARE * plain:
         raise ConfigError(
@@ -151,12 +151,12 @@ def _cache_size(path: Path) -> int:
 
 
 def profile_folder() -> Path:
-    """Where measured profiles are kept: the user's cache folder."""
+    """Where measured profiles are stored: the user's cache folder."""
     return cache_home() / "headrace" / "profiles"
 
 
 def save_profile(profile: DeviceProfile, folder: Path | None = None) -> Path:
-    """Writes the profile whole or not at all; returns its path."""
+    """Writes the profile atomically; returns its path."""
     path = (folder or profile_folder()) / f"{profile.identity.slug}.json"
     save(profile, path, version=PROFILE_VERSION)
     return path
@@ -169,7 +169,7 @@ def load_profile(path: Path) -> DeviceProfile:
 
 
 def find_profile(identity: DeviceIdentity, folder: Path | None = None) -> DeviceProfile | None:
-    """The measured profile of exactly this device, or None when it was never measured."""
+    """The measured profile of exactly this device, or None if it was never measured."""
     path = (folder or profile_folder()) / f"{identity.slug}.json"
     if not path.exists():
         return None

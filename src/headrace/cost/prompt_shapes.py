@@ -1,13 +1,14 @@
-"""Which steps with prompts one CUDA graph computes, filled up to which shape, and which are recorded: a rule on numbers
-alone.
+"""Rules that decide which CUDA graph computes a step with prompts, padded to which shape, and which graphs are
+captured.
 
-A graph fixes sizes, so it is recorded for a shape: so many tokens, so many sequences, both rounded up. Shapes are many,
-and a graph costs some milliseconds and a megabyte. Captured at a start are the largest, and for prompts by themselves
-one of every doubling, which serves what is up to half as long. Any other shape is recorded where it comes again; an
-idle engine records ahead those of prompts by themselves, then a ladder of those beside decoding rows. Shapes that the
-device bounds are padded by a hair at most: the host has time there.
+A graph has fixed sizes, so it is captured for a shape: a number of tokens and of sequences, both rounded up. There are
+many shapes, and a graph costs some milliseconds and about a megabyte. At start-up, the largest shapes are captured, and
+for prompts alone one per power of two, which serves steps down to half its length. Any other shape is captured when it
+occurs a second time; an idle engine captures in advance first those of prompts alone, then a ladder of shapes with
+decoding rows. Shapes whose time the device bounds are padded only slightly: there, the host has time to launch.
 
-The worker follows it on a device (worker/prompt_graphs.py), a simulation on virtual time (planner/step_time.py).
+The worker follows these rules on a device (worker/prompt_graphs.py), a simulation on virtual time
+(planner/step_time.py).
 
 What lives here: shapes, and when one is worth a graph. What may not: torch, capture and replay.
 """
@@ -36,7 +37,7 @@ _HAIR = 1 / 32
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """Of a step, filled up."""
+    """The padded shape of a step."""
 
     tokens: int
     sequences: int
@@ -44,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeBounds:
-    """What steps are. ``products``: multiplications by a layer's weights, for each token."""
+    """Bounds on steps. ``products``: multiplications by a layer's weights, for each token."""
 
     max_num_seqs: int
     tokens_a_step: int
@@ -52,7 +53,7 @@ class ShapeBounds:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """That steps are filled up to, ascending."""
+        """The numbers of tokens that steps are padded to, ascending."""
         most = min(self.tokens_a_step, MOST_TOKENS)
         return (*(size for size in _TOKENS if size < most), most)
 
@@ -62,8 +63,8 @@ class ShapeBounds:
 
 
 class PromptShapes:
-    """``captured``: the shapes that have a graph. Steps are told in turn: ``shape_of``, and once its graph was
-    recorded, ``add``."""
+    """``captured``: the shapes that have a graph. Report steps in order: ``shape_of``, and ``add`` once a step's graph
+    has been captured."""
 
     def __init__(self, bounds: ShapeBounds) -> None:
         self.captured: set[Shape] = set()
@@ -78,7 +79,7 @@ class PromptShapes:
 
     @property
     def most(self) -> int:
-        """Graphs there may come to be."""
+        """The largest possible number of graphs."""
         return min(MOST_GRAPHS, len(self._tokens) * len(self._sequences))
 
     @property
@@ -87,7 +88,7 @@ class PromptShapes:
 
     @property
     def samples(self) -> tuple[Shape, ...]:
-        """Those that show what graphs take, the largest first: it has the memory that all share."""
+        """Shapes that show how much memory graphs take, the largest first: its memory is shared by all."""
         few, middle, many = (self._tokens[at] for at in (0, len(self._tokens) // 2, -1))
         sequences = self._sequences
         shapes = Shape(many, sequences[-1]), Shape(many, sequences[0]), Shape(middle, sequences[-1]), Shape(few, sequences[0])
@@ -95,12 +96,12 @@ class PromptShapes:
 
     @property
     def first(self) -> tuple[Shape, ...]:
-        """What an engine begins with."""
+        """The shapes that an engine starts with."""
         return (*self.samples[:2], *(shape for shape in self._lone[::-1] if shape.tokens in _DOUBLINGS))
 
     def shape_of(self, tokens: int, sequences: int) -> Shape | None:
-        """Which graph computes such a step, or (one that is not captured) is recorded behind it; None: it is computed
-        as it is."""
+        """The shape whose graph computes such a step, or (if not captured) should be captured after it. None: the step
+        is launched without a graph."""
         shape = self.rounded(tokens, sequences) if self.captured else None
         if shape is None or shape in self.captured:
             return shape
@@ -110,7 +111,7 @@ class PromptShapes:
         return shape if due and shape not in self._refused and len(self.captured) < self.most else larger
 
     def rounded(self, tokens: int, sequences: int) -> Shape | None:
-        """The shape of such a step; None: it is too large, or would be padded too much, and never has one."""
+        """The shape of such a step, or None if it is too large or would be padded too much and never gets one."""
         if tokens > self._tokens[-1]:
             return None
         shape = Shape(_above(self._tokens, tokens), _above(self._sequences, sequences))
@@ -118,7 +119,7 @@ class PromptShapes:
         return shape if self._is_host_bound(shape.tokens) or padding <= _HAIR * tokens else None
 
     def next_ahead(self) -> Shape | None:
-        """A shape that may come to be needed, for an idle engine to record."""
+        """A shape that may be needed later, for an idle engine to capture."""
         coming = (shape for shape in self._ahead if shape not in self.captured and shape not in self._refused)
         return next(coming, None) if 0 < len(self.captured) < self.most else None
 
@@ -126,11 +127,11 @@ class PromptShapes:
         self.captured.update(shapes)
 
     def refuse(self, shape: Shape) -> None:
-        """It cannot be captured: such steps go on as they are."""
+        """The shape cannot be captured: such steps continue without a graph."""
         self._refused.add(shape)
 
     def _larger(self, shape: Shape) -> Shape | None:
-        """The smallest there is a graph for that serves such steps, in less time than launching them takes."""
+        """The smallest captured shape that serves such a step in less time than launching its kernels takes."""
         sizes = range(shape.tokens, 2 * shape.tokens + 1)
         serving = (each for each in self.captured if each.tokens in sizes and each.sequences >= shape.sequences and self._is_host_bound(each.tokens))
         return min(serving, default=None)

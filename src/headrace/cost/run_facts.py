@@ -1,7 +1,7 @@
-"""What a run says of itself, so that its steps can be used by whoever reads them later: which model, device, precision
-and switches.
+"""Facts that a run records about itself, so that its steps can be used later: model, device, precision and switches.
 
-A trace carries it (observe/trace.py), and the load of each step: what ``headrace simulate --calibrate`` fits prices to.
+A trace contains them (observe/trace.py), together with the load of each step: ``headrace simulate --calibrate`` fits
+prices to that.
 
 What lives here: those facts, written and read. What may not: steps, fitting, files.
 """
@@ -34,7 +34,7 @@ MEASURED_SWITCHES = (*(path.removeprefix("device.") for path in _MEASURED), "dis
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model decides how long its steps take; two models of one shape are one model here."""
+    """What determines how long a model's steps take; two models of the same shape are the same model here."""
 
     family: str
     layers: int
@@ -67,14 +67,14 @@ def shape_of(spec: DecoderSpec) -> ModelShape:
 
 
 def switches_of(config: DeviceConfig) -> dict[str, Any]:
-    """Those that differ from an engine's own."""
+    """The switches that differ from the engine's defaults."""
     plain = type(config)()
     found = {name: getattr(config, name) for name in MEASURED_SWITCHES if getattr(config, name) != getattr(plain, name)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
-    """Whether blocks that decoding sequences share are read once (kernels/attention/candidates.py takes such a
+    """Whether blocks that decoding sequences share are read once (kernels/attention/candidates.py accepts such a
     site)."""
     return kind == "cuda" and config.cascade_attention and not config.batch_invariant and dtype != "float32"
 
@@ -82,7 +82,7 @@ def cascades(config: DeviceConfig, kind: str, dtype: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """``overlap``: steps in flight beyond the one being collected. ``inline``: steps are computed by the thread that
-    submits them. ``read_bandwidth`` and ``gemm_rate``: the limits that the engine knew, bytes/s and FLOP/s."""
+    submits them. ``read_bandwidth`` and ``gemm_rate``: the limits that the engine knew, in bytes/s and FLOP/s."""
 
     model: str
     shape: ModelShape
@@ -103,14 +103,14 @@ class RunFacts:
 
 
 def facts_of(cost_model: CostModel, config: DeviceConfig, *, model: str, engine: str) -> RunFacts:
-    """``config`` is resolved."""
+    """``config`` must be resolved."""
     profile, dtype = cost_model.profile, cost_model.dtype
     limits = profile.read_bandwidth, profile.gemm_rate(dtype)
     return RunFacts(model, shape_of(cost_model.spec), profile.identity, dtype, config.overlap or 0, engine, *limits, switches_of(config))
 
 
 def read_facts(stored: Mapping[str, Any]) -> RunFacts:
-    """What ``as_dict`` made. Raises KeyError, TypeError or ValueError."""
+    """Inverse of ``as_dict``. Raises KeyError, TypeError or ValueError."""
     if stored["version"] != VERSION:
         raise ValueError(f"version {stored['version']!r}, this program reads {VERSION}")
     return made_of(RunFacts, {name: value for name, value in stored.items() if name != "version"})

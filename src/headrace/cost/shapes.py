@@ -1,13 +1,13 @@
-"""Which dimensions of a model a device computes badly, and what to measure to know how badly.
+"""Which dimensions of a model a device computes inefficiently, and what to measure to find out how much they cost.
 
-After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is no multiple
-of what memory and matrix instructions move at once leaves part of them idle, and so does a product whose tiles do not
-fill the last wave of processors.
+After The Case for Co-Designing Model Architectures with Hardware (Anthony et al. 2024): a dimension that is not a
+multiple of what memory and matrix instructions move at once leaves part of them idle, and so does a GEMM whose tiles do
+not fill the last wave of processors.
 
 What lives here: rules that suspect, each with a shape to compare. What may not: torch, measuring
 (bench/shape_advice.py), printing.
 
-    wave quantisation: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
+    wave quantization: tiles of 128 × 256 are dealt to the processors;  | 132 | 132 | 60     | → 324 tiles take the time of 396
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPLITS = (2, 4, 8)  # devices
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y [tokens, outs] = x [tokens, ins] · Wᵀ in ``layers`` places of a step."""
+    """The GEMM y [tokens, outs] = x [tokens, ins] · Wᵀ in ``layers`` places of a step."""
 
     name: str
     ins: int
@@ -59,11 +59,11 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A dimension, the work it shapes, the same work in a better shape, and how much more of it (``ratio``) the better
-    shape does.
+    """A dimension, the work that it shapes, the same work in a better shape, and how much more of it (``ratio``) the
+    better shape does.
 
-    ``tokens``: of a step, at which it is to be measured. ``better`` None: nothing can be measured on one device;
-    ``remedy`` says all.
+    ``tokens``: the step size at which to measure it. ``better`` None: nothing can be measured on one device, and
+    ``remedy`` says everything.
     """
 
     dimension: str
@@ -77,7 +77,8 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The device as far as shapes matter. ``few`` and ``many``: tokens of a decode step and of a prompt's step."""
+    """The properties of a device that matter for shapes. ``few`` and ``many``: tokens of a decode step and of a
+    prompt's step."""
 
     kind: str  # "cuda" or "cpu"
     processors: int
@@ -86,13 +87,13 @@ class Target:
 
 
 def products(spec: DecoderSpec) -> tuple[Product, ...]:
-    """The dense products of a step; sparse layers have none of their own shape."""
+    """The dense GEMMs of a step; sparse layers have none with a shape of their own."""
     found = Counter((site.label, site.ins, site.outs) for site in matrices(spec) if site.moe is None and site.role is not Role.ROUTER)
     return tuple(Product(*each, layers) for each, layers in found.items())
 
 
 def multiplications(spec: DecoderSpec) -> float:
-    """Multiplications by weights for each token, in the mean layer."""
+    """Multiplications by weights per token, in the average layer."""
     return sum(site.multiplications for site in matrices(spec) if site.role is not Role.ROUTER) / spec.num_layers
 
 
@@ -102,7 +103,7 @@ def head_product(spec: DecoderSpec) -> Product:
 
 
 def suspects(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
-    """In no order of importance: what each costs is known once it is measured."""
+    """In no order of importance: measuring shows what each costs."""
     yield from _unaligned(spec, target)
     yield from _waves(spec, target)
     yield from _head_dim(spec, target)
@@ -140,7 +141,7 @@ def _product(dimension: str, why: str, remedy: str, work: Product, better: Produ
 
 
 def wave_use(tokens: int, outs: int, processors: int) -> tuple[float, float]:
-    """(waves, share of them that computes) of a product's tiles."""
+    """(waves, share of them that computes) of a GEMM's tiles."""
     waves = -(-tokens // TILE_ROWS) * -(-outs // TILE_COLUMNS) / processors
     return waves, waves / -(-waves // 1)
 
@@ -197,7 +198,7 @@ def _group(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
 
 
 def _splits(spec: DecoderSpec, target: Target) -> Iterator[Suspect]:
-    """What tensor parallelism would meet."""
+    """What tensor parallelism would run into."""
     if target.kind != "cuda":
         return
     uneven = [n for n in SPLITS if spec.num_heads % n or (spec.num_kv_heads % n and n % spec.num_kv_heads)]

@@ -1,9 +1,9 @@
-"""Which keys decoding sequences share and a step reads once: what cascade attention does on a GPU, seen from plans
+"""Counts the keys that decoding sequences share and a step reads once, as cascade attention does on a GPU, from plans
 alone.
 
 Block tables are followed through the plans' edits. A block that two sequences have at the same place of their tables
-holds the same keys, and so does all before it. Each sequence chooses the depth at which most reading is saved, depth ×
-(sequences that share it − 1); those that chose the same block are a group, cut into chunks that read it together.
+holds the same keys, and so does everything before it. Each sequence chooses the depth that saves most reading, depth ×
+(sequences that share it − 1). Sequences that chose the same block form a group, cut into chunks that read it together.
 
 What lives here: that count. What may not: attention itself (kernels/attention/triton_sharing.py finds the same on the
 device, by the same rules).
@@ -27,7 +27,7 @@ _Place = tuple[int, int]  # index in the table, block
 
 
 class SharedBlocks:
-    """Follows every plan of one engine. ``heads``: query heads a KV head; windows share nothing."""
+    """Follows every plan of one engine. ``heads``: query heads per KV head; groups with a window share nothing."""
 
     def __init__(self, groups: Sequence[KVSpec], heads: int) -> None:
         self._sharing = [index for index, group in enumerate(groups) if group.window is None]
@@ -45,8 +45,8 @@ class SharedBlocks:
         return len(self._tables)
 
     def observe(self, plan: StepPlan) -> tuple[float, ...]:
-        """By KV group: keys of single tokens that this step need not read, because another sequence's reading
-        serves."""
+        """By KV group: keys that this step's decode tokens need not read, because they are read together with another
+        sequence's."""
         for row in plan.rows_dropped:
             self._drop(row)
         for new in plan.rows_added:
@@ -102,7 +102,7 @@ class SharedBlocks:
         return saved
 
     def _path(self, group: int, row: int, whole: int) -> list[_Place]:
-        """The blocks a row begins with that others have too, of those that its token sees whole."""
+        """The leading blocks of a row that other rows have too, as far as its token sees whole blocks."""
         table, uses, path = self._tables[row], self._uses[group], list[_Place]()
         for index in range(whole):
             place = (index, table.get((group, index), -1))
@@ -113,12 +113,12 @@ class SharedBlocks:
 
 
 def _whole(index: int, size: int) -> int:
-    """Tokens up to and with a block, down to a multiple of UNIT."""
+    """Tokens up to and including a block, rounded down to a multiple of UNIT."""
     return (index + 1) * size // UNIT * UNIT
 
 
 def _best(path: Sequence[_Place], counts: Counter[_Place], size: int) -> _Place | None:
-    """The deepest place of those that save most."""
+    """The deepest of the places that save most."""
     best, most = None, 0
     for place in path:
         saved = _whole(place[0], size) * (counts[place] - 1)

@@ -1,15 +1,14 @@
-"""How fast steps have been going on this device, learned from the steps before, and what the scheduler is told of it
-beside the time.
+"""How fast recent steps were on this device, and what the scheduler is told of that, along with the time.
 
     predicted seconds = floor · slope + overhead, by kind of step
 
 The scheduler reads no clock and learns nothing by itself, so that a journal of its inputs replays exactly; StepSpeed is
-one of those inputs. The fit is least squares on relative errors, so that a step that was disturbed (and took long)
-weighs little; the five sums fade by ``KEEP`` a step. How wrong predictions are is a metric of the running engine:
-predicted / measured − 1, fading, of the fit and, where somebody calibrated this device and model, of the calibration,
-which is what ``headrace simulate`` would say.
+one of those inputs. The fit is least squares on relative errors, so that a disturbed (and therefore long) step has
+little weight; the five sums decay by ``KEEP`` per step. The prediction error is a metric of the running engine:
+predicted / measured − 1, decaying, of the fit and, if this device and model were calibrated, of the calibration, which
+is what ``headrace simulate`` would predict.
 
-What lives here: the numbers, the fit, the watch over how far steps exceed their prediction. What may not: floors
+What lives here: the numbers, the fit, tracking how far steps exceed their prediction. What may not: floors
 (cost_model.py), records (observe/metrics.py), numpy: all of it is on every step's path.
 """
 
@@ -33,7 +32,7 @@ FEW = 16  # tokens of prompts: a step with no more is as quick as one without
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a step from its floor in seconds."""
+    """Seconds of a step as a linear function of its floor in seconds."""
 
     slope: float = 1.0
     overhead: float = 0.0
@@ -42,16 +41,16 @@ class Line:
         return floor * self.slope + self.overhead
 
     def floor(self, seconds: float) -> float:
-        """The floor of a step that takes so long; below 0 where not even an empty one does."""
+        """The floor of a step of this duration; negative where even an empty step takes longer."""
         return (seconds - self.overhead) / self.slope
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """``mixed``: steps that compute parts of prompts beside single tokens. ``tail``: all but EXCEED of them take at
-    most so many times their prediction. ``gap``: seconds between two steps while there is work (scheduling, where
-    nothing hides it). ``share``: of what seems to fit, what is to be taken: less where promises break although the
-    price says that they hold (wrong limits)."""
+    """``mixed``: steps that compute parts of prompts together with decode tokens. ``tail``: all but EXCEED of them take
+    at most this many times their prediction. ``gap``: seconds between two steps while there is work (scheduling, where
+    nothing hides it). ``share``: the share of the estimated room to use; below 1 where promises are broken although the
+    estimate says they hold (wrong limits)."""
 
     decode: Line = Line()
     mixed: Line = Line()
@@ -61,16 +60,15 @@ class StepSpeed:
     share: float = 1.0
 
     def promised(self, seconds: float) -> float:
-        """The floor of a mixed step that keeps to so many seconds, the gap before it included, all but EXCEED of the
-        times."""
+        """The floor of a mixed step that stays within this many seconds, including the gap before it, in all but EXCEED
+        of cases."""
         return self.mixed.floor((seconds - self.gap) / self.tail)
 
 
 class Steering:
-    """``share`` of what seems to fit: it comes down while steps with prompts break their promises and most of them are
-    misjudged, for then the price is wrong. What breaks promises of steps that are judged right in the middle, a smaller
-    chunk cannot help: other programs on the machine, answers that are too many by themselves. Prompts would only
-    crawl."""
+    """Adapts ``share``. It falls while steps with prompts break their promises and most of them are misjudged, since
+    the estimate is then wrong. If steps are judged correctly in the median, smaller chunks do not help: the cause is
+    other programs on the machine, or too many decode tokens, and prompts would only progress very slowly."""
 
     __slots__ = ("_broken", "_misjudged", "share")
 
@@ -79,7 +77,7 @@ class Steering:
         self._broken = self._misjudged = 0.0
 
     def observe(self, tokens: int, *, kept: bool, misjudged: bool) -> None:
-        """One more promise, of a step with so many tokens of prompts. ``misjudged``: it took over MISJUDGED times its
+        """One more promise, for a step with this many prompt tokens. ``misjudged``: it took over MISJUDGED times its
         prediction."""
         if tokens > FEW:
             self._broken += WATCHED * ((not kept) - self._broken)
@@ -91,8 +89,8 @@ class Steering:
 
 
 class Tail:
-    """The ratio measured / predicted that all but a share of them stay below: each that exceeds it raises it, each
-    other lowers it a little."""
+    """Tracks a quantile of measured / predicted: each ratio that exceeds it raises it, each other one lowers it a
+    little."""
 
     __slots__ = ("_exceed", "_most", "ratio")
 
@@ -106,7 +104,7 @@ class Tail:
 
 
 class OnlineFit:
-    """One kind of step on one device. Seconds in, seconds out."""
+    """The fit of one kind of step on one device. Seconds in, seconds out."""
 
     __slots__ = ("_count", "_overhead", "_slope", "_x", "_xx", "_xy", "_y", "_yy")
 
@@ -127,7 +125,7 @@ class OnlineFit:
         return floor * self._slope + self._overhead
 
     def observe(self, floor: float, measured: float) -> None:
-        """One step. Steps without a floor or a time teach nothing."""
+        """Adds one step. Steps without a floor or a time are ignored."""
         if floor <= 0.0 or measured <= 0.0:
             return
         share, inverse = floor / measured, 1.0 / measured
@@ -140,8 +138,7 @@ class OnlineFit:
         self._solve()
 
     def _solve(self) -> None:
-        """slope and overhead that bring Σ (slope · share + overhead · inverse − 1)² to its least; neither is
-        negative."""
+        """slope and overhead that minimize Σ (slope · share + overhead · inverse − 1)²; neither is negative."""
         determinant = self._xx * self._yy - self._xy * self._xy
         if determinant > _SPREAD * self._xx * self._yy:
             slope = (self._x * self._yy - self._y * self._xy) / determinant
@@ -153,7 +150,7 @@ class OnlineFit:
 
 
 class FadingError:
-    """Of the steps so far, the last ones weighing most. ``signed``: above 0, steps are quicker than predicted."""
+    """Decaying mean error; recent steps weigh most. ``signed`` above 0: steps are faster than predicted."""
 
     __slots__ = ("absolute", "count", "signed")
 
@@ -162,7 +159,7 @@ class FadingError:
         self.signed = self.absolute = 0.0
 
     def observe(self, predicted: float, measured: float) -> None:
-        """Steps without a prediction or a time say nothing."""
+        """Steps without a prediction or a time are ignored."""
         if predicted <= 0.0 or measured <= 0.0:
             return
         error = predicted / measured - 1.0

@@ -1,7 +1,6 @@
-"""Figures of a device that are kept as files of JSON: written whole or not at all, and read by the types of their
-dataclass.
+"""Device figures stored as JSON files: written atomically, and read by the types of their dataclass.
 
-What lives here: that file. What may not: what is in it, where it lies.
+What lives here: that file. What may not: what is in it, where it is stored.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def save(value: DataclassInstance, path: Path, **version: int) -> None:
 
 
 def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T:
-    """What ``save`` wrote. Raises ConfigError."""
+    """Inverse of ``save``. Raises ConfigError."""
     ((key, expected),) = version.items()
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -47,8 +46,8 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
 
 
 def made_of(kind: type[T], stored: Mapping[str, Any]) -> T:
-    """What ``dataclasses.asdict`` and a file of JSON made of it. No number is negative or infinite. Raises TypeError,
-    ValueError or AttributeError."""
+    """Inverse of ``dataclasses.asdict`` after a round trip through JSON. No number is negative or infinite. Raises
+    TypeError, ValueError or AttributeError."""
     hints = get_type_hints(kind)
     return kind(**{name: _made_of(hints.get(name), value, name) for name, value in stored.items()})
 
