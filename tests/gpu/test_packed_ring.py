@@ -1,9 +1,10 @@
-"""Products of few rows with weights of few bits, on the card: every coding and form against the weight that the codes mean."""
+"""Products of few rows with weights of few bits, or of 8 bits as their inputs, on the card: every form against what the codes mean."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,12 +26,13 @@ from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of, machine_co
 CUDA = torch.device("cuda")
 PROCESSORS = torch.cuda.get_device_properties(CUDA).multi_processor_count
 ROWS = (8, 16, 32, 64)
+EIGHTS = ("fp8", "int8", "blocks")
 
 
-def forms(coding: Coding, *, gated: bool = False) -> list[RingForm]:
+def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> list[RingForm]:
     """256 columns leave no registers for 64 rows."""
     sizes = [(rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))]
-    return [RingForm(*size, late, coding) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
+    return [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
 
 
 def layer(coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None, *, gated: bool = False) -> tuple[RingLinear, torch.Tensor]:
@@ -42,8 +44,9 @@ def layer(coding: Coding, outs: int, ins: int, bias: torch.Tensor | None = None,
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """One behind the other they would take minutes."""
-    plain = {(form, None) for coding in CODINGS for form in forms(coding) if not form.late}
-    gates = {(form, Activation.SILU) for coding in CODINGS for form in forms(coding, gated=True) if not form.late}
+    kinds = [*((coding, "") for coding in CODINGS), *((None, eight) for eight in EIGHTS)]
+    plain = {(form, None) for kind in kinds for form in forms(*kind) if not form.late}
+    gates = {(form, Activation.SILU) for kind in kinds for form in forms(*kind, gated=True) if not form.late}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda each: machine_code(*each), sorted(plain | gates, key=str)))
 
@@ -85,3 +88,34 @@ def test_gates(coding: Coding, outs: int, ins: int) -> None:
                 torch.randn(tokens, ins, device=CUDA).bfloat16(),
             )
             check(product.compute(x, around, form)[0], twin(x, around)[0])
+
+
+def codes(kind: str, *size: int) -> torch.Tensor:
+    made = torch.randint(0, 256, size, dtype=torch.uint8, device=CUDA)
+    return made.view(torch.int8) if kind == "int8" else (made & 0xBF).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["alone", "gate"])
+@pytest.mark.parametrize("kind", EIGHTS)
+@pytest.mark.parametrize(("outs", "ins"), [(6144, 4096), (1024, 2176), (256, 272)], ids=str)
+def test_inputs_of_8_bits(kind: str, outs: int, ins: int, gated: bool) -> None:
+    torch.manual_seed(outs)
+    shape, whole, blocks = Shape(outs, ins, gated), outs * (1 + gated), kind == "blocks"
+    weight, bias = codes(kind, whole, ins), torch.randn(whole, device=CUDA).bfloat16()
+    usual = (74.0 if kind == "int8" else 0.5) * ins**0.5
+    units = (torch.rand((-(-whole // 128), -(-ins // 128)) if blocks else (whole,), device=CUDA) + 0.5) / usual
+    spread = units.repeat_interleave(128, 0).repeat_interleave(128, 1)[:whole, :ins] if blocks else units.unsqueeze(1)
+    none: Any = None
+    product = RingLinear(weight.view(torch.bfloat16), bias, shape, (), kernels_of(0), True, none, {}, units=units)
+    twin = reference.fused_linear(weight.float() * spread, bias)
+    for form in (form for form in forms(None, kind, gated=gated) if form.fits(shape, PROCESSORS)):
+        for tokens in (1, form.rows - 3, form.rows):
+            x = codes(kind, tokens, ins)
+            scale = torch.rand((tokens, -(-ins // 128) if blocks else 1), device=CUDA) + 0.5
+            wide = x.float() * (scale.repeat_interleave(128, 1)[:, :ins] if blocks else scale)
+            around = Around(gate=Activation.SILU) if gated else Around(residual=torch.randn(tokens, outs, device=CUDA).bfloat16())
+            around = around if gated else replace(around, scale=torch.rand(outs, device=CUDA))
+            given = replace(around, squares=scale if blocks else scale.view(1, -1))
+            got, want = product.compute(x.view(torch.bfloat16), given, form)[0], twin(wide, around)[0].bfloat16()
+            check(got, want)
+            assert torch.equal(got, product.compute(x.view(torch.bfloat16), given, form)[0]), f"{form}: other bits"

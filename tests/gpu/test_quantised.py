@@ -133,7 +133,8 @@ def gates(form: Format) -> None:
     kernels, around = Kernels(CUDA, programmatic=True), Around(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU)
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     product = kernels.choose(*called("packed_linear", dtype=torch.bfloat16, **facts))(pieces, None)
-    assert {choice.chosen for choice in kernels.choices} == {"w8a8" if form.eight else "codes"} and fused is not None
+    name, ring = "w8a8" if form.eight else "codes", form.eight is not None or (form.coding is not None and form.coding.ring)
+    assert {choice.chosen for choice in kernels.choices} == {name, f"{name}_ring" if ring else name} and fused is not None
     x = torch.randn(16, ins, device=CUDA).bfloat16()
     normed = (x.float() * torch.rsqrt(around.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16() if around.squares is not None else x
     inputs = form.activated(normed, pieces[0].tensors[0]) if form.eight else normed

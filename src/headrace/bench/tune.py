@@ -303,7 +303,7 @@ def _form(form: Any) -> str:
         return " ".join(map(str, form))
     if form is None or isinstance(form, Tile):
         return "none" if form is None else str(form)
-    return ", ".join(f"{name} {value}" for name, value in asdict(form).items() if value is not None)
+    return ", ".join(f"{name} {value}" for name, value in asdict(form).items() if value not in (None, ""))
 
 
 def _halves(shape: Shape) -> int:

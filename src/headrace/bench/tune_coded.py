@@ -1,11 +1,13 @@
-"""``headrace bench kernels --tune`` for a quantised model: which form multiplies by codes of few bits best.
+"""``headrace bench kernels --tune`` for a quantised model: which form multiplies by codes of few bits, or of 8 as its inputs, best.
 
-What lives here: that kind of products, over random codes. What may not: timing and choosing (tune.py), forms (kernels/linear/coded_forms.py).
+What lives here: those kinds of products, over random codes. What may not: timing and choosing (tune.py), forms (kernels/linear/coded_forms.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.bench.tune import Calls, Kind, Trial, random_inputs
-from headrace.kernels.candidate import Shape
-from headrace.kernels.linear import coded_forms
+from headrace.kernels.candidate import EightBits, Shape
+from headrace.kernels.linear import coded_forms, flat_forms, ring_forms
 from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.packing import DEPTH, Codes, Coding, Packed, Scales, pack
 from headrace.sites import matrices
@@ -41,10 +43,86 @@ class CodedProducts(Kind):
             yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})
 
 
-def coded_kinds(spec: DecoderSpec) -> tuple[CodedProducts, ...]:
+class _Rings(Kind):
+    """Of up to 64 rows by the ring kernel, beside the forms of Triton."""
+
+    coding: Coding | None = None
+    eight: EightBits | None = None
+
+    def _forms(self, shape: Shape, rows: int) -> tuple[ring_forms.RingForm, ...]:
+        processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+        return ring_forms.candidate_forms(shape, rows, processors, self.coding, "" if self.eight is None else self.eight.kind_of)
+
+    def shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+        return tuple(shape for shape in shapes if shape.outs < flat_forms.LARGE and shape.outs % 8 == 0)
+
+    def build(self, shapes: Sequence[Shape]) -> None:
+        from headrace.kernels.linear.cuda_ring import machine_code
+
+        needed = {
+            (replace(form, late=False), self.activation if shape.gated else None)
+            for shape in shapes for rows in ring_forms.FEWER_ROWS for form in self._forms(shape, rows)
+        }  # fmt: skip
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda each: machine_code(*each), sorted(needed, key=str)))
+
+
+class CodedRings(_Rings):
+    def __init__(self, activation: Activation, coding: Coding) -> None:
+        super().__init__(activation)
+        self.coding = replace(coding, ordered=False)
+        self.measured = ring_forms.measured(self.coding)
+        self.name = self.measured.op
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        assert self.coding is not None, "of codes"
+        outs = shape.outs * (1 + shape.gated)
+        packed = [random_packed(self.coding, outs, shape.ins, gated=shape.gated) for _ in range(2 * len(weights))]
+        for rows in ring_forms.FEWER_ROWS:
+            x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
+            own: Any = coded_forms.forms_for(shape, outs, self.coding, 132, coded_forms.measured(self.coding).table(torch.cuda.get_device_name()))
+            plain = next(form for most, form in own if rows <= most)
+            forms: dict[Any, Any] = {form: partial(_ring_calls, form, shape, x, around, packed, None) for form in self._forms(shape, rows)}
+            yield Trial(shape, rows, {None: partial(_calls, plain, x, around, packed), **forms})
+
+
+class EightBitRings(_Rings):
+    def __init__(self, activation: Activation, eight: EightBits) -> None:
+        super().__init__(activation)
+        self.eight = eight
+        self.measured = ring_forms.measured(None, eight.kind_of)
+        self.name = self.measured.op
+
+    def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
+        """The products alone: what rounds inputs is the same whoever multiplies."""
+        eight, outs = self.eight, shape.outs * (1 + shape.gated)
+        assert eight is not None, "of 8 bits"
+        kind = torch.int8 if eight.kind == "int8" else torch.float8_e4m3fn
+
+        def codes(*size: int) -> Tensor:
+            made = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
+            return (made if eight.kind == "int8" else made & 0xBF).view(kind)
+
+        own = [codes(outs, shape.ins) for _ in range(2 * len(weights))]
+        grid = (-(-outs // 128), -(-shape.ins // 128)) if eight.group else (outs,)
+        scale = torch.full(grid, shape.ins**-0.5, device="cuda")
+        for rows in ring_forms.FEWER_ROWS:
+            x, around = codes(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
+            squares = torch.ones((rows, -(-shape.ins // 128)) if eight.group else (1, rows), device="cuda")
+            beside = replace(around, squares=squares)
+            pairs, laid = x.view(torch.bfloat16), [each.view(torch.bfloat16) for each in own]
+            forms: dict[Any, Any] = {form: partial(_ring_calls, form, shape, pairs, beside, laid, scale) for form in self._forms(shape, rows)}
+            yield Trial(shape, rows, {None: partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale), **forms})
+
+
+def coded_kinds(spec: DecoderSpec) -> tuple[Kind, ...]:
     """One for every table that a quantised model's products are looked up in."""
-    codings = (form.coding for site in matrices(spec) if site.moe is None for form in site.formats)
-    kinds = [CodedProducts(spec.activation, each) for each in dict.fromkeys(codings) if each is not None]
+    formats = [form for site in matrices(spec) if site.moe is None for form in site.formats]
+    codings = [each for each in dict.fromkeys(form.coding for form in formats) if each is not None]
+    eights = [each for each in dict.fromkeys(form.eight for form in formats) if each is not None]
+    kinds: list[Kind] = [CodedProducts(spec.activation, each) for each in codings]
+    kinds += [CodedRings(spec.activation, each) for each in codings if each.ring]
+    kinds += [EightBitRings(spec.activation, each) for each in eights]
     return tuple({kind.name: kind for kind in kinds}.values())
 
 
@@ -76,6 +154,36 @@ def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Ca
     scratch = make_scratch(Shape(packed[0].outs, packed[0].ins), forms, x.device)
     products = [CodedProduct(each, None, forms, scratch, programmatic=True) for each in packed]
     return [partial(_first, product, form, x, around) for product in products]
+
+
+def _ring_calls(form: Any, shape: Shape, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None) -> Calls:
+    from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
+
+    none: Any = None  # what no form serves is not asked for here
+    kernels = kernels_of(torch.cuda.current_device())
+    layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}, units=units) for weight in weights]
+    return [partial(_computed, layer, x, around, form) for layer in layers]
+
+
+def _computed(layer: Any, x: Tensor, around: Around, form: Any) -> Tensor:
+    result: Tensor = layer.compute(x, around, form)[0]
+    return result
+
+
+def _eight_calls(eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor) -> Calls:
+    from headrace.kernels.linear.eight_bits import EightBitLinear, forms_for
+    from headrace.kernels.linear.flat_linear import make_scratch
+
+    forms = forms_for(shape.outs, shape.ins, 132, blocked=bool(eight.group))
+    scratch = make_scratch(shape, forms, x.device)
+    form = next(form for most, form in forms if len(x) <= most)
+    layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, programmatic=True) for each in weights]
+    return [partial(_launched, layer, form, x, own, around) for layer in layers]
+
+
+def _launched(layer: Any, form: Any, x: Tensor, own: Tensor, around: Around) -> Tensor:
+    result: Tensor = layer.launch(form, x, own, around, torch.bfloat16)[0]
+    return result
 
 
 def _first(product: Any, form: Any, x: Tensor, around: Around) -> Tensor:

@@ -67,6 +67,11 @@ class EightBits:
     powers: bool = False
     static: bool = False
 
+    @property
+    def kind_of(self) -> str:
+        """With blocks as a kind of their own."""
+        return "blocks" if self.group else self.kind
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts(Facts):

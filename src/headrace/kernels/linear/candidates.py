@@ -29,6 +29,7 @@ from headrace.sites import Split, matrices
 FLAT, FUSED = "flat", "fused"  # for few rows
 CODED, EIGHT = "codes", "w8a8"  # quantised weights
 RING, GATED, TUNED = "ring", "gated", "tuned"
+CODED_RING, EIGHT_RING = "codes_ring", "w8a8_ring"  # quantised weights, as ring has those in bfloat16
 INTEGER = "integer"  # who computes in float32 wants no input rounded
 INTEGERS = frozenset({"integer_products"})
 SMALL_WEIGHT = 2**20  # elements; launching takes longer than reading fewer
@@ -152,7 +153,26 @@ def create_ring(site: CallSite[WeightFacts]) -> Any:
     forms = RINGS.table(torch.cuda.get_device_name(site.device)).get(site.facts.shape, ())
     if not any(form for _, form in forms):
         return Declined("nothing was measured to be better than the other forms for this weight")
-    return gpu.load("linear.cuda_ring:create_ring")(site)
+    return gpu.load("linear.rings:create_ring")(site)
+
+
+def create_ring_of_codes(site: CallSite[WeightFacts]) -> Any:
+    """The forms of triton_codes.py stand behind it."""
+    if (reason := _uncoded(site) or gpu.missing(site.device)) is not None:
+        return Declined(reason)
+    if (declined := _served(site)) is not None:
+        return declined
+    coding = site.facts.codings[0]
+    if len(set(site.facts.codings)) != 1 or coding is None or not coding.ring or site.facts.in_features % 8:
+        return Declined("multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone")
+    return gpu.load("linear.rings:create_codes")(site)
+
+
+def create_ring_of_eight(site: CallSite[WeightFacts]) -> Any:
+    """The kernel of triton_eight.py stands behind it."""
+    if (reason := _not_eight(site) or gpu.missing(site.device)) is not None:
+        return Declined(reason)
+    return _served(site) or gpu.load("linear.rings:create_eight")(site)
 
 
 def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tuple[int, Any], ...]:
@@ -178,6 +198,21 @@ def _ring_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
         return replace(layer.others, product=replace(product, forms=unserved(layer.forms, product.forms)))
 
     yield from _fused_calls(site, left, sizes)
+
+
+def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
+    """Every form of its own, those of the others that are left to them, and what rounds inputs."""
+    maker = run.__self__
+    gate = sizes.spec.activation if site.facts.gated else None
+    for form in dict.fromkeys(replace(form, late=False) for _, form in maker.forms if form is not None):
+        yield f"{form}, {gate}", partial(maker.kernels.function, (form, gate))
+    if site.facts.eights[0] is not None:
+        others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
+        yield from _eight_fused_calls(site, others.fused, sizes)
+        return
+    ordered = any(each is not None and each.ordered for each in site.facts.codings)  # such weights may be left to them altogether
+    forms = {coding: forms if ordered else unserved(maker.forms, forms) for coding, forms in maker.coded.forms.items()}
+    yield from coded_fused_calls(site, replace(maker.coded, forms=forms).fused, sizes)
 
 
 # ---- 8-bit inputs and weights, in Triton ----
@@ -351,6 +386,8 @@ PACKED_LINEAR = (
     native(partial(panels.create_linear, rounds=False), optional=True),
 )
 PACKED_FUSED = (
+    _hopper(EIGHT_RING, create_ring_of_eight, "quantized_gemm", "deep_fusion", "early_weights", rehearse=_quantised_ring_calls),
+    _hopper(CODED_RING, create_ring_of_codes, "quantized_gemm", "deep_fusion", "early_weights", rehearse=_quantised_ring_calls),
     _eight("create_fused", _eight_fused_calls, _BFLOAT16, "deep_fusion"),
     _coded("create_fused", coded_fused_calls, _BFLOAT16, "deep_fusion"),
 )

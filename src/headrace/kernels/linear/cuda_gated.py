@@ -46,22 +46,24 @@ def places(tile: Tile, rows: int, outs: int) -> int:
     return -(-rows // (tile.rows * tile.cluster)) * -(-outs // (tile.columns // 2))
 
 
-def instruction(columns: int, *, registers: bool = False) -> str:
+def instruction(columns: int, *, registers: bool = False, eight: str = "") -> str:
     """The matrix instruction for 64 rows and so many columns, as ``mma(sums, x, w, keep)``; without ``keep`` sums begin at zero.
 
-    ``registers``: x is what a thread holds of the 64 rows, four pairs of bfloat16; else both are descriptors of shared memory.
+    ``registers``: x is what a thread holds of the 64 rows, four pairs of bfloat16; else both are descriptors of shared memory. ``eight``: both
+    are "fp8" or "int8", whose sums are whole numbers; else bfloat16.
     """
-    count = columns // 2
-    sums, held = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(c[{i}])' for i in range(count))
-    x, taken, given, turned = "unsigned long long x", 1, '"l"(x)', ", 0, 0"
+    count, whole = columns // 2, eight == "int8"
+    sums, held = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+{"r" if whole else "f"}"(c[{i}])' for i in range(count))
+    kinds, behind = {"": ("k16.f32.bf16.bf16", ", 1, 1, 0, 0"), "fp8": ("k32.f32.e4m3.e4m3", ", 1, 1"), "int8": ("k32.s32.s8.s8", "")}[eight]
+    x, taken, given = "unsigned long long x", 1, '"l"(x)'
     if registers:
-        x, taken, given, turned = "const unsigned (&x)[4]", 4, ", ".join(f'"r"(x[{i}])' for i in range(4)), ", 0"
+        x, taken, given, behind = "const unsigned (&x)[4]", 4, ", ".join(f'"r"(x[{i}])' for i in range(4)), ", 1, 1, 0"
     left = ", ".join(f"%{count + i}" for i in range(taken))
     left = f"{{{left}}}" if registers else left
     return (
-        f"__device__ __forceinline__ void mma(float (&c)[{count}], {x}, unsigned long long w, int keep) {{\n"
+        f"__device__ __forceinline__ void mma({'int' if whole else 'float'} (&c)[{count}], {x}, unsigned long long w, int keep) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + taken + 1}, 0;\\n"\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, {left}, %{count + taken}, p, 1, 1{turned};\\n}}\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{columns}{kinds} {{{sums}}}, {left}, %{count + taken}, p{behind};\\n}}\\n"\n'
         f'    : {held} : {given}, "l"(w), "r"(keep));\n}}\n'
     )
 

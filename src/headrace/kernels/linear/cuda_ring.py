@@ -16,12 +16,11 @@ from torch import Tensor
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
-from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
+from headrace.kernels.candidate import Empty, Shape, plainly_empty
 from headrace.kernels.linear.around import Around, Fused
 from headrace.kernels.linear.cuda_gated import instruction
-from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packing import Packed
-from headrace.kernels.linear.ring_forms import DEPTH, MEASURED, RingForm, RingForms, form_of
+from headrace.kernels.linear.ring_forms import DEPTH, RingForm, RingForms, form_of
 from headrace.kernels.norm.triton_activation import KINDS
 from headrace.spec import Activation
 
@@ -37,7 +36,10 @@ def machine_code(form: RingForm, gate: Activation | None) -> bytes:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
     sources = ("linear/ring.cu",) if coding is None else ("linear/packed.cuh", "linear/ring.cu")
     text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
-    text += instruction(form.rows, registers=coding is not None) + nvrtc.source(*sources)
+    if form.eight:
+        sizes |= {"EIGHT": 2 if form.eight == "int8" else 1} | ({"BLOCKED": 1} if form.eight == "blocks" else {})
+    kind_of = "fp8" if form.eight == "blocks" else form.eight
+    text += instruction(form.rows, registers=coding is not None, eight=kind_of) + nvrtc.source(*sources)
     return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
 
 
@@ -70,7 +72,7 @@ class RingLinear:
     ``others`` computes what no form of the table serves. The result is not rounded between the product and what follows it.
     """
 
-    weight: Tensor | Packed  # [out, in]; gated: [2 out, in]
+    weight: Tensor | Packed  # [out, in]; gated: [2 out, in]; of 8 bits: pairs of them, and so are inputs
     bias: Tensor | None
     shape: Shape
     forms: RingForms  # of the weight's coding, if it has one
@@ -79,6 +81,7 @@ class RingLinear:
     others: Callable[[Tensor, Around], Fused]
     maps: dict[int, TensorMap]  # of the weight, by columns of a tile
     empty: Empty = plainly_empty
+    units: Tensor | None = None  # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
 
     def __call__(self, x: Tensor, around: Around) -> Fused:
         form = form_of(self.forms, x.shape[0])
@@ -93,12 +96,13 @@ class RingLinear:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
             sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)  # the form decides how many: not planned
         pieces = 0 if around.squares is None else around.squares.shape[0]
+        units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
         kernels.function((replace(form, late=False), around.gate)).launch(
             form.programs(self.shape, kernels.processors), 2 * form.columns + 32, torch.cuda.current_stream(x.device).cuda_stream,
             kernels.input_map(x, form.rows), self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
             c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),
-            *(() if isinstance(self.weight, Tensor) else (_at(self.weight.factor),)), programmatic=self.programmatic, cluster=form.ways,
+            *(() if units is None else (_at(units),)), programmatic=self.programmatic, cluster=form.ways,
         )  # fmt: skip
         return y, scaled, sums
 
@@ -118,23 +122,3 @@ def _gated_map(weight: Tensor, columns: int) -> TensorMap:
 
 def _at(tensor: Tensor | None) -> c_void_p:
     return c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def forms_at(shape: Shape, device: torch.device) -> RingForms:
-    """What was measured for the weight, as far as it can be computed there."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    found = MEASURED.table(torch.cuda.get_device_name(device)).get(shape, ())
-    return tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in found)
-
-
-def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], RingLinear]:
-    """``site``: one whose weight has measured forms."""
-    shape, others = site.facts.shape, create_fused(site)
-    forms = forms_at(shape, site.device)
-    kernels = kernels_of(torch.cuda.current_device() if site.device.index is None else site.device.index)
-
-    def make(weight: Tensor, bias: Tensor | None) -> RingLinear:
-        weight = weight.contiguous()
-        return RingLinear(weight, bias, shape, forms, kernels, site.programmatic, others(weight, bias), {}, site.empty)
-
-    return make

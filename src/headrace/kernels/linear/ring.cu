@@ -13,6 +13,9 @@
 //
 // Weights of few bits (BITS) lie in blocks of 64 rows, as packed.cuh says, which multiplies them; with a gate their rows are dealt like that, too.
 //
+// W and x of 8 bits (EIGHT 1: FP8, 2: int8) lie in pairs: DEPTH, ``ins`` and the copies count those. Their scales come in place of the squares
+// (of x, of each row, already normed) and in ``units`` (of W, likewise); with BLOCKED of each step, that is of 128 of K, and of 128 rows of W.
+//
 // Behind matrix.cuh and early.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define TALL (64 * GROUPS)
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
@@ -56,7 +59,26 @@ __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, i
 #define UNIT , const float *units  // of each row of W as it lies: what it is multiplied by
 #else
 #define WEIGHTS const __grid_constant__ Map w_map
+#ifdef EIGHT
+#define UNIT , const float *units
+#else
 #define UNIT
+#endif
+#endif
+#if defined(BITS) || (defined(EIGHT) && !defined(BLOCKED))
+#define SCALED  // each row of W, behind the sums
+#endif
+#if defined(EIGHT) && EIGHT == 2
+#define SUMS whole
+#elif defined(BLOCKED)
+#define SUMS part
+#else
+#define SUMS c
+#endif
+#ifdef BLOCKED
+#define FRESH 1  // sums of one step at a time
+#else
+#define FRESH 0
 #endif
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
@@ -157,6 +179,10 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #pragma unroll
   for (int j = 0; j < EARLY_PIECES; j++) early[j] = 0;
   int mine = thread % ROWS, slice = thread / ROWS;
+#ifdef BLOCKED
+  const float *own_scales = squares;
+  squares = nullptr;
+#endif
   if (squares && slice < SLICES && mine < tokens) {  // used after the first tile: they come meanwhile
 #pragma unroll
     for (int j = 0; j < EARLY_PIECES; j++)
@@ -165,16 +191,18 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
   int s = 0, phase = 0;
   auto first_column = [&](int tile) { return tile * OUTS + (KIND < 0 ? group * 64 + warp * 16 : group * 32 + warp * 8) + lane / 4; };
   float offset[2], factor[2];  // bias (with a gate: of both) and scale of a thread's two columns
-#ifdef BITS
+#ifdef SCALED
   float unit[2];  // of a thread's two rows of W
 #endif
   auto prepare = [&](int tile) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      int column = first_column(tile) + (KIND < 0 ? 8 * h : 0);
 #ifdef BITS
       unit[h] = units[tile * TALL + group * 64 + warp * 16 + lane / 4 + 8 * h];
+#elif defined(SCALED)
+      unit[h] = column < outs ? units[column + (KIND < 0 ? 0 : h * outs)] : 0;
 #endif
-      int column = first_column(tile) + (KIND < 0 ? 8 * h : 0);
       offset[h] = bias && column < outs ? wide(bias[column + (KIND < 0 ? 0 : h * outs)]) : 0;
       factor[h] = !scale || column >= outs ? 0 : scale_bytes == 4 ? ((const float *)scale)[column] : wide(((const u16 *)scale)[column]);
     }
@@ -191,8 +219,12 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int e = 0; e < 2; e++) {
         int token = block * 8 + pair + e;
         if (token >= tokens || !inside) continue;
+#ifdef BLOCKED
+        float by = 1, other = 1;
+#else
         float by = squares ? norm[token] : 1, other = by;
-#ifdef BITS
+#endif
+#ifdef SCALED
         by *= unit[h], other *= unit[1];
 #endif
         float total = v[2 * h + e] * by + offset[h];
@@ -250,7 +282,26 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #else
     int before = 0;
 #endif
+#ifdef BLOCKED
+#pragma unroll
+    for (int j = 0; j < ROWS / 2; j++) c[j] = 0;
+    const float *of_block[2];  // the scales of W
+#pragma unroll
+    for (int h = 0; h < 2; h++) of_block[h] = units + (u64)((min(first_column(tile), outs - 1) + (KIND < 0 ? 0 : h * outs)) / 128) * deal.steps;
+#endif
+#if defined(EIGHT) && EIGHT == 2
+    int whole[ROWS / 2];
+#elif defined(BLOCKED)
+    float part[ROWS / 2];
+#endif
     for (int k = 0; k < deal.count; k++) {
+#ifdef BLOCKED
+      float by[2], own[ROWS / 4];  // come while the weights do
+#pragma unroll
+      for (int h = 0; h < 2; h++) by[h] = of_block[h][deal.begin + k];
+#pragma unroll
+      for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
+#endif
       wait(full + 8 * s, phase);
 #ifdef BITS
       packed.step(c, base + s * STAGE_BYTES + group * BLOCK_BYTES, base + s * STAGE_BYTES + X_AT);
@@ -259,8 +310,14 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       begin();
       u64 x = described(base + s * STAGE_BYTES + X_AT), w = described(base + s * STAGE_BYTES + group * 8192);
 #pragma unroll
-      for (int j = 0; j < DEPTH / 16; j++) mma(c, w + 2 * j, x + 2 * j, k + j);
+      for (int j = 0; j < DEPTH / 16; j++) mma(SUMS, w + 2 * j, x + 2 * j, FRESH ? j : k + j);
       commit();
+#ifdef BLOCKED
+      finished<0>();
+      hold(part);
+#pragma unroll
+      for (int j = 0; j < ROWS / 2; j++) c[j] += part[j] * (by[j / 2 % 2] * own[j / 4 * 2 + j % 2]);
+#endif
       if (k) {
         finished<1>();
         if (thread % 128 == 0) arrive(empty + 8 * before);
@@ -272,7 +329,11 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #ifndef BITS
     finished<0>();
     if (thread % 128 == 0) arrive(empty + 8 * before);
-    hold(c);
+    hold(SUMS);
+#if defined(EIGHT) && EIGHT == 2
+#pragma unroll
+    for (int j = 0; j < ROWS / 2; j++) c[j] = whole[j];
+#endif
 #endif
     u32 mailbox = base + STAGES * STAGE_BYTES + thread * 16;  // [part][block of the owner's]
     if (WAYS > 1) {
@@ -295,7 +356,11 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       if (thread < ROWS) {
         sum = 0;
         for (int j = 0; j < SLICES; j++) sum += slices[j * ROWS + thread];
+#ifdef EIGHT
+        norm[thread] = sum;
+#else
         norm[thread] = rsqrtf(sum / ins + eps);
+#endif
       }
       meet();
     }

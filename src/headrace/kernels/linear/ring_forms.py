@@ -3,12 +3,14 @@
 What lives here: forms, the tables of those that were measured. What may not: the kernel, measuring (bench/tune.py).
 
 A row of a table is [most rows, rows, columns, ways, late], ascending; with nothing behind the number of rows where the forms of
-kernels/linear/triton_flat.py are as quick, as they are for every weight that is not there.
+kernels/linear/triton_flat.py are as quick, as they are for every weight in bfloat16 that is not there. For weights in codes, and of 8 bits as
+their inputs, there are tables by kind, and a rule for the weights that these do not have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from headrace.kernels.candidate import Shape
@@ -17,6 +19,7 @@ from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.packing import Coding
 
 ROWS = (16, 32, 48, 64)  # of x, that forms are made for
+FEWER_ROWS = (8, 16, 32, 64)  # with weights of fewer bits
 DEPTH = 64  # of K at once
 SHARED_BYTES = 232448  # that a program may have: all of a processor's
 _LEAST_PROGRAMS = 60  # fewer do not keep the memory busy
@@ -28,7 +31,8 @@ _BLOCK = 8  # rows of x that one program of a cluster finishes at once
 class RingForm:
     """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by ``ways`` programs.
 
-    ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights of few bits.
+    ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights of few bits;
+    ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
     """
 
     rows: int
@@ -36,6 +40,7 @@ class RingForm:
     ways: int = 1
     late: bool = True
     coding: Coding | None = None
+    eight: str = ""
 
     def tiles(self, shape: Shape) -> int:
         return -(-shape.outs * (2 if shape.gated else 1) // self.columns)
@@ -47,19 +52,19 @@ class RingForm:
 
     def fits(self, shape: Shape, processors: int) -> bool:
         """A gate needs all of K in one program, and its rows in eights; those who share a tile are on the device together."""
-        if shape.ins % 8 or (shape.gated and (shape.outs % 8 or self.ways > 1)):
+        if shape.ins % (16 if self.eight else 8) or (shape.gated and (shape.outs % 8 or self.ways > 1)):
             return False
         return self.ways == 1 or (self.tiles(shape) * self.ways <= processors and shape.ins >= self.depth * self.ways)
 
     @property
     def depth(self) -> int:
         """Of K, a step."""
-        return DEPTH if self.coding is None else packing.DEPTH
+        return 2 * DEPTH if self.eight else DEPTH if self.coding is None else packing.DEPTH
 
     @property
     def stage_bytes(self) -> int:
         weights = 2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
-        return -(-weights // 1024) * 1024 + 2 * self.depth * self.rows
+        return -(-weights // 1024) * 1024 + (1 if self.eight else 2) * self.depth * self.rows
 
     @property
     def mailbox_bytes(self) -> int:
@@ -80,10 +85,40 @@ class RingForm:
 RingForms = tuple[tuple[int, RingForm | None], ...]  # up to so many rows: this form, or those of flat_linear.py
 
 
-def candidate_forms(shape: Shape, rows: int, processors: int) -> tuple[RingForm, ...]:
+def candidate_forms(shape: Shape, rows: int, processors: int, coding: Coding | None = None, eight: str = "") -> tuple[RingForm, ...]:
     """The forms worth trying for so many rows, one of ROWS."""
-    tried = (RingForm(rows, columns, ways, late) for columns in (64, 128) for ways in range(1, _MOST_WAYS + 1) for late in (False, True))
+    sizes = (64, 128, 256) if (coding is not None or eight) and rows < 64 else (64, 128)  # of 64 rows 256 columns leave no registers
+    tried = (RingForm(rows, *size, late, coding, eight) for size in product(sizes, range(1, _MOST_WAYS + 1)) for late in (False, True))
     return tuple(form for form in tried if form.fits(shape, processors) and form.programs(shape, processors) >= _LEAST_PROGRAMS)
+
+
+def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, eight: str = "") -> RingForms:
+    """What was measured for the weight, as far as it can be computed there; of codes and 8 bits, else, what a rule says."""
+    coding = None if coding is None or eight else replace(coding, ordered=False)
+    found = measured(coding, eight).table(device).get(shape)
+    if found is None:
+        return tuple((most, _rule(shape, most, processors, coding, eight)) for most in FEWER_ROWS) if coding or eight else ()
+    own = ((most, form and replace(form, coding=coding, eight=eight)) for most, form in found)
+    return tuple((most, form if form is not None and form.fits(shape, processors) else None) for most, form in own)
+
+
+def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
+    """The least that one processor has to read; of equals the fewest parts of K, then the widest tile."""
+
+    def load(form: RingForm) -> tuple[float, int, int]:
+        return form.columns * -(-form.tiles(shape) // processors) / form.ways, form.ways, -form.columns
+
+    small = RingForm(rows, 64, 1, True, coding, eight)
+    forms = candidate_forms(shape, rows, processors, coding, eight) or ((small,) if small.fits(shape, processors) else ())
+    return min((form for form in forms if form.late), key=load, default=None)
+
+
+def measured(coding: Coding | None, eight: str = "") -> Measured[tuple[int, RingForm | None]]:
+    """Codes of one width and as many scales take the same work."""
+    if coding is None and not eight:
+        return MEASURED
+    name = eight if coding is None or eight else f"{coding.bits} bits, {coding.sets} sets{', floats' if coding.floats else ''}"
+    return Measured(f"ring, {name}", _form, lambda row: _row(*row))
 
 
 def form_of(forms: RingForms, tokens: int) -> RingForm | None:
@@ -100,7 +135,7 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
         return whole_numbers(row)[0], None
     *numbers, late = row
     most, rows, columns, ways = whole_numbers(numbers)
-    if type(late) is not bool or rows not in ROWS or columns not in (64, 128) or not 1 <= ways <= 8 or most > rows:
+    if type(late) is not bool or rows not in (*FEWER_ROWS, *ROWS) or columns not in (64, 128, 256) or not 1 <= ways <= 8 or most > rows:
         raise ValueError(f"{row} is no form")
     return most, RingForm(rows, columns, ways, late)
 
