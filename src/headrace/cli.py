@@ -22,16 +22,16 @@ from headrace.torch_environment import prepare_for_torch
 
 # name → one line of help; the module is headrace.commands.NAME.
 COMMANDS: dict[str, str] = {
-    "serve": "answer the HTTP APIs of OpenAI and Anthropic",
+    "serve": "serve a model through the HTTP APIs of OpenAI and Anthropic",
     "chat": "talk to a model in the terminal",
     "generate": "complete prompts of a JSONL file or the command line",
-    "quantize": "a checkpoint in fewer bits: FP8, 8 or 4",
-    "models": "what is in the hub's cache: list, pull, remove",
+    "quantize": "quantize a checkpoint to FP8, 8 or 4 bits",
+    "models": "list, pull and remove models in the hub's cache",
     "bench": "measure throughput, latency, a server, start-up, kernels, techniques",
-    "simulate": "a workload's figures on a device that is not here",
-    "doctor": "what was found on this machine, what was chosen and why",
-    "techniques": "the mechanisms inside: source, switch, default",
-    "completion": "a script by which the shell completes commands and flags",
+    "simulate": "predict a workload's performance on a device that you do not have",
+    "doctor": "show this machine's hardware, and the automatic choices with their reasons",
+    "techniques": "list the techniques: source, switch, default",
+    "completion": "print a script for shell completion of commands and flags",
 }
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -104,7 +104,7 @@ def _load(name: str) -> Command:
 def create_parser(chosen: str | None, module: Command | None) -> CommandParser:
     """The whole command line. Only the chosen command gets its arguments: the others stay names with a line of help."""
     description = "LLM inference and serving, measured against the physical limit."
-    begin = 'Begin with headrace chat "Hello! Who are you?", then headrace serve and a browser. Neither needs a model to be named or fetched.'
+    begin = 'Start with headrace chat "Hello! Who are you?", then headrace serve and a browser. Both work without naming or downloading a model.'
     parser = CommandParser(prog="headrace", description=description, epilog=begin)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")

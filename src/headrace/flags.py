@@ -69,14 +69,14 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs, "add_help": False})
         self._reads_config_file = False
         self.rare: set[str] = set()  # fields that --help leaves out
-        help_text = "show this help and exit; --help=all shows every flag, --help=WORD those about it"
+        help_text = "show this help and exit; --help=all shows all flags, --help=WORD those that match a word"
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", default=argparse.SUPPRESS, help=help_text)
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback with an error, and log more")
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks with errors, and log more")
 
     def add_config_file_flag(self) -> None:
         """Declares ``--config FILE``: every other flag of this parser may stand in the file; the command line wins."""
         self._reads_config_file = True
-        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags; the command line wins")
+        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of these flags; command-line flags win")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The file's flags are put before the command line's, so that a later one replaces an earlier one."""
@@ -285,7 +285,7 @@ def _boolean_words(flag: str, value: bool, options: Mapping[str, argparse.Action
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """MODEL as a positional argument, beside --model."""
-    help_text = "folder, .gguf file or hub id; without it the bundled demo model"
+    help_text = "directory, .gguf file or hub id (default: the bundled demo model)"
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None, help=help_text)
 
 
@@ -305,7 +305,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
     if any(each.metadata.get("technique") for part in parts for each in config_fields(part)):
         parser.add_argument(
             "--technique", metavar="NAME=VALUE", action="append", default=argparse.SUPPRESS,
-            help="switch a technique on or off, or give it a value; may be repeated (headrace techniques lists them)",
+            help="turn a technique on or off, or set its value (may be repeated; headrace techniques lists them)",
         )
     if isinstance(parser, CommandParser):
         parser.add_config_file_flag()

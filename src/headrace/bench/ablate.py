@@ -41,9 +41,9 @@ BESIDE_EACH_OTHER = 16 * 2**30  # bytes of KV for each of two engines on one GPU
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=f"a technique, or all: {', '.join(item.name for item in TECHNIQUES)}")
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: shows that it runs, not what it is worth")
+    parser.add_argument("--quick", action="store_true", help="take seconds instead of minutes: shows that it runs, not how much it gains")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write every curve as JSON")
-    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw every curve (several techniques: the name is added before the ending)")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="plot every curve (with several techniques, one file per technique)")
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -22,7 +22,7 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 def add_key_argument(parser: argparse._ActionsContainer) -> None:
     """``--api-key``, else what a server that is started here takes its key from."""
     key = os.environ.get("HEADRACE_API_KEY") or None
-    parser.add_argument("--api-key", metavar="KEY", default=key, help="sent as bearer token (also HEADRACE_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", default=key, help="key to send as bearer token (also HEADRACE_API_KEY)")
 
 
 def _kind(read: Callable[[str], Number], allows: Callable[[Number], bool], said: str) -> Callable[[str], Number]:
@@ -85,24 +85,24 @@ def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="folder with the config.json whose shapes to use (default: Llama-3.2-1B's)",
+        help="directory with the config.json whose shapes to use (default: Llama-3.2-1B's)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument(
-        "--rows", type=count, nargs="+", default=[1, 16, 512], help="tokens in a call (default: 1 16 512)"
+        "--rows", type=count, nargs="+", default=[1, 16, 512], help="tokens per call (default: 1 16 512)"
     )
     parser.add_argument("--context", type=count, default=1024, help="tokens of context in attention (default: 1024)")
     parser.add_argument(
-        "--ops", nargs="+", metavar="OP", default=(), help="operations, like linear and rms_norm (default: all)"
+        "--ops", nargs="+", metavar="OP", default=(), help="operations, such as linear and rms_norm (default: all)"
     )
-    parser.add_argument("--seconds", type=positive, default=0.3, help="time for each row of the table (default: 0.3)")
+    parser.add_argument("--seconds", type=positive, default=0.3, help="seconds for each row of the table (default: 0.3)")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="time what --batch-invariant would choose, beside torch's own"
+        "--batch-invariant", action="store_true", help="time what --batch-invariant would choose, in addition to torch's own"
     )
     parser.add_argument("--threads", type=count, help="default: torch's own choice")
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="find what computes products of few and of many rows best on this card, and keep it",
+        help="find the best kernels for GEMMs of few and of many rows on this card, and store them",
     )
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all rows as JSON")

@@ -30,7 +30,7 @@ ARRIVALS = ("burstiness", "gaps", "diurnal", "diurnal_period")
 MOST_TOKENS = 10_000_000  # of one text
 REQUESTS = 64  # without --num-prompts
 TEXTS = ("input_len", "output_len", "prefix_len", "num_prefixes")
-TRACE_HELP = "of Azure (2023, 2024), BurstGPT or Mooncake: known by its columns"
+TRACE_HELP = "from Azure (2023, 2024), BurstGPT or Mooncake, recognized by its columns"
 
 
 def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input: int | None, max_output: int | None) -> None:
@@ -38,29 +38,29 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, trace: str, max_input
     what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=WORKLOADS, default="random", help="default: random")
     what.add_argument(
-        "--num-prompts", type=count, metavar="N", help="requests; conversations with --workload conversation (default: 64; of a trace, all)"
+        "--num-prompts", type=count, metavar="N", help="requests (with --workload conversation: conversations) (default: 64; of a trace, all)"
     )
-    what.add_argument("--input-len", type=count, metavar="N", help="new prompt tokens a request or turn (default: 128)")
+    what.add_argument("--input-len", type=count, metavar="N", help="new prompt tokens per request or turn (default: 128)")
     what.add_argument("--output-len", type=count, metavar="N", help="output tokens (default: 64)")
     what.add_argument("--random-range-ratio", type=share, metavar="RATIO", help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw lengths, in pairs, from this trace's requests instead")
-    what.add_argument("--prefix-len", type=natural, metavar="N", help="shared prefix, or system prompt of the conversations (default: 256)")
-    what.add_argument("--num-prefixes", type=count, metavar="N", help="different shared prefixes (default: 1)")
-    what.add_argument("--turns", type=count, metavar="N", help="turns a conversation; each asks with all that was said before (default: 4)")
-    what.add_argument("--think-time", type=amount, metavar="S", help="mean seconds between an answer's end and the next turn (default: 1)")
+    what.add_argument("--lengths-from", type=Path, metavar="FILE", help="draw pairs of lengths from this trace's requests instead")
+    what.add_argument("--prefix-len", type=natural, metavar="N", help="tokens of the shared prefix or the system prompt (default: 256)")
+    what.add_argument("--num-prefixes", type=count, metavar="N", help="number of different shared prefixes (default: 1)")
+    what.add_argument("--turns", type=count, metavar="N", help="turns per conversation; each includes all previous turns (default: 4)")
+    what.add_argument("--think-time", type=amount, metavar="S", help="mean seconds between the end of an answer and the next turn (default: 1)")
     what.add_argument("--trace", dest=trace, type=Path, metavar="FILE", help=f"a recorded trace {TRACE_HELP}")
-    what.add_argument("--trace-speed", type=float, metavar="X", help="times as fast as it was recorded (default: 1)")
+    what.add_argument("--trace-speed", type=float, metavar="X", help="speed of the trace relative to its recording (default: 1)")
     what.add_argument(
-        "--max-input-len", type=count, default=max_input, metavar="N", help=f"longer prompts of a trace are cut to this{_or_refused(max_input)}"
+        "--max-input-len", type=count, default=max_input, metavar="N", help=f"truncate a trace's longer prompts to this{_or_refused(max_input)}"
     )
     what.add_argument(
-        "--max-output-len", type=count, default=max_output, metavar="N", help=f"longer answers of a trace are cut to this{_or_refused(max_output)}"
+        "--max-output-len", type=count, default=max_output, metavar="N", help=f"truncate a trace's longer answers to this{_or_refused(max_output)}"
     )
     parser.set_defaults(**{name: DEFAULTS[name] for name in OF_WORKLOADS})
 
 
 def _or_refused(maximum: int | None) -> str:
-    return f" (default: {maximum})" if maximum is not None else "; without it they are an error"
+    return f" (default: {maximum})" if maximum is not None else "; by default, they are an error"
 
 
 def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
@@ -68,13 +68,13 @@ def add_arrival_flags(parser: argparse.ArgumentParser, *, clients: int) -> None:
     load = parser.add_argument_group("arrivals")
     load.add_argument(
         "--request-rate", type=float, metavar="R",
-        help="open loop: requests (or conversations) a second (inf: all at once); a trace is scaled to it; without it a closed loop",
+        help="open loop: requests (or conversations) per second (inf: all at once); a trace is scaled to it; default: a closed loop",
     )  # fmt: skip
-    load.add_argument("--burstiness", type=float, metavar="K", help="shape of the gaps' distribution; 1 is Poisson, inf all equal (default: 1)")
+    load.add_argument("--burstiness", type=float, metavar="K", help="shape of the distribution of gaps; 1: Poisson, inf: all equal (default: 1)")
     load.add_argument("--gaps", choices=GAPS, help="distribution of the gaps (default: gamma)")
-    load.add_argument("--diurnal", type=float, metavar="SHARE", help="by which the rate rises and falls, 0 to below 1 (default: 0)")
-    load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="from one rise to the next (default: a day)")
-    load.add_argument("--max-concurrency", type=count, metavar="N", help=f"at most so many requests at once (closed loop: default {clients})")
+    load.add_argument("--diurnal", type=float, metavar="SHARE", help="fraction by which the rate rises and falls, from 0 to below 1 (default: 0)")
+    load.add_argument("--diurnal-period", type=float, metavar="SECONDS", help="period of that cycle (default: one day)")
+    load.add_argument("--max-concurrency", type=count, metavar="N", help=f"maximum number of concurrent requests (closed loop: default {clients})")
     parser.set_defaults(**{name: DEFAULTS[name] for name in ARRIVALS})
 
 

@@ -34,17 +34,17 @@ from headrace.sampling_params import SamplingParams
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-prompts", type=count, default=32, help="requests, all given at once (default: 32)")
+    parser.add_argument("--num-prompts", type=count, default=32, help="number of requests, all submitted at once (default: 32)")
     parser.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
     parser.add_argument("--random-range-ratio", type=share, default=0.0, help="lengths are drawn from length * (1 ± RATIO) (default: 0)")
-    parser.add_argument("--prefix-len", type=natural, default=0, help="tokens every prompt begins with, besides --input-len (default: 0)")
-    parser.add_argument("--repeats", type=count, default=3, help="timed repeats (default: 3)")
+    parser.add_argument("--prefix-len", type=natural, default=0, help="tokens of a shared prefix, in addition to --input-len (default: 0)")
+    parser.add_argument("--repeats", type=count, default=3, help="timed repetitions (default: 3)")
     _add_output(parser)
 
 
 def add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=count, default=1, help="requests at once (default: 1)")
+    parser.add_argument("--batch-size", type=count, default=1, help="concurrent requests (default: 1)")
     parser.add_argument("--input-len", type=count, default=32, help="prompt tokens (default: 32)")
     parser.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
     parser.add_argument("--num-iters-warmup", type=natural, default=2, help="batches before timing (default: 2)")

@@ -40,9 +40,9 @@ _IMPORTED = ("headrace.bench.startup_child", "headrace.engine.llm", "headrace.wo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=count, default=3, help="starts of each kind; the median is shown (default: 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="number of starts of each kind; the median is shown (default: 3)")
     parser.add_argument("--output-json", type=output, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="MODEL and flags of headrace serve, behind --")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="MODEL and flags of headrace serve, after --")
 
 
 def run(args: argparse.Namespace) -> int:

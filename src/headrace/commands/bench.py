@@ -47,15 +47,15 @@ BENCHMARKS: dict[str, Benchmark] = {
         "headrace.bench.offline", "many requests through the offline API", "add_throughput_arguments", "run_throughput", model=True, engine=True
     ),
     "latency": Benchmark(
-        "headrace.bench.offline", "one batch from start to end, and its steps", "add_latency_arguments", "run_latency", model=True, engine=True
+        "headrace.bench.offline", "one batch from start to finish, and its steps", "add_latency_arguments", "run_latency", model=True, engine=True
     ),
-    "serve": Benchmark("headrace.bench.serve", "load on any server that speaks OpenAI's API"),
-    "startup": Benchmark("headrace.bench.startup", "from the command to readiness, taken apart"),
+    "serve": Benchmark("headrace.bench.serve", "load on any OpenAI-compatible server"),
+    "startup": Benchmark("headrace.bench.startup", "the time from the command to readiness, by stage"),
     "kernels": Benchmark(
-        "headrace.bench.kernels", "every candidate of every operation beside its floor and its twin", "add_kernels_arguments",
+        "headrace.bench.kernels", "every candidate of every operation, compared with its floor and its twin", "add_kernels_arguments",
         flags="headrace.bench.arguments",
     ),
-    "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a whole load curve", engine=True),
+    "ablate": Benchmark("headrace.bench.ablate", "a technique on and off, over a full load curve", engine=True),
 }
 
 

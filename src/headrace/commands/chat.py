@@ -27,7 +27,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text may no
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("message", nargs="*", help="one message: it is answered and the command ends; without it, a conversation")
+    parser.add_argument("message", nargs="*", help="a single message to answer; without it, a conversation starts")
     parser.add_argument("--system", metavar="TEXT", default=None, help="system message")
     add_sampling_flags(parser)
     add_config_flags(parser, EngineConfig)

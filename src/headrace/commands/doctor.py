@@ -40,8 +40,8 @@ NO_MODEL = "Batches are not judged: this executor computes no model. Leave --exe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and keep the result, and all the shape advice")
-    parser.add_argument("--no-load", action="store_true", help="look at the machine only, load no model")
+    parser.add_argument("--profile", action="store_true", help="measure the device (under a minute) and store the result; measure all shape advice")
+    parser.add_argument("--no-load", action="store_true", help="only inspect the machine, do not load a model")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig)

@@ -40,9 +40,9 @@ _PER_ROW = 4  # lines under way for each row of the engine: enough to keep it fu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("-i", "--input", metavar="FILE", help="JSONL with a prompt a line; - is standard input")
-    parser.add_argument("-o", "--output", metavar="FILE", default="-", help="JSONL with an answer a line, in order (default: standard output)")
-    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="complete this text instead and print it; may be repeated")
+    parser.add_argument("-i", "--input", metavar="FILE", help="JSONL file with one prompt per line; - for standard input")
+    parser.add_argument("-o", "--output", metavar="FILE", default="-", help="JSONL file for answers, one per line in order (default: stdout)")
+    parser.add_argument("-p", "--prompt", action="append", metavar="TEXT", help="complete this text instead and print the result (may be repeated)")
     add_sampling_flags(parser)
     add_config_flags(parser, EngineConfig)
 

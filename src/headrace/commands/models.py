@@ -21,13 +21,13 @@ from headrace.observe.report import table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", title="actions (without one: list)", dest="action")
-    listing = actions.add_parser("list", help="what is in the cache, and how large it is", description="What is in the cache, and how large it is.")
+    listing = actions.add_parser("list", help="list the cache's contents and sizes", description="List the cache's contents and sizes.")
     listing.add_argument("--json", action="store_true", help="print it as JSON")
-    pull = actions.add_parser("pull", help="fetch a model from the hub into the cache", description="Fetch a model from the hub into the cache.")
-    pull.add_argument("model", metavar="MODEL", help="org/name[@revision]; with :Q4_K_M behind it, that quantisation in GGUF")
-    remove = actions.add_parser("remove", help="remove models from the cache", description="Remove models from the cache, all their revisions.")
+    pull = actions.add_parser("pull", help="download a model from the hub to the cache", description="Download a model from the hub to the cache.")
+    pull.add_argument("model", metavar="MODEL", help="org/name[@revision]; append :Q4_K_M for that GGUF quantization")
+    remove = actions.add_parser("remove", help="remove models from the cache", description="Remove models from the cache, with all revisions.")
     remove.add_argument("models", metavar="MODEL", nargs="+", help="org/name")
-    remove.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    remove.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
 
 def run(args: argparse.Namespace) -> int:

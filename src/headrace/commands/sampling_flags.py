@@ -14,21 +14,21 @@ from headrace.errors import ConfigError, InvalidRequest
 from headrace.sampling_params import SamplingParams
 
 _FLAGS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 takes the most probable token, 1 the model's own distribution"),
-    "top_p": (float, "sample from the most probable tokens that make up this share"),
+    "temperature": (float, "0: always the most probable token; 1: the model's own distribution"),
+    "top_p": (float, "sample from the most probable tokens with this total probability"),
     "top_k": (int, "sample from the K most probable tokens; 0: all"),
-    "min_p": (float, "leave out tokens less probable than this share of the best one"),
-    "repetition_penalty": (float, "above 1: tokens that were there become less probable"),
-    "max_tokens": (int, "longest answer in tokens; without it the model's default or the rest of its context"),
+    "min_p": (float, "exclude tokens less probable than this fraction of the most probable one"),
+    "repetition_penalty": (float, "above 1: tokens that have occurred become less probable"),
+    "max_tokens": (int, "maximum length of the answer in tokens (default: the model's default, or the rest of its context)"),
 }
 PARAM_NAMES = frozenset(each.name for each in fields(SamplingParams))
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("How tokens are picked (without a flag: the model's own defaults)")
+    group = parser.add_argument_group("sampling (defaults: the model's own)")
     for name, (kind, help_text) in _FLAGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS, help=help_text, metavar="X" if kind is float else "N")
-    group.add_argument("--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end the answer before this text; may be repeated")
+    group.add_argument("--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end the answer before this text (may be repeated)")
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
 from headrace.worker.host import available_memory, physical_cores
 
-DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this one, measured) or a profile's file (*.json)"
+DEVICES = "h200, h100, a100, l40s, rtx4090, cpu (this machine's, measured) or a profile file (*.json)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.conflict_handler = "resolve"  # --device and --trace mean a simulation's here
     where = parser.add_argument_group("device")
     where.add_argument("--device", dest="simulated", metavar="DEVICE", required=True, help=f"required: {DEVICES}")
-    where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="bytes of memory the device has, instead of what is known of it")
+    where.add_argument("--device-memory", type=parse_size, metavar="SIZE", help="memory of the device in bytes, instead of its known size")
     simulate_calibrate.add_arguments(parser)
     simulate_load.add_arguments(parser)
     shown = parser.add_argument_group("figures")
-    shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits a good request meets: ttft:500 tpot:50 e2el:5000")
+    shown.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits that a good request meets: ttft:500 tpot:50 e2el:5000")
     shown.add_argument("--metric-percentiles", type=percentile, nargs="+", default=[99.0], metavar="P", help="default: 99")
     shown.add_argument(
-        "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: each figure's error; of several, a verdict"
+        "--against", type=Path, nargs="+", metavar="RUN.json", help="runs of bench serve with this load: shows their errors; with several, a verdict"
     )
-    shown.add_argument("--output-json", type=output, metavar="FILE", help="write figures and every request, as bench serve does")
-    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the distributions, as bench serve does; with --against both runs'")
+    shown.add_argument("--output-json", type=output, metavar="FILE", help="write the figures and every request, as bench serve does")
+    shown.add_argument("--plot", type=picture, metavar="FILE.png", help="plot the distributions, as bench serve does; with --against, of both runs")
     simulate_curve.add_arguments(parser)
     simulate_reports.add_arguments(parser)
 

@@ -30,13 +30,13 @@ SHORT = {"request_throughput": "requests/s", "output_throughput": "tokens/s", "r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     curve = parser.add_argument_group("load curve")
-    curve.add_argument("--sweep-rate", type=float, nargs="+", metavar="R", help="run at each of these request rates; a trace is sped up to them")
+    curve.add_argument("--sweep-rate", type=float, nargs="+", metavar="R", help="run at each of these request rates (a trace is scaled to them)")
     curve.add_argument(
         "--compare", action="append", default=[], metavar="NAME=A,B",
-        help="run with each value of a flag, a technique or device; repeated: with every combination (scheduling_policy=fcfs,priority)",
+        help="run with each value of a flag, technique or device; if repeated, with every combination (scheduling_policy=fcfs,priority)",
     )  # fmt: skip
-    curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="more figures of the runs to show, by their names in the JSON")
-    curve.add_argument("--processes", type=count, metavar="N", help="run so many points side by side (default: a process a core)")
+    curve.add_argument("--columns", nargs="+", default=[], metavar="FIGURE", help="additional figures to show, by their names in the JSON")
+    curve.add_argument("--processes", type=count, metavar="N", help="number of points to run in parallel (default: one process per core)")
 
 
 def variants(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:

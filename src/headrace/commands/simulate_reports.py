@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reports = parser.add_argument_group("reports (they need no load)")
     reports.add_argument(
         "--advise", type=parse_size, nargs="?", const=CONTEXT, metavar="CONTEXT",
-        help=f"how many sequences of so many tokens are worth their memory, and what a second engine would add (default: {CONTEXT})",
+        help=f"how many sequences of this length are worth their memory, and what a second engine would gain (default: {CONTEXT})",
     )  # fmt: skip
     reports.add_argument(
         "--four-costs", type=parse_size, nargs="*", metavar="CONTEXT",
-        help="what long contexts cost: prompt, users at once, a token, a switch between users (default: 4k to 1M)",
+        help="cost of long contexts: prompt, concurrent users, time per token, switching between users (default: 4k to 1M)",
     )  # fmt: skip
-    reports.add_argument("--host-link", type=parse_size, metavar="SIZE", help="bytes a second between device and host, one way, for --four-costs")
+    reports.add_argument("--host-link", type=parse_size, metavar="SIZE", help="bytes per second between device and host, one way, for --four-costs")
 
 
 def asked(args: argparse.Namespace) -> bool:

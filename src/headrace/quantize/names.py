@@ -13,26 +13,26 @@ from typing import Any
 from headrace.errors import ConfigError
 
 FORMATS = {
-    "fp8": "weights and inputs in FP8 (e4m3), a scale for each output and each token",
-    "fp8-static": "likewise, inputs by one scale that --calibration finds",
-    "fp8-block": "likewise, a scale for each 128 x 128 weights and each 128 inputs of a token",
-    "w8a8": "weights and inputs in 8-bit integers, a scale for each output and each token",
-    "wNa16": "weights alone in integers of N bits, 2 to 8; a scale for each 128 inputs (of 8 bits: for all)",
-    "wNa8": "likewise, inputs in 8-bit integers",
-    "mxfp4": "weights alone in 4-bit floats, a power of two for each 32",
-    "nvfp4": "weights alone in 4-bit floats, an FP8 scale for each 16",
-    "int8-outliers": "as w8a8, one in a hundred inputs and its weights as they are (LLM.int8())",
-    "spqr": "weights alone in 3-bit integers, one in a hundred apart as it is (SpQR)",
-    "qmoe": "experts in three values, less than a bit each (QMoE); all else stays",
-    "slicegpt": "as it is, in fewer dimensions (--keep; SliceGPT)",
-    "dfloat11": "bfloat16 in 11 bits, without loss (DFloat11)",
+    "fp8": "weights and inputs in FP8 (e4m3), one scale per output and per token",
+    "fp8-static": "as fp8, but with one input scale, found by --calibration",
+    "fp8-block": "as fp8, but with one scale per 128 x 128 weights and per 128 inputs of a token",
+    "w8a8": "weights and inputs in 8-bit integers, one scale per output and per token",
+    "wNa16": "only weights, in integers of N bits, 2 to 8; one scale per 128 inputs (with 8 bits: for all)",
+    "wNa8": "as wNa16, with inputs in 8-bit integers",
+    "mxfp4": "only weights, in 4-bit floats with a power of two per 32",
+    "nvfp4": "only weights, in 4-bit floats with an FP8 scale per 16",
+    "int8-outliers": "as w8a8, but one in a hundred inputs and its weights are unchanged (LLM.int8())",
+    "spqr": "only weights, in 3-bit integers; one in a hundred is stored unchanged (SpQR)",
+    "qmoe": "experts in three values, less than one bit each (QMoE); the rest is unchanged",
+    "slicegpt": "unquantized, with fewer dimensions (--keep; SliceGPT)",
+    "dfloat11": "bfloat16 in 11 bits, lossless (DFloat11)",
 }
 METHODS = {
-    "rtn": "to the nearest code; needs no text",
-    "gptq": "codes that make up for each other's errors (GPTQ)",
-    "awq": "input channels scaled by how much they carry (AWQ)",
-    "smooth": "outliers moved from inputs into weights (SmoothQuant)",
-    "mr-gptq": "inputs and weights rotated in small blocks, then gptq (MR-GPTQ)",
+    "rtn": "round to the nearest code; needs no text",
+    "gptq": "codes that compensate for each other's errors (GPTQ)",
+    "awq": "input channels scaled by their importance (AWQ)",
+    "smooth": "outliers shifted from inputs to weights (SmoothQuant)",
+    "mr-gptq": "inputs and weights rotated in small blocks, then GPTQ (MR-GPTQ)",
 }
 _WIDTHS = re.compile(r"w(\d+)a(8|16)")
 _INTEGERS = ("rtn", "gptq", "awq")
