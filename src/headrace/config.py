@@ -239,7 +239,7 @@ class DeviceConfig:
     )
     device_time: float = option(0.0, "seconds that a step of the keyed-hash executor takes", minimum=0.0)
     threads: int | None = option(None, "CPU threads for computation; default: chosen by core count", minimum=1)
-    tensor_parallel_size: int = option(1, "number of devices that each layer is split across (only 1 so far)", flags=("-tp",), minimum=1)
+    tensor_parallel_size: int = option(1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1)
     pipeline_parallel_size: int = option(1, "number of devices that the layers are distributed over (only 1 so far)", flags=("-pp",), minimum=1)
     overlap: int | None = option(
         None, "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device", choices=(0, 1, 2), technique=True, on=1, off=0
@@ -270,9 +270,10 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for flag, value in (("tensor_parallel_size", self.tensor_parallel_size), ("pipeline_parallel_size", self.pipeline_parallel_size)):
-            if value != 1:
-                raise ConfigError(f"{flag} is {value}, but only one device is supported so far; leave it at 1.")
+        if self.pipeline_parallel_size != 1:
+            raise ConfigError(f"pipeline_parallel_size is {self.pipeline_parallel_size}, which is not supported so far; leave it at 1.")
+        if self.tensor_parallel_size != 1 and self.executor == "keyed-hash":
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}, but keyed-hash computes no model; leave one of them out.")
 
 
 MAX_FRONT_ENDS = 64

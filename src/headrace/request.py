@@ -72,7 +72,7 @@ class NewRow:
 
     row: int
     sequence_id: int
-    token_ids: array[int]  # known ids: prompt, then outputs
+    token_ids: TokenArray  # known ids: prompt, then outputs
     num_prompt_tokens: int
     params: SamplingParams
     seed: int  # of this sequence: differs between the n of one request
@@ -108,22 +108,22 @@ class StepPlan:
     """
 
     step_id: int
-    rows_dropped: array[int] = field(default_factory=_nothing)
+    rows_dropped: TokenArray = field(default_factory=_nothing)
     rows_added: tuple[NewRow, ...] = ()
-    table_row: array[int] = field(default_factory=_nothing)  # block-table edits, parallel arrays: row, KV group, index in the table, block id
-    table_group: array[int] = field(default_factory=_nothing)
-    table_index: array[int] = field(default_factory=_nothing)
-    table_block: array[int] = field(default_factory=_nothing)
-    copy_group: array[int] = field(default_factory=_nothing)  # whole-block copies, before anything is written by this step, in order
-    copy_source: array[int] = field(default_factory=_nothing)
-    copy_target: array[int] = field(default_factory=_nothing)
-    rows: array[int] = field(default_factory=_nothing)
-    starts: array[int] = field(default_factory=_nothing)
-    counts: array[int] = field(default_factory=_nothing)
-    sample_work: array[int] = field(default_factory=_nothing)
-    sample_rows: array[int] = field(default_factory=_nothing)
-    sample_back: array[int] = field(default_factory=_nothing)
-    drafts: array[int] = field(default_factory=_nothing)
+    table_row: TokenArray = field(default_factory=_nothing)  # block-table edits, parallel arrays: row, KV group, index in the table, block id
+    table_group: TokenArray = field(default_factory=_nothing)
+    table_index: TokenArray = field(default_factory=_nothing)
+    table_block: TokenArray = field(default_factory=_nothing)
+    copy_group: TokenArray = field(default_factory=_nothing)  # whole-block copies, before anything is written by this step, in order
+    copy_source: TokenArray = field(default_factory=_nothing)
+    copy_target: TokenArray = field(default_factory=_nothing)
+    rows: TokenArray = field(default_factory=_nothing)
+    starts: TokenArray = field(default_factory=_nothing)
+    counts: TokenArray = field(default_factory=_nothing)
+    sample_work: TokenArray = field(default_factory=_nothing)
+    sample_rows: TokenArray = field(default_factory=_nothing)
+    sample_back: TokenArray = field(default_factory=_nothing)
+    drafts: TokenArray = field(default_factory=_nothing)
     prompt_logprobs: tuple[int, ...] = ()
     masked: tuple[int, ...] = ()
     shared_tokens: int | None = None

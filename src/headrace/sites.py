@@ -35,6 +35,7 @@ class Split(Enum):
 
     COLUMN = "each computes some outputs, of all inputs"
     ROW = "each computes from some inputs, and the results are summed onto the residual stream"
+    VOCABULARY = "each has some tokens: their rows of an embedding, which are summed, or their logits, which are gathered"
     NONE = "each holds it whole"
 
 
@@ -148,7 +149,8 @@ def weights(spec: DecoderSpec) -> Iterator[Weight]:
 
 
 def embedding(spec: DecoderSpec) -> Weight:
-    return _formatted(Weight("embedding", Role.EMBEDDING, None, (spec.vocab_size,), spec.hidden_size), spec.formats)
+    site = Weight("embedding", Role.EMBEDDING, None, (spec.vocab_rows,), spec.hidden_size, Split.VOCABULARY)
+    return _formatted(site, spec.formats)
 
 
 def layer_weights(spec: DecoderSpec, index: int) -> Iterator[Weight]:
@@ -186,7 +188,7 @@ def _layer_weights(spec: DecoderSpec, index: int) -> Iterator[Weight]:
 
 
 def head(spec: DecoderSpec) -> Weight:
-    site = Weight("head", Role.HEAD, None, (spec.vocab_size,), spec.hidden_size, Split.COLUMN, tied=spec.tied_head)
+    site = Weight("head", Role.HEAD, None, (spec.vocab_rows,), spec.hidden_size, Split.VOCABULARY, tied=spec.tied_head)
     return replace(site, formats=embedding(spec).formats) if spec.tied_head else _formatted(site, spec.formats)
 
 

@@ -91,7 +91,7 @@ class DecoderSpec:
     head of q and k, before rotation. ``norm`` LAYER has a weight and a bias. ``gated_mlp``: act(gate) · up instead of
     act(up). ``output_bias``: of the projection after attention. ``mlp_bias``: of both feed-forward projections.
     ``embedding_scale`` multiplies the token embedding. ``checkpoint_dtype`` is the config's word for its weights. ``formats``: of the
-    matrices outside the layers.
+    matrices outside the layers. ``ranks`` share it: heads and inner widths are one rank's then (parallel/shares.py), and so are ``vocab_rows``.
     """
 
     family: str
@@ -122,6 +122,12 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
     formats: Formats = ()
+    ranks: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Of the embedding and the head, on one rank; the last rank may have fewer tokens, and fills its rows up with zeros."""
+        return -(-self.vocab_size // self.ranks)
 
     @property
     def num_layers(self) -> int:

@@ -164,7 +164,8 @@ def run_trial(model: str | None, mode: Mode, cases: list[Case], rng: random.Rand
     with LLM(model, **{**PLAIN, **mode.keywords}) as llm:
         if poison:
             poison_blocks(llm)
-        fail_steps(llm, mode.failing, rng)
+        if mode.failing:
+            fail_steps(llm, mode.failing, rng)
         found = _answers(llm, cases)
         check_at_rest(llm)
     return found

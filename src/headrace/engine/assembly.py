@@ -77,10 +77,12 @@ def create_engine(
     with_tokenizer: bool = True,
     watched: bool = True,
     texts: bool = False,
+    lost: Callable[[str], None] | None = None,
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
     ``watched``: somebody reads answers while they are written, so that the time between two tokens counts.
+    ``lost``: is told, from a thread, why the engine's ranks are gone, where it has several; every later step raises EngineDead.
     ``texts``: the caller has nothing else to ask; a model without a tokenizer is refused before its weights are read.
 
     Raises ModelError, ConfigError or OutOfMemory.
@@ -96,7 +98,7 @@ def create_engine(
             "and headrace generate --input FILE takes lines with prompt_token_ids."
         )
     defaults = default_params(source.generation_defaults)
-    config, executor, decisions, recorder = _create_executor(config, source, watched)
+    config, executor, decisions, recorder = _create_executor(config, source, watched, lost)
     eos = source.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer is not None and tokenizer.eos_token_id is not None else ())
     masks = GrammarMasks(partial(_vocabulary, config, source, tokenizer, executor.info.vocab_size, eos))
     executor = executor if wrap is None else wrap(executor, recorder)
@@ -172,30 +174,32 @@ def _vocabulary(config: EngineConfig, source: ModelSource, tokenizer: Tokenizer 
     return vocabulary_of(tokenizer, width, eos)
 
 
-def _create_executor(config: EngineConfig, source: ModelSource, watched: bool) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
+def _create_executor(
+    config: EngineConfig, source: ModelSource, watched: bool, lost: Callable[[str], None] | None
+) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     if config.device.executor == "keyed-hash":
         config, decisions = resolve_config(config, "none")
         return config, create_hash_executor(config, source), decisions, StepRecorder()
     prepare_for_torch()
     head_start = begin_head_start(mark_of(config, source.config)) if config.device.device != "cpu" else None
     with head_start or nullcontext():
-        return _load(config, source, watched, head_start)
+        return _load(config, source, watched, head_start, lost)
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None
+    config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None, lost: Callable[[str], None] | None
 ) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     stages = Stages(RealClock())
     with no_collections():  # torch makes 170,000 objects that stay
+        from headrace.parallel.leader import create_executor
         from headrace.worker.profile import create_recorder, resolve_profile
         from headrace.worker.settings import resolve_device, takes_long_steps
-        from headrace.worker.worker import create_executor
 
     stages.done("imports")
     device, found = resolve_device(config.device.device)
     config, decisions = resolve_config(config, device, long_steps=not watched and takes_long_steps(device, source.config))
     limits = cache(partial(resolve_profile, device))  # once, when they are first asked for
-    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits)
+    executor, loaded = create_executor(config, source, head_start, stages, meanwhile=limits, lost=lost)
     dtype = next(str(each.value) for each in loaded if each.name == "dtype")
     promise, switches = config.scheduler.max_step_seconds, switches_of(config.device)
     recorder, profile = create_recorder(source.config, executor.info, limits(), device=device, dtype=dtype, promise=promise, switches=switches)

@@ -23,7 +23,7 @@ from headrace.clock import Clock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.cost.speed import StepSpeed
 from headrace.engine.executor import Executor, Ticket
-from headrace.errors import InvalidRequest, StepFailed
+from headrace.errors import EngineDead, InvalidRequest, StepFailed
 from headrace.observe.metrics import StepAccounts, StepRecord, StepTimes
 from headrace.request import FinishReason, Request, SequenceOutput, SequenceStatus, StepPlan, StepResult, TokenMasks
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, FinishSequence, ForgetPrefixes, RefuseRequest
@@ -126,6 +126,7 @@ class EngineCore:
         self._events: list[Event] = []
         self.accounts = StepAccounts()
         self._failed = False
+        self._dead: EngineDead | None = None
         self._standing: tuple[int, Standing] | None = None  # of this turn, with so many events
         self._fifo: deque[_Submitted] = deque()
         self._had_work = False  # when the last step was collected
@@ -133,7 +134,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares
+        return self._dead is None and (bool(self._events or self._fifo) or self.scheduler.has_work or self._prepares)
 
     @property
     def _prepares(self) -> bool:
@@ -207,7 +208,17 @@ class EngineCore:
         return not self._events
 
     def step(self) -> Sequence[SequenceOutput]:
-        """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted."""
+        """One turn: submit a step if the FIFO has room, collect the oldest if it is full or nothing could be submitted. Raises EngineDead
+        once the executor has: it will not come back."""
+        if self._dead is not None:
+            raise self._dead
+        try:
+            return self._step()
+        except EngineDead as error:
+            self._dead = error
+            raise
+
+    def _step(self) -> Sequence[SequenceOutput]:
         self._standing = None
         if self._masks is not None:
             self._take_compiled(self._masks)

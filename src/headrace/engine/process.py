@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from array import array
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace.engine import frames
@@ -53,13 +55,26 @@ def beat_forever(links: Links, pulse: Pulse) -> None:
             os._exit(1)
 
 
+def end_now(links: Links, why: str) -> None:
+    """From a thread, whatever the loop is waiting for: one of the engine's ranks is gone."""
+    with suppress(ParentGone):
+        links.send(pack(frames.Died(why)))
+        links.finish(LAST_WORDS_SECONDS)
+    os._exit(1)
+
+
 def _start(launch: frames.Launch, links: Links, pulse: Pulse) -> Engine | None:
     """The engine, or None after the parent has been told why not."""
     try:
         from headrace.engine.assembly import create_engine  # torch and all: after the socket, so that the pulse is heard meanwhile
 
         least = launch.config.device.device_time
-        engine = create_engine(launch.config, wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least), with_tokenizer=False)
+        engine = create_engine(
+            launch.config,
+            wrap=lambda executor, recorder: StampedExecutor(executor, recorder, pulse, least),
+            with_tokenizer=False,
+            lost=partial(end_now, links),
+        )
         if not least:  # a device whose time is made up proves nothing by it
             take_first_step(engine)
         return engine

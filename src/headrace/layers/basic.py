@@ -20,7 +20,7 @@ from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear
 from headrace.layers.packed import Piece, create_pieces
 from headrace.layers.stream import Norm, Stream
-from headrace.sites import Role, Weight
+from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation
 
 
@@ -75,7 +75,7 @@ class LayerNorm(nn.Module):
 
 class Embedding(nn.Module):
     """A row of ``weight`` (or of ``pieces``) for each id, times ``scale`` (rounded to the weights' precision, as the models were
-    trained). ``delta``: what adapters add."""
+    trained). ``delta``: what adapters add. Of ranks each has some rows, and all have all that are found."""
 
     weight: nn.Parameter | None
 
@@ -85,6 +85,8 @@ class Embedding(nn.Module):
         self.pieces = create_pieces(site, context)
         self.delta: Delta | None = None
         self._dtype = context.dtype
+        self._group = context.group if site.split is Split.VOCABULARY else None
+        self._rows = site.outs
         self._scale = None if scale is None else float(torch.tensor(scale, dtype=context.dtype))
         self._lookup = context.kernels.choose(EMBEDDING, Facts(context.dtype))
 
@@ -105,6 +107,13 @@ class Embedding(nn.Module):
         return found
 
     def _found(self, ids: Tensor) -> Tensor:
+        if self._group is None:
+            return self._looked_up(ids)
+        own = ids - self._group.rank * self._rows
+        others = (own < 0) | (own >= self._rows)
+        return self._group.all_reduce(self._looked_up(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0))
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
         if self.weight is not None:
             return self._lookup(ids, self.weight, self._scale)
         (piece,) = self.pieces

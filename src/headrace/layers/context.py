@@ -10,15 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from headrace.kernels import Kernels
+from headrace.parallel.group import Group
 from headrace.spec import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in ``dtype``."""
+    """``composes``: products may take in what stands around them. ``kv``: how the cache holds keys and values; None: in ``dtype``.
+    ``group``: the ranks that share the model; None: there is one."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
     composes: bool = False
     kv: KVFormat | None = None
+    group: Group | None = None

@@ -55,6 +55,7 @@ class Linear(nn.Module):
         self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
         self._added: Callable[[Tensor, Tensor], Tensor] | None = None
         self._act: Callable[[Tensor, Activation], Tensor] | None = None
+        self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
         self.register_parameter("weight", None if site.formats else self._empty(site.outs, site.ins))
@@ -155,7 +156,8 @@ class Linear(nn.Module):
         elif self._added is not None and stream.takes_sums:
             stream.sum = self._added(x, stream.sum)
         else:
-            stream.pending = self.forward(x, stream.adapters)
+            y = self.forward(x, stream.adapters)
+            stream.pending = y if self._sum is None else self._sum(y)
 
     def _unfinished(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "a weight with formats is computed with only once loading has finished"

@@ -29,6 +29,7 @@ class SparseFeedForward(nn.Module):
         self.router = Linear(sites[Role.ROUTER], context)
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
+        self._sum = None if context.group is None else context.group.all_reduce
         self._activation = activation
         forms = [form for role in (Role.UP, Role.DOWN) for form in sites[role].formats]
         formats = tuple(form.label for form in forms)
@@ -62,7 +63,8 @@ class SparseFeedForward(nn.Module):
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm behind it."""
         spec, x = self._spec, stream.normed(norm)
-        stream.pending = self._moe(x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation)
+        y = self._moe(x, self.router.forward(x), self.up, self.down, spec.top_k, spec.renormalize, self._activation)
+        stream.pending = y if self._sum is None else self._sum(y)
 
 
 class Experts(nn.Module):

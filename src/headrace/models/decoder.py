@@ -27,6 +27,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.rotary import rotary_table
 from headrace.layers.stream import Norm, Stream
+from headrace.parallel.group import Group
 from headrace.sites import Role, head, is_plain, layer_matrices, weights
 from headrace.spec import DecoderSpec, KVFormat, NormKind, attention_groups
 
@@ -75,16 +76,25 @@ class Decoder(nn.Module):
 
     Made with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading`` once.
     Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` the model does not allow.
-    ``kv``: how the cache holds keys and values; None: in ``dtype``.
+    ``kv``: how the cache holds keys and values; None: in ``dtype``. ``group``: the ranks of which one computes this; ``spec`` is its share.
     """
 
     def __init__(
-        self, spec: DecoderSpec, *, kernels: Kernels, dtype: torch.dtype, device: torch.device, max_model_len: int, kv: KVFormat | None = None
+        self,
+        spec: DecoderSpec,
+        *,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        kv: KVFormat | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
-        context = LayerContext(dtype, device, kernels, composes=_composes(spec), kv=kv)
+        context = LayerContext(dtype, device, kernels, composes=group is None and _composes(spec), kv=kv, group=group)
         self.spec = spec
+        self._group = group
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}
         self.embedding = Embedding(tables["embedding"], context, scale=spec.embedding_scale)
         self.positions = Embedding(tables["positions"], context) if "positions" in tables else None
@@ -95,7 +105,7 @@ class Decoder(nn.Module):
         self.head = _head(spec, context, self.embedding)
         self._steps = _steps(spec, self.layers, self.norm)
         self._takes_norms = self._takes_sums = False
-        self._make_step = kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True) if is_plain(spec) else None
+        self._make_step = kernels.offer(DECODE_STEP, StepFacts(dtype, spec, kv), reported=True) if is_plain(spec) and group is None else None
         self._step: WholeStep | None = None
         self._halves = tuple(2 * len(layers) for _, layers in attention_groups(spec))
 
@@ -163,6 +173,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [n, hidden] → [n, vocab], float32, or as the head gives them
         """The LM head, for the rows whose logits are wanted. Who only wants the largest needs no copy in float32."""
         logits = self.head.forward(hidden, adapters)
+        if self._group is not None:
+            logits = self._group.all_gather(logits, self.spec.vocab_size)
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from headrace.models.streaming import Source, stream
 from headrace.models.weight_rules import WeightRule
 from headrace.observe.progress import LoadingLine
+from headrace.parallel.shares import Cut
 
 # Checkpoints of the same model differ in whether names begin at the causal-LM wrapper or at the bare model.
 _WRAPPERS = ("model.", "transformer.")
@@ -74,16 +75,23 @@ def _layer_ends(rules: Iterable[WeightRule], parameters: Mapping[str, nn.Paramet
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A stored tensor's place. ``transpose``: it is stored as the transpose of ``target``."""
+    """A stored tensor's place. ``transpose``: it is stored as the transpose of ``target``. ``box``: which of its rows, and of
+    which columns (of a vector there are none), as it is stored; none: all."""
 
     key: str
     target: Tensor
     transpose: bool
+    box: tuple[slice, ...] = ()
 
 
 def _source(copy: _Copy, checkpoint: SafetensorsCheckpoint) -> Source:
-    entry = checkpoint.entry(copy.key)
-    return Source(entry.file, entry.start, checkpoint.dtype(copy.key), entry.shape, copy.target, copy.transpose)
+    entry, dtype = checkpoint.entry(copy.key), checkpoint.dtype(copy.key)
+    if not copy.box:
+        return Source(entry.file, entry.start, dtype, entry.shape, copy.target, copy.transpose)
+    pitch = math.prod(entry.shape[1:]) * dtype.itemsize
+    shape = tuple(part.stop - part.start for part in copy.box)
+    begin = entry.start + copy.box[0].start * pitch + (copy.box[1].start * dtype.itemsize if len(shape) > 1 else 0)
+    return Source(entry.file, begin, dtype, shape, copy.target, copy.transpose, 0 if shape[1:] == entry.shape[1:] else pitch)
 
 
 def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int], None]) -> None:
@@ -96,7 +104,8 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
     with torch.inference_mode():
         for copy in copies:
             tensor = checkpoint.read(copy.key)
-            copy.target.copy_(tensor.t() if copy.transpose else tensor.view(copy.target.shape))
+            tensor = tensor[copy.box] if copy.box else tensor
+            copy.target.copy_(tensor.t() if copy.transpose else tensor.view(copy.target.shape) if not copy.box else tensor)
             filled(copy.target.nbytes)
 
 
@@ -172,6 +181,8 @@ def _copies(parameter: nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, n
     elif rule.stored is not None and rule.stored.any_float and stored in _FLOATS:
         parameter.data = parameter.new_empty(parameter.shape, dtype=stored)
     groups = parameter.data.unbind(0) if rule.stack else (parameter.data,)
+    if rule.cut is not None and (not rule.cut.bias or sum(map(len, rule.cut.rows)) < len(parameter)):
+        parameter.data.zero_()  # what no tensor fills: a bias that is another rank's, tokens that are none
     if len(groups) != len(rule.sources):
         raise ModelError(f"{rule.target} stacks {len(groups)} tensors but the checkpoint has {len(rule.sources)}; check num_experts in config.json.")
     for target, sources in zip(groups, rule.sources, strict=True):
@@ -183,19 +194,33 @@ def _copies_of_group(target: Tensor, rule: WeightRule, keys: list[str], checkpoi
     """Tensors one after another along dimension 0 of ``target``; their sizes must use it up exactly."""
     shapes = [_oriented(checkpoint.shape(key), rule, target) for key in keys]
     rows = sum(shape[0] if shape else 1 for shape in shapes)
-    wrong = rows != (target.shape[0] if target.dim() else 1) or any(shape[1:] != tuple(target.shape[1:]) for shape in shapes)
+    whole = tuple(target.shape) if rule.cut is None else rule.cut.whole[: target.dim()]
+    wrong = rows != (whole[0] if whole else 1) or any(shape[1:] != whole[1:] for shape in shapes)
     if wrong:
         raise ModelError(
             f"{' + '.join(keys[:3])} has shape {' + '.join(str(list(checkpoint.shape(key))) for key in keys[:3])}, "
-            f"but the config calls for {list(target.shape)}. "
+            f"but the config calls for {list(whole)}. "
             f"Check that config.json belongs to these weights."
         )
     start = 0
     for key, shape in zip(keys, shapes, strict=True):
         _check_type(key, rule, target, checkpoint)
-        place = target.narrow(0, start, shape[0]) if len(keys) > 1 else target
-        yield _Copy(key, place, rule.transpose and len(shape) == 2)
-        start += shape[0] if shape else 1
+        transpose, count = rule.transpose and len(shape) == 2, shape[0] if shape else 1
+        if rule.cut is not None:
+            yield from _cut_copies(key, target, rule.cut, start, count, transpose=transpose)
+        else:
+            yield _Copy(key, target.narrow(0, start, count) if len(keys) > 1 else target, transpose)
+        start += count
+
+
+def _cut_copies(key: str, target: Tensor, cut: Cut, first: int, count: int, *, transpose: bool) -> Iterator[_Copy]:
+    """Of a tensor that holds rows ``first`` … of the whole: what belongs to the cut."""
+    if target.dim() == 1 and not cut.bias:
+        return
+    columns = (slice(cut.columns.start, cut.columns.stop),) if target.dim() > 1 else ()
+    for place, rows in cut.pieces(first, count):
+        box = (rows, *columns)
+        yield _Copy(key, target.narrow(0, place, rows.stop - rows.start), transpose, box[::-1] if transpose else box)
 
 
 def _oriented(shape: tuple[int, ...], rule: WeightRule, target: Tensor) -> tuple[int, ...]:
@@ -239,16 +264,18 @@ _LAYOUTS: Mapping[torch.dtype, tuple[torch.dtype, int, int]] = {
 }
 
 
-def fill_dummy(decoder: nn.Module, seed: int) -> None:
+def fill_dummy(decoder: nn.Module, seed: int, apart: Collection[str] = (), rank: int = 0) -> None:
     """Random weights, the same for the same seed and names (on one kind of device), made where the parameters are.
 
     Matrices have a standard deviation near that of the usual initialisation, 0.02; vectors named ``weight`` are norms, near 1.
+    ``apart``: weights of which every rank has its own part; those of ranks are not what one rank alone would have.
     """
     with torch.inference_mode():
         packed = {id(parameter) for module in decoder.modules() if isinstance(module, Piece) for parameter in module.make_up(seed)}
         for name, parameter in decoder.named_parameters():
             if id(parameter) not in packed:
-                _fill_random(parameter.data, name, zlib.crc32(f"{seed} {name}".encode()))
+                own = f" {rank}" if rank and (name in apart or name.rpartition(".")[0] in apart) else ""
+                _fill_random(parameter.data, name, zlib.crc32(f"{seed} {name}{own}".encode()))
 
 
 def _fill_random(data: Tensor, name: str, seed: int) -> None:

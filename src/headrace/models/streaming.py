@@ -30,7 +30,8 @@ _SPAN_BYTES = 64 * 2**20  # a larger tensor is shared by several readers
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One stored tensor and where it goes. ``target``: contiguous; ``transpose``: stored as the transpose of it."""
+    """One stored tensor and where it goes. ``target``: contiguous; ``transpose``: stored as the transpose of it. ``pitch``: bytes
+    from the beginning of a row to that of the next, where they do not follow each other (0)."""
 
     file: Path
     start: int  # byte offset
@@ -38,6 +39,7 @@ class Source:
     shape: tuple[int, ...]
     target: Tensor
     transpose: bool = False
+    pitch: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +75,7 @@ def stream(
 
 def _spans(source: Source) -> Iterator[Source]:
     """Pieces of a tensor that several readers can take."""
-    if source.transpose or source.num_bytes <= _SPAN_BYTES:
+    if source.transpose or source.pitch or source.num_bytes <= _SPAN_BYTES:
         yield source
         return
     flat, step = source.target.view(-1), _SPAN_BYTES // source.dtype.itemsize
@@ -158,13 +160,17 @@ class _Lane:
         target.copy_(stored.t() if span.transpose else stored.view_as(target))
 
     def _copy(self, span: Source, landing: Tensor) -> None:  # landing: [bytes], uint8
-        descriptor = self._open(span.file)
-        for first in range(0, span.num_bytes, len(self._buffers[0].view)):
+        descriptor, row = self._open(span.file), span.num_bytes // span.shape[0] if span.pitch else 0
+        most = len(self._buffers[0].view)
+        most = most // row * row if row else most  # whole rows
+        for first in range(0, span.num_bytes, most):
             buffer = self._buffers[self._turn]
             self._turn = 1 - self._turn
-            count = min(len(buffer.view), span.num_bytes - first)
+            count = min(most, span.num_bytes - first)
             buffer.wait()
-            _read(span.file, descriptor, buffer.view[:count], span.start + first)
+            for begin in range(0, count, row or count):
+                at = (first + begin) // row * span.pitch if row else first
+                _read(span.file, descriptor, buffer.view[begin : begin + (row or count)], span.start + at)
             landing[first : first + count].copy_(buffer.tensor[:count], non_blocking=True)
             buffer.copied()
 

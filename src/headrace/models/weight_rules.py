@@ -11,8 +11,10 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from headrace.errors import ModelError
+from headrace.parallel.shares import Cut
 from headrace.quant import Format, StoredTensor
 from headrace.quant.floats import MXFP4
 from headrace.quant.gguf import GGUFBlocks
@@ -30,6 +32,7 @@ class WeightRule:
     with its leading ``model.`` or ``transformer.``; some checkpoints leave it out, and the loader finds them too.
 
     ``stored``: one of a format's tensors, which may have other suffixes than the first, as the sources are written.
+    ``cut``: of what the sources make up, the parameter is this part.
     """
 
     target: str
@@ -38,6 +41,7 @@ class WeightRule:
     stack: bool = False
     transpose: bool = False
     stored: StoredTensor | None = None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,13 @@ def kv_scale_names(spec: DecoderSpec, layer: int) -> tuple[tuple[str, ...], tupl
     return keys, values
 
 
-def weight_rules(spec: DecoderSpec) -> Iterator[WeightRule]:
-    """One rule for every parameter of the decoder, in the order in which it computes."""
+def weight_rules(spec: DecoderSpec, cuts: Mapping[str, Cut] = MappingProxyType({})) -> Iterator[WeightRule]:
+    """One rule for every parameter of the decoder, in the order in which it computes. ``cuts``: of a rank's weights, by name."""
     names = _names(spec)
     for weight in weights(spec):
         if not weight.tied:
-            yield from _rules(names, weight)
+            rules, cut = _rules(names, weight), cuts.get(weight.name)
+            yield from rules if cut is None else (replace(rule, cut=cut) for rule in rules)
 
 
 def _rules(names: Names, weight: Weight) -> Iterator[WeightRule]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
 from socket import socket
@@ -18,6 +20,13 @@ import headrace
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before another life; it doubles while lives are short
 SHORT_LIFE = 60.0  # seconds
+
+
+def start(module: str, sock: socket, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """As ``spawn``, for who has no event loop. ``more``: for its environment."""
+    return subprocess.Popen(
+        (sys.executable, "-P", "-m", module), stdin=sock.fileno(), stdout=2, env={**environment(), **more}, start_new_session=True
+    )
 
 
 async def spawn(module: str, sock: socket, *inherited: int) -> asyncio.subprocess.Process:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.around import LEAST_ADDED
+from headrace.parallel.group import Group
 from headrace.sites import count_bytes
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import SMALL_BYTES, DeviceMeter, device_use, measured_peak, set_aside
@@ -63,8 +64,10 @@ CreateGraphs = Callable[[int, Rows, Sequence[Tensor]], Sequence[Captures]]  # of
 class Allocation:
     """One engine's share of a device. Made before anything is allocated there: on a GPU it makes the context."""
 
-    def __init__(self, setup: Setup, head_start: HeadStart | None = None) -> None:
+    def __init__(self, setup: Setup, head_start: HeadStart | None = None, group: Group | None = None) -> None:
+        """``group``: of ranks, which all have as much as the one that has the least."""
         self._setup = setup
+        self._group = group
         self._meter = None if setup.on_cpu else DeviceMeter(setup.device, head_start)
         self.room = Room(self._available(), self._bounds())
         self._arena = 0  # bytes that steps share
@@ -100,7 +103,8 @@ class Allocation:
         }
         self.room = Room(self.room.available, purposes)
         check_weights_fit(self.room, setup.device)
-        return self.room
+        left = self.room.left
+        return self.room if self._group is None else Room(self.room.available - left + self._group.least(left), purposes)
 
     def set_aside(self) -> None:
         """Once rows and KV are allocated: what the largest step needs becomes the allocator's own, so that no step asks
@@ -158,9 +162,12 @@ class Allocation:
         return {**bounds(setup.spec, setup.config, setup.dtype.itemsize), **draft}
 
     def _available(self) -> int:
-        if self._meter is None:
-            return available_memory()
-        return gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
+        ranks = 1 if self._group is None else self._group.size
+        if self._meter is None:  # ranks of a CPU have its memory between them
+            own = available_memory() // ranks
+        else:
+            own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
+        return own if self._group is None else self._group.least(own)
 
     def _take_largest_steps(self, longest: int, create_runner: CreateRunner, create_graphs: CreateGraphs) -> tuple[int, int]:
         """(bytes of graphs, bytes the allocator comes to hold by the largest steps)."""

@@ -61,6 +61,7 @@ class DeviceExecutor:
         self._prepares = True
         self._outcomes: deque[tuple[StepPlan, Outcome]] = deque()
         self._begun: tuple[StepPlan, Outcome] | None = None  # the last one, while it waits for its masks
+        self.on_failure: Callable[[int, StepFailed], None] = lambda step_id, failure: None  # told at once, by the thread that computes
         self._lent = 0.0  # seconds of the submitting thread that steps took since the last collect
         # torch's thread count is set per calling thread, so the worker's own sets it again.
         self._pool = None if threads is None else ThreadPoolExecutor(1, "headrace-worker", torch.set_num_threads, (threads,))
@@ -176,4 +177,6 @@ class DeviceExecutor:
     def _fail(self, error: Exception, plan: StepPlan) -> StepFailed:
         self._broken = True
         _log.exception("step %d failed: %d tokens of %d sequences", plan.step_id, plan.num_tokens, len(plan.rows))
-        return failure_of(error, plan, self.info.memory)
+        failure = failure_of(error, plan, self.info.memory)
+        self.on_failure(plan.step_id, failure)
+        return failure

@@ -106,7 +106,7 @@ def resolve_setup(config: EngineConfig, spec: DecoderSpec) -> Setup:
     for each in (config.scheduler.max_num_batched_tokens, config.device.overlap, config.cache.block_size):
         _resolved(each)
     device = torch.device(device_kind(config.device.device))
-    threads, threads_decision = resolve_threads(config.device.threads)
+    threads, threads_decision = resolve_threads(config.device.threads, config.device.tensor_parallel_size)
     torch.set_num_threads(threads)
     dtype, dtype_decision = resolve_dtype(config.model.dtype, spec.checkpoint_dtype, device.type)
     kv = resolve_kv_format(config.cache.kv_cache_dtype, str(dtype).removeprefix("torch."), spec.head_dim)
@@ -162,11 +162,13 @@ def takes_long_steps(kind: str, model: Mapping[str, Any]) -> bool:
     return any(layer.moe for layer in spec.layers) or multiplications(spec) < _LARGE_LAYER
 
 
-def resolve_threads(requested: int | None) -> tuple[int, Decision | None]:
-    """CPU threads that compute. More threads than physical cores slow matrix products down."""
+def resolve_threads(requested: int | None, ranks: int = 1) -> tuple[int, Decision | None]:
+    """CPU threads that compute, of each rank. More threads than physical cores slow matrix products down."""
     if requested is not None:
         return requested, None
     cores, reason = physical_cores()
+    if ranks > 1:
+        cores, reason = max(1, cores // ranks), f"{reason}; {ranks} ranks share them"
     return cores, Decision("threads", cores, reason)
 
 

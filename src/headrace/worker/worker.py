@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,8 @@ from headrace.models.kv_scales import load_kv_scales
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats
 from headrace.observe.progress import waiting
+from headrace.parallel.group import Group
+from headrace.parallel.shares import Cut, cuts, share
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.sites import is_plain, weights
@@ -83,13 +85,15 @@ def create_executor(
     head_start: HeadStart | None = None,
     stages: Stages | None = None,
     meanwhile: Callable[[], object] = lambda: None,
+    group: Group | None = None,
 ) -> tuple[Executor, tuple[Decision, ...]]:
     """Loads the model, sizes the KV cache and takes the first step. ``stages``: of the start so far. ``meanwhile`` is
-    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do.
+    called once on a GPU, where the start waits for the last of its kernels and the device has nothing to do. ``group``: of
+    ranks that do the same.
 
     ``config`` is resolved. Raises ConfigError, ModelError, OutOfMemory or StrictKernelError.
     """
-    worker = Worker(config, source, head_start, stages or Stages(RealClock()))
+    worker = Worker(config, source, head_start, stages or Stages(RealClock()), group)
     try:
         room = worker.prepare(meanwhile)
         worker.allocate(room)
@@ -102,12 +106,14 @@ class Worker:
     """One device's part of an engine: ``prepare``, ``allocate``, ``capture``, then the executor's ``submit`` and
     ``collect``.
 
-    Several ranks would meet twice: they allocate by the least room that one of them has, and capture together. What
-    changes a worker between two steps (other weights, sleep) would be a verb of its executor, ``control``, that every
-    rank is told at the same place of the queue.
+    Ranks allocate by the least room that one of them has, and meet wherever they compute. What changes a worker between two
+    steps (other weights, sleep) would be a verb of its executor, ``control``, that every rank is told at the same place of
+    the queue.
     """
 
-    def __init__(self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages) -> None:
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, head_start: HeadStart | None, stages: Stages, group: Group | None = None
+    ) -> None:
         self._config = config
         self._source = source
         self._head_start = head_start
@@ -117,6 +123,11 @@ class Worker:
         self._formats = _weight_formats(setup.spec, source)
         if config.device.compressed_weights:
             setup, self._formats = _without_loss(setup)
+        self._group = group
+        self._cuts: Mapping[str, Cut] = {}
+        if group is not None:
+            whole, setup = setup.spec, replace(setup, spec=share(setup.spec, group.size))
+            self._cuts = cuts(whole, setup.spec, group.rank)
         self._setup = setup = replace(setup, draft=resolve_draft(config, source, setup.spec))
         self._cuda = setup.device.type == "cuda"
         self._arena = create_arena(setup.device) if config.device.activation_arena else None
@@ -134,7 +145,7 @@ class Worker:
             empty=plainly_empty if self._arena is None else self._arena.empty,
         )
         builders = None if head_start is None else head_start.builders
-        self._ahead = create_ahead(setup.device, strict=config.device.strict_kernels, builders=builders)
+        self._ahead = create_ahead(setup.device, strict=config.device.strict_kernels, builders=builders, later=group is None)
 
     def close(self) -> None:
         """The start is over."""
@@ -145,11 +156,11 @@ class Worker:
 
     def prepare(self, meanwhile: Callable[[], object]) -> Room:
         """The model is loaded, kernels are built, what steps hold is known: the room there is for KV."""
-        self._memory = Allocation(self._setup, self._head_start)
+        self._memory = Allocation(self._setup, self._head_start, self._group)
         self._stages.done("device")
         longest = self._memory.draft().max_model_len
         with self._memory.explaining("weights"):
-            self._decoder = self._create_decoder(self._setup.spec, longest, self._setup.kv)
+            self._decoder = self._create_decoder(self._setup.spec, longest, self._setup.kv, self._group)
             self._draft = self._create_draft(longest)
         self._build_kernels(longest)
         self._stages.done("decoder")
@@ -192,9 +203,9 @@ class Worker:
 
     # --- parts of prepare
 
-    def _create_decoder(self, spec: DecoderSpec, longest: int, kv: KVFormat | None = None) -> Decoder:
+    def _create_decoder(self, spec: DecoderSpec, longest: int, kv: KVFormat | None = None, group: Group | None = None) -> Decoder:
         setup = self._setup
-        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, kv=kv)
+        return Decoder(spec, kernels=self._kernels, dtype=setup.dtype, device=setup.device, max_model_len=longest, kv=kv, group=group)
 
     def _create_draft(self, longest: int) -> Decoder | None:
         draft = self._setup.draft
@@ -228,13 +239,14 @@ class Worker:
         return DeviceAdapters(slots, Reading(setup.spec, config.max_lora_rank, setup.dtype, pinned=self._cuda))
 
     def _fill(self, decoder: Decoder, source: ModelSource, spec: DecoderSpec) -> None:
+        shared = self._cuts if decoder is self._decoder else {}  # a draft model every rank has whole
         if source.weights is WeightFormat.DUMMY:
             with waiting("Making random weights", "Made random weights"):
-                loader.fill_dummy(decoder, self._config.model.seed)
+                loader.fill_dummy(decoder, self._config.model.seed, shared, self._group.rank if self._group is not None else 0)
             return
         checkpoint = open_checkpoint(source)
         try:
-            rules, ignored = weight_rules(spec), ignored_keys(spec)
+            rules, ignored = weight_rules(spec, shared), ignored_keys(spec)
             loader.load_weights(decoder, checkpoint, rules, ignored, self._setup.dtype)
             scales = load_kv_scales(decoder, checkpoint)
         finally:
@@ -379,9 +391,12 @@ def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
     return replace(setup, spec=spec), (said,)
 
 
-def create_ahead(device: torch.device, *, strict: bool, builders: Builders | None = None) -> CompileAhead[tuple[str, str | None]] | None:
+def create_ahead(
+    device: torch.device, *, strict: bool, builders: Builders | None = None, later: bool = True
+) -> CompileAhead[tuple[str, str | None]] | None:
     """Threads that build kernels; None where no kernel is built at run time. ``builders``: processes that compile for
-    them; without, nothing comes later: steps and a compiler in one process take turns."""
+    them; without, nothing comes ``later``: steps and a compiler in one process take turns. Nor does it for ranks, which must
+    compute alike."""
     if device.type != "cuda" or gpu.missing(device) is not None:
         return None
 
@@ -391,7 +406,7 @@ def create_ahead(device: torch.device, *, strict: bool, builders: Builders | Non
             gpu.prepare_kernels(device)
         return prepared
 
-    return CompileAhead(prepare, strict=strict, within=partial(gpu.built_by, builders), later=builders is not None)
+    return CompileAhead(prepare, strict=strict, within=partial(gpu.built_by, builders), later=later and builders is not None)
 
 
 def _device_name(device: torch.device, threads: int) -> str:

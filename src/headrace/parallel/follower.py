@@ -1,0 +1,171 @@
+"""The process of a rank that is not the first, ``python -m headrace.parallel.follower``: it does what the first one's executor is told.
+
+What lives here: its start, its orders, its end. What may not: the messages (frames.py), what a step computes (worker/).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.executor import Ticket
+from headrace.errors import HeadraceError, StepFailed
+from headrace.observe.logs import configure_child
+from headrace.parallel import frames
+from headrace.portability import ignore_terminal
+from headrace.processes.frames import parent_socket
+from headrace.processes.garbage import freeze_start, no_collections
+from headrace.processes.messages import BadFrame, Unpacker, pack, receive
+from headrace.request import TokenMasks
+
+if TYPE_CHECKING:
+    from headrace.parallel.group import Group
+    from headrace.worker.executor import DeviceExecutor
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+_RECEIVED = 2**18  # bytes at once
+
+
+class FirstGone(Exception):
+    """Nobody is left to do anything for."""
+
+
+class First:
+    """The first rank, at the other end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._orders = Unpacker(frames.Order)
+
+    def tell(self, report: frames.Report) -> None:
+        """From any thread."""
+        try:
+            with self._lock:
+                self._sock.sendall(pack(report))
+        except OSError:
+            raise FirstGone from None
+
+    def beat_forever(self) -> None:
+        """Ends the process where the first one's is gone, whatever this one is waiting for."""
+        while True:
+            time.sleep(BEAT_SECONDS)
+            try:
+                self.tell(frames.Beat())
+            except FirstGone:
+                os._exit(1)
+
+    def where_to_meet(self) -> tuple[str, bytes]:
+        meet = receive(self._sock, frames.Meet)
+        return meet.folder, meet.id
+
+    def follow(self, obey: Callable[[Any], None]) -> None:
+        """Until there is nobody to follow, or ``obey`` raises."""
+        while data := self._sock.recv(_RECEIVED):
+            for order in self._orders.feed(data):
+                obey(order)
+        raise FirstGone
+
+
+class Follower:
+    """What each order does to this rank's executor."""
+
+    def __init__(self, first: First, executor: DeviceExecutor, group: Group) -> None:
+        self._first, self._executor, self._group = first, executor, group
+        self._plans = frames.PlanUnpacker()
+        self._failed: list[int] = []
+        executor.on_failure = self._tell_failure
+        self._does: dict[type, Callable[[Any], object]] = {
+            frames.Submit: lambda order: executor.submit(self._plans.unpack(order)),
+            frames.Sample: lambda order: executor.sample(Ticket(order.step_id), TokenMasks(order.samples, order.words_each, order.words)),
+            frames.Collect: self._collect,
+            frames.Recover: self._recover,
+            frames.Prepare: lambda _: executor.prepare(),
+            frames.Control: self._control,
+            frames.Close: self._close,
+        }
+
+    def obey(self, order: Any) -> None:
+        self._does[type(order)](order)
+
+    def _collect(self, order: frames.Collect) -> None:
+        with suppress(StepFailed):  # that has been told
+            self._executor.collect(Ticket(order.step_id))
+
+    def _tell_failure(self, step_id: int, failure: StepFailed) -> None:
+        self._failed.append(step_id)
+        self._first.tell(frames.StepBroke(step_id, failure.message))
+
+    def _recover(self, order: frames.Recover) -> None:
+        self._executor.recover()
+        self._first.tell(frames.Recovered(self._group.meetings, tuple(self._failed)))
+        self._failed.clear()
+
+    def _control(self, order: frames.Control) -> None:
+        for each in (order.load, order.drop):
+            if each is not None:
+                self._executor.control(each)
+
+    def _close(self, order: frames.Close) -> None:
+        self._executor.close()
+        raise FirstGone
+
+
+def _start(first: First, launch: frames.Launch) -> Follower:
+    from headrace.engine.resolve import find_source
+    from headrace.torch_environment import prepare_for_torch
+
+    config = launch.config
+    source = find_source(config)
+    prepare_for_torch()
+    with no_collections():
+        from headrace.parallel.device import create_group, device_here
+        from headrace.worker.executor import DeviceExecutor
+        from headrace.worker.worker import create_executor
+
+    first.tell(frames.Here(device_here(config.device.device)))
+    group = create_group(*first.where_to_meet(), launch.rank, config.device.tensor_parallel_size)
+    executor, _ = create_executor(config, source, group=group)
+    assert isinstance(executor, DeviceExecutor)
+    return Follower(first, executor, group)
+
+
+def main() -> None:
+    """The first rank decides when it ends."""
+    ignore_terminal()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_child()
+    first = First(parent_socket())
+    try:
+        launch = receive(first._sock, frames.Launch)
+        threading.Thread(target=first.beat_forever, daemon=True, name="pulse").start()
+        try:
+            follower = _start(first, launch)
+            freeze_start()
+            first.tell(frames.Ready())
+            first.follow(follower.obey)
+        except HeadraceError as error:
+            first.tell(frames.Failed(type(error).__name__, error.message))
+        except (FirstGone, BadFrame):
+            raise
+        except Exception as error:
+            log.exception("rank %d failed", launch.rank)
+            first.tell(frames.Failed("", f"{type(error).__name__}: {error}"))
+    except (FirstGone, BadFrame, OSError):
+        pass
+    sys.stderr.flush()
+    os._exit(0)  # whatever still waits for another rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the first rank and the others say to each other.
+
+What lives here: the schema of the messages, and how plans are packed. What may not: sockets, processes, what a message does.
+
+Start: a rank's standard input is a socket to the first one's process, whose first message is a Launch. It says Here when it has a
+device, is told where to Meet, loads together with the others, and says Ready. From then on every call of the first rank's executor
+comes as a message, in order. Beats come all the while. No socket has a name: nobody else can come in.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.engine.executor import DropAdapter, LoadAdapter
+from headrace.processes.messages import Frame, pack
+from headrace.request import StepPlan
+
+_KEPT = ("rows", "counts", "sample_work", "sample_rows")  # of a plan: often the very arrays of the one before
+_NOTHING = array("i")
+
+
+class Launch(Frame):
+    """``config`` is resolved."""
+
+    config: EngineConfig
+    rank: int
+
+
+class Meet(Frame):
+    """``folder``: of CPUs. ``id``: NCCL's of the group."""
+
+    folder: str
+    id: bytes
+
+
+class Submit(Frame):
+    """``kept``: arrays of the plan that are those of the one before, and not sent again: a bit for each of ``_KEPT``."""
+
+    plan: StepPlan
+    kept: int
+
+
+class Sample(Frame):
+    step_id: int
+    samples: tuple[int, ...]
+    words_each: int
+    words: bytes
+
+
+class Collect(Frame):
+    step_id: int
+
+
+class Recover(Frame):
+    pass
+
+
+class Prepare(Frame):
+    pass
+
+
+class Control(Frame):
+    load: LoadAdapter | None
+    drop: DropAdapter | None
+
+
+class Close(Frame):
+    pass
+
+
+Order = Submit | Sample | Collect | Recover | Prepare | Control | Close
+
+
+class Here(Frame):
+    """``device``: what it computes on, by name."""
+
+    device: str
+
+
+class Ready(Frame):
+    pass
+
+
+class Beat(Frame):
+    pass
+
+
+class StepBroke(Frame):
+    step_id: int
+    message: str
+
+
+class Recovered(Frame):
+    """``meetings``: of the group so far. ``failed``: steps since the last time."""
+
+    meetings: int
+    failed: tuple[int, ...]
+
+
+class Failed(Frame):
+    """It ends. ``kind`` is the class name of a HeadraceError, or "" for a defect of ours."""
+
+    kind: str
+    message: str
+
+
+Report = Here | Ready | Beat | StepBroke | Recovered | Failed
+
+
+class PlanPacker:
+    """Plans into messages; those of equal rows have equal arrays, to look at which once is enough."""
+
+    def __init__(self) -> None:
+        self._last = StepPlan(-1)
+
+    def pack(self, plan: StepPlan) -> bytes:
+        same = [getattr(plan, name) is getattr(self._last, name) for name in _KEPT]
+        self._last = plan
+        if any(same):
+            left_out: dict[str, Any] = {name: _NOTHING for name, is_same in zip(_KEPT, same, strict=True) if is_same}
+            plan = replace(plan, **left_out)
+        return pack(Submit(plan, sum(is_same << bit for bit, is_same in enumerate(same))))
+
+
+class PlanUnpacker:
+    def __init__(self) -> None:
+        self._last = StepPlan(-1)
+
+    def unpack(self, message: Submit) -> StepPlan:
+        kept: dict[str, Any] = {name: getattr(self._last, name) for bit, name in enumerate(_KEPT) if message.kept >> bit & 1}
+        self._last = replace(message.plan, **kept) if kept else message.plan
+        return self._last

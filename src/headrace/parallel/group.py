@@ -1,0 +1,85 @@
+"""The ranks of one model as layers see them, and how they meet on CPUs.
+
+What lives here: the protocol, its implementation over torch's gloo. What may not: who holds what (shares.py), processes,
+a GPU's (nccl.py).
+
+Every rank calls the same operations in the same order: they follow from the step's plan and the model alone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+_dist: Any = torch.distributed  # its types leave out most of what is used here
+
+_PATIENCE = timedelta(seconds=600)  # whoever watches the ranks ends a wait that is in vain much sooner
+
+_MEETING = timedelta(seconds=15)  # all are there already
+
+
+class Group(Protocol):
+    rank: int
+    size: int
+    meetings: int  # so far: ranks that have met as often are at the same place
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place of ``x``, contiguous; to the bit the same on every rank."""
+        ...
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        """[n, part] of every rank → [n, width]: side by side in the order of ranks, less what goes beyond ``width``."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The smallest of what ranks give."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: whoever waits for others here need not any more, and gets an error or nonsense."""
+        ...
+
+
+def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [n, width]
+    size = parts.shape[2]
+    return torch.cat([part[:, : width - rank * size] for rank, part in enumerate(parts.unbind(0))], dim=1)
+
+
+class GlooGroup:
+    """Over loopback; ranks find each other by a file in a folder that nobody else may read."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self.rank, self.size, self.meetings = rank, size, 0
+        options = _dist.ProcessGroupGloo._Options()
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _PATIENCE
+        store = _dist.FileStore(str(folder / "meeting"), size)
+        store.set_timeout(_MEETING)
+        self._group = _dist.ProcessGroupGloo(store, rank, size, options)
+        self.least(0)  # once all are there, the folder may go
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.meetings += 1
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        self.meetings += 1
+        parts = x.new_empty((self.size, *x.shape))
+        self._group.allgather([list(parts.unbind(0))], [x.contiguous()]).wait()
+        return side_by_side(parts, width)
+
+    def least(self, value: int) -> int:
+        held = torch.tensor([-value])
+        options = _dist.AllreduceOptions()
+        options.reduceOp = _dist.ReduceOp.MAX
+        self._group.allreduce([held], options).wait()
+        return -int(held)
+
+    def abort(self) -> None:
+        """Where a rank's process has ended, the others' waits end with its connections."""

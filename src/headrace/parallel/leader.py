@@ -1,0 +1,139 @@
+"""The first rank: it has the engine, and what its executor is told it tells all ranks.
+
+What lives here: the start of all, and the executor over them. What may not: processes (ranks.py), what a step computes (worker/).
+
+Scheduling happens here alone; a plan is the same for every rank, and so are the tokens that they sample: nothing is sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from headrace.clock import RealClock
+from headrace.config import Decision, EngineConfig
+from headrace.engine.executor import AdapterOutcome, Control, Executor, LoadAdapter, Ticket
+from headrace.errors import ConfigError, StepFailed
+from headrace.models import families
+from headrace.models.source import ModelSource
+from headrace.parallel import frames
+from headrace.parallel.device import create_group, device_here, visible_devices
+from headrace.parallel.group import Group
+from headrace.parallel.nccl import create_id
+from headrace.parallel.ranks import Ranks
+from headrace.parallel.shares import share
+from headrace.processes.messages import pack
+from headrace.processes.scratch import Scratch
+from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.worker.executor import DeviceExecutor
+from headrace.worker.head_start import HeadStart, Stages
+from headrace.worker.settings import device_kind
+from headrace.worker.worker import create_executor as create_alone
+
+Lost = Callable[[str], None]
+
+
+def create_executor(
+    config: EngineConfig,
+    source: ModelSource,
+    head_start: HeadStart | None = None,
+    stages: Stages | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+    lost: Lost | None = None,
+) -> tuple[Executor, tuple[Decision, ...]]:
+    """As the worker's, with as many ranks as the config has. ``lost``: is told, from a thread, that one has been lost, and all with it."""
+    size = config.device.tensor_parallel_size
+    if size == 1:
+        return create_alone(config, source, head_start, stages, meanwhile)
+    kind = device_kind(config.device.device)
+    _check(config, source, size)
+    config = replace(config, device=replace(config.device, device=kind))
+    devices = [{} for _ in range(size)] if kind == "cpu" else [{"CUDA_VISIBLE_DEVICES": each} for each in visible_devices(size)]
+    stages = stages or Stages(RealClock())
+    ranks = Ranks(config, devices[1:], lost)
+    try:
+        group = _meet(ranks, kind, size)
+        ranks.abort = group.abort
+        stages.done("ranks")
+        executor, decisions = create_alone(config, source, head_start, stages, meanwhile, group)
+        assert isinstance(executor, DeviceExecutor)
+        ranks.hear(frames.Ready)
+    except BaseException as error:
+        if isinstance(error, Exception) and ranks.settle(1.0) is not None:
+            ranks.close()
+            ranks.check()
+        ranks.close()
+        raise
+    said = Decision("ranks", size, f"each a process with a device of its own; over {'NCCL' if kind == 'cuda' else 'gloo'}")
+    return RankedExecutor(executor, ranks, group), (said, *decisions)
+
+
+def _check(config: EngineConfig, source: ModelSource, size: int) -> None:
+    """Before anything is loaded, or started."""
+    share(families.spec_from_config(source.config), size)
+    apart = {
+        "--enable-lora": config.adapters.slots > 0,
+        "compressed_weights": config.device.compressed_weights,
+        "--batch-invariant of more than 2 ranks": config.device.batch_invariant and size > 2,
+    }
+    if found := [name for name, wanted in apart.items() if wanted]:
+        raise ConfigError(f"--tensor-parallel-size is {size}, which does not go together with {found[0]} yet; leave one of them out.")
+
+
+def _meet(ranks: Ranks, kind: str, size: int) -> Group:
+    here, others = device_here(kind), ranks.hear(frames.Here)
+    if mixed := [each.device for each in others if each.device != here]:
+        raise ConfigError(f"--tensor-parallel-size needs {size} equal devices, but the first is {here} and another {mixed[0]}. Use equal ones.")
+    with ExitStack() as stack:
+        place = (str(stack.enter_context(Scratch())), b"") if kind == "cpu" else ("", create_id())
+        ranks.tell(pack(frames.Meet(*place)))
+        return create_group(*place, 0, size)
+
+
+class RankedExecutor:
+    """``inner``: the first rank's. Calls go to all ranks in one order; what a rank fails in alone is the end of all (EngineDead)."""
+
+    def __init__(self, inner: DeviceExecutor, ranks: Ranks, group: Group) -> None:
+        self.info = replace(inner.info, device=f"{inner.info.device} × {group.size}")
+        self._inner, self._ranks, self._group = inner, ranks, group
+        self._plans = frames.PlanPacker()
+        inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        self._ranks.tell(self._plans.pack(plan))
+        return self._inner.submit(plan)
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        self._ranks.tell(pack(frames.Sample(ticket.step_id, masks.samples, masks.words_each, bytes(masks.words))))
+        self._inner.sample(ticket, masks)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self._ranks.tell(pack(frames.Collect(ticket.step_id)))
+        try:
+            result = self._inner.collect(ticket)
+        except StepFailed as failure:
+            raise StepFailed(self._ranks.settle() or failure.message) from failure
+        self._ranks.check()  # a wait that was cut short brings nonsense
+        return result
+
+    def recover(self) -> None:
+        self._ranks.tell(pack(frames.Recover()))
+        self._inner.recover()
+        self._ranks.agree(self._group.meetings)
+
+    def prepare(self) -> bool:
+        self._ranks.tell(pack(frames.Prepare()))
+        return self._inner.prepare()
+
+    def control(self, order: Control) -> None:
+        load, drop = (order, None) if isinstance(order, LoadAdapter) else (None, order)
+        self._ranks.tell(pack(frames.Control(load, drop)))
+        self._inner.control(order)
+
+    def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
+        return self._inner.outcomes(wait)
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._inner.close()

@@ -1,0 +1,96 @@
+"""How ranks meet on GPUs: NCCL, called directly, on whatever stream is current, so that graphs hold it like any kernel.
+
+What lives here: the few functions of NCCL's C interface that are needed (its user guide, 2.x). What may not: processes, choosing devices.
+
+The ranks' bootstrap connects over loopback alone, to whom this group's id is known; the id travels over the ranks' own sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from headrace.parallel.group import side_by_side
+
+_ID_BYTES = 128
+_TYPES = {torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+_SUM, _MIN = 0, 3
+
+
+class _Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * _ID_BYTES)]
+
+
+def _library() -> Any:
+    """The one that torch has loaded."""
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"  # read when the first group is made
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is of no use to so few ranks, and needs more of a host than others do
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise ConfigError(f"--tensor-parallel-size needs NCCL, which cannot be loaded ({error}). Install a CUDA build of torch.") from error
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, _Id, ctypes.c_int]
+    library.ncclAllReduce.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    library.ncclAllGather.argtypes = [pointer, pointer, size, ctypes.c_int, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    return library
+
+
+def create_id() -> bytes:
+    """Of a group that is to be; one rank makes it and tells the others."""
+    library, found = _library(), _Id()
+    _check(library, library.ncclGetUniqueId(ctypes.byref(found)))
+    return bytes(found)
+
+
+def _check(library: Any, status: int) -> None:
+    if status:
+        raise RuntimeError(f"NCCL: {library.ncclGetErrorString(status).decode()}")
+
+
+class NCCLGroup:
+    """Of this process's current device. Made by all ranks at once."""
+
+    def __init__(self, id: bytes, rank: int, size: int) -> None:
+        self.rank, self.size, self.meetings = rank, size, 0
+        self._library = library = _library()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        _check(library, library.ncclCommInitRank(ctypes.byref(self._comm), size, _Id.from_buffer_copy(id), rank))
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.all_reduce(torch.zeros(2**20, device=self._device))  # connections are made, and their memory is taken, before anybody counts it
+        self.all_gather(torch.zeros(1, 2**10, device=self._device), 2**10)
+        torch.cuda.synchronize()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._reduce(x, _SUM)
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        self.meetings += 1
+        x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
+        _check(self._library, self._library.ncclAllGather(x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype], self._comm, self._stream))
+        return side_by_side(parts, width)
+
+    def least(self, value: int) -> int:
+        return int(self._reduce(torch.tensor([value], device=self._device), _MIN))
+
+    def abort(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._library.ncclCommAbort(comm)
+
+    def _reduce(self, x: Tensor, how: int) -> Tensor:
+        assert x.is_contiguous()
+        self.meetings += 1
+        _check(self._library, self._library.ncclAllReduce(x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how, self._comm, self._stream))
+        return x
+
+    @property
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)

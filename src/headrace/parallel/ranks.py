@@ -1,0 +1,221 @@
+"""The other ranks' processes, as the first one has them: started, spoken to, watched, ended.
+
+What lives here: that, and what becomes of all when one is lost. What may not: what the messages mean to an executor (leader.py),
+devices (device.py).
+
+A thread listens to all of them. A rank whose process ends, that fails by itself or falls silent is lost, and with it all: the others are
+killed, so that whoever waits for them in a step need not any more, and whoever asks is told why.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace import errors
+from headrace.config import EngineConfig
+from headrace.errors import EngineDead, HeadraceError
+from headrace.parallel import frames
+from headrace.processes.child import start
+from headrace.processes.messages import BadFrame, Unpacker, pack
+
+log = logging.getLogger(__name__)
+
+SILENCE = 20  # seconds without a beat, counted in looks: a process that was stopped itself has missed nothing
+ALONE_SECONDS = 1.5  # within which a step that failed on one rank has failed on the first, too
+AGREE_SECONDS = 4.0  # for all to be where the first is, after a step that failed
+LAST_WORDS_SECONDS = 0.5
+END_SECONDS = 5.0
+_RECEIVED = 2**16
+
+
+@dataclass(slots=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    reports: Unpacker = field(default_factory=lambda: Unpacker(frames.Report))
+    said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
+    silent: int = 0  # looks
+
+    def __str__(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+
+class Ranks:
+    """All but the first. ``lost`` is called, once, a moment after one has been: whoever waits in a step has been woken then.
+
+    Methods raise what was said of the lost one: while they load, the error that it met; later EngineDead.
+    """
+
+    def __init__(self, config: EngineConfig, devices: Sequence[dict[str, str]], lost: Callable[[str], None] | None) -> None:
+        """``devices``: what each one's environment has beside this one's."""
+        self._changed = threading.Condition()
+        self._lost: HeadraceError | None = None
+        self._on_loss = lost
+        self._closing = False
+        self._own_failures: set[int] = set()
+        self.abort: Callable[[], None] = lambda: None
+        self._ranks = [self._launch(config, number, device) for number, device in enumerate(devices, 1)]
+        self._thread = threading.Thread(target=self._watch, name="headrace-ranks", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _launch(config: EngineConfig, number: int, device: dict[str, str]) -> _Rank:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            rank = _Rank(number, start("headrace.parallel.follower", theirs, device), ours)
+        ours.sendall(pack(frames.Launch(config, number)))
+        return rank
+
+    # --- speaking
+
+    def tell(self, message: bytes) -> None:
+        """The same to all of them."""
+        self.check()
+        for rank in self._ranks:
+            try:
+                rank.sock.sendall(message)
+            except OSError:  # its end is heard, too
+                self.settle()
+                self.check()
+
+    def hear(self, kind: type[frames.Report], seconds: float = float("inf")) -> list[Any]:
+        """What each says next, which is of this kind."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while self._lost is None and not all(rank.said for rank in self._ranks):
+                left = end - time.monotonic()
+                if left <= 0:
+                    late = ", ".join(str(rank) for rank in self._ranks if not rank.said)
+                    self._lose(f"{late} did not come back from a failed step within {seconds:g} s")
+                else:
+                    self._changed.wait(min(left, 1.0))
+            self.check()
+            found = [rank.said.pop(0) for rank in self._ranks]
+        assert all(isinstance(each, kind) for each in found), found
+        return found
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def settle(self, seconds: float = 2.0) -> str | None:
+        """After something has gone wrong here: what was wrong with another, if that is heard in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, seconds)
+        return None if self._lost is None else self._lost.message
+
+    def fail_too(self, step_id: int) -> None:
+        """A step failed on the first rank."""
+        with self._changed:
+            self._own_failures.add(step_id)
+
+    def agree(self, meetings: int) -> None:
+        """Once the first has recovered and told all to: whether they are where it is."""
+        for rank, there in zip(self._ranks, self.hear(frames.Recovered, AGREE_SECONDS), strict=True):
+            if there.meetings != meetings or set(there.failed) != self._own_failures:
+                self._lose(f"{rank} is not where the first is after a failed step")
+        self._own_failures.clear()
+        self.check()
+
+    def close(self) -> None:
+        """None of them is left afterwards."""
+        self._closing = True
+        with suppress(OSError):
+            for rank in self._ranks:
+                rank.sock.sendall(pack(frames.Close()))
+        end = time.monotonic() + (0.0 if self._lost is not None else END_SECONDS)
+        for rank in self._ranks:
+            with suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, end - time.monotonic()))
+            rank.process.kill()
+            rank.process.wait()
+        self._thread.join()
+        for rank in self._ranks:
+            rank.sock.close()
+
+    # --- listening, in a thread of its own
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.sock, selectors.EVENT_READ, rank)
+            looked = time.monotonic()
+            while selector.get_map():
+                for key, _ in selector.select(1.0):
+                    if not self._listen(key.data):
+                        selector.unregister(key.fileobj)
+                if time.monotonic() - looked >= 1.0:
+                    looked = time.monotonic()
+                    self._look()
+
+    def _listen(self, rank: _Rank) -> bool:
+        """Whether there may be more to hear."""
+        try:
+            data = rank.sock.recv(_RECEIVED)
+            if data:
+                for report in rank.reports.feed(data):
+                    self._take(rank, report)
+        except (OSError, BadFrame):
+            data = b""
+        if not data and not self._closing:
+            self._lose(f"{rank} {self._end_of(rank)}")
+        return bool(data)
+
+    def _take(self, rank: _Rank, report: frames.Report) -> None:
+        rank.silent = 0
+        if isinstance(report, frames.Failed):
+            self._lose(f"{rank}: {report.message}", report.kind)
+        elif isinstance(report, frames.StepBroke):
+            timer = threading.Timer(ALONE_SECONDS, self._judge, (rank, report))
+            timer.daemon = True
+            timer.start()
+        elif not isinstance(report, frames.Beat):
+            with self._changed:
+                rank.said.append(report)
+                self._changed.notify_all()
+
+    def _judge(self, rank: _Rank, broke: frames.StepBroke) -> None:
+        """A step that fails on all ranks alike can be recovered from; on one alone it has left the others waiting."""
+        if broke.step_id not in self._own_failures and not self._closing:
+            self._lose(f"{rank} failed in a step: {broke.message}")
+
+    def _look(self) -> None:
+        for rank in self._ranks:
+            rank.silent += 1
+            if rank.silent > SILENCE and not self._closing:
+                self._lose(f"{rank} has been silent for {SILENCE} s")
+
+    @staticmethod
+    def _end_of(rank: _Rank) -> str:
+        try:
+            code = rank.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+
+    def _lose(self, message: str, kind: str = "") -> None:
+        with self._changed:
+            if self._lost is not None:
+                return
+            error = getattr(errors, kind, None) if kind else None
+            self._lost = (error or EngineDead)(message if error else f"{message}; all ranks end with it. Restart, and see `headrace doctor`.")
+            for rank in self._ranks:
+                rank.process.kill()
+            self._changed.notify_all()
+        log.error("%s", self._lost.message)
+        self.abort()
+        if self._on_loss is not None:
+            timer = threading.Timer(LAST_WORDS_SECONDS, self._on_loss, (self._lost.message,))
+            timer.daemon = True
+            timer.start()

@@ -1,0 +1,170 @@
+"""Several ranks compute what one does: every family as threads, the engine's modes as processes; and how ranks end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.errors import ConfigError, EngineDead
+from headrace.parallel import ranks
+from headrace.processes import child
+from tests.support import modes, tiny
+from tests.support.forward import PagedRun, load_decoder
+from tests.support.ranks import ThreadGroup, load_share, together
+
+STEPS = ({"a": list(range(30)), "b": [7, 8, 9]}, {"a": [3], "b": [4]}, {"a": [5], "b": list(range(40, 52))})
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_ranks_of_every_family_compute_what_one_does(tmp_path: Path, name: str, size: int) -> None:
+    """With tokens that no rank's share divides; with 4 ranks KV heads are copied."""
+    folder = tiny.save(name, tmp_path, vocab_size=319, tokenizer=False)
+    alone = PagedRun(load_decoder(folder, max_model_len=64))
+    wanted = [alone.step(step, last=index == 1) for index, step in enumerate(STEPS)]
+
+    def run(group: ThreadGroup) -> list[dict[str, torch.Tensor]]:
+        paged = PagedRun(load_share(folder, group))
+        return [paged.step(step, last=index == 1) for index, step in enumerate(STEPS)]
+
+    for found in together(size, run):
+        for got, want in zip(found, wanted, strict=True):
+            for sequence, logits in want.items():
+                torch.testing.assert_close(got[sequence], logits, rtol=1e-4, atol=2e-4)
+
+
+# --- as processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=("gemma2", "mixtral"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: str) -> Iterator[modes.Oracle]:
+    made = modes.Oracle(model)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_mode_of_two_ranks_changes_an_answer(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_no_mode_of_ranks_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
+    check(model, oracle, seed, 2 + 2 * (seed % 2))
+
+
+def check(model: str, oracle: modes.Oracle, seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    cases = modes.draw_cases(rng, oracle.vocab_size, 4)
+    mode = modes.draw_mode(rng, failing=False)
+    mode.keywords |= {"tensor_parallel_size": size, "batch_invariant": mode.keywords["batch_invariant"] and size == 2}
+    for case, found in zip(cases, modes.run_trial(model, mode, cases, rng, poison=False), strict=True):
+        if found is not None:
+            modes.compare(found, oracle.answer(case), may_fail=False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save("llama", tmp_path_factory.mktemp("llama")))
+
+
+def ranked(model: str, **more: Any) -> LLM:
+    return LLM(model, **{**modes.PLAIN, "num_blocks": 32, "max_num_seqs": 4, "tensor_parallel_size": 2, **more})
+
+
+def pids(llm: LLM) -> list[int]:
+    return [rank.process.pid for rank in llm.engine.core.executor._ranks._ranks]  # type: ignore[attr-defined]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("running", "overlap"), [(False, 0), (True, 1)])
+def test_a_rank_that_is_killed_ends_all_and_is_named(llama: str, overlap: int, running: bool) -> None:
+    with ranked(llama, overlap=overlap) as llm:
+        (pid,) = pids(llm)
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        collector = llm.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)) if running else None
+        if running:
+            llm.turn()
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) was ended by signal 9 \(SIGKILL\)"):
+            while collector is None or not collector.finished:
+                llm.turn() if collector is not None else llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+            llm.turn()
+        assert time.monotonic() - begun < 5
+    assert gone(pid)
+
+
+def test_a_step_that_fails_on_all_ranks_alike_is_recovered_from(llama: str) -> None:
+    """Its requests end; what follows is computed, by ranks that are at the same place. Nothing is left of them once the LLM is shut down."""
+    with ranked(llama) as llm:
+        (pid,) = pids(llm)
+        wanted = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        plan_of, executor = llm.engine.core.executor.submit, llm.engine.core.executor
+        broken = []
+
+        def submit(plan: Any) -> Any:
+            if not broken and plan.rows:
+                broken.append(plan)
+                plan = replace(plan, copy_group=type(plan.rows)("i", [7]), copy_source=plan.rows[:1], copy_target=plan.rows[:1])  # no such group
+            return plan_of(plan)
+
+        executor.submit = submit  # type: ignore[method-assign]
+        assert llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "error"
+        assert llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == wanted
+        assert not gone(pid)
+    assert gone(pid)
+
+
+def test_a_step_that_fails_on_one_rank_alone_ends_all_and_names_it(llama: str) -> None:
+    with ranked(llama) as llm:
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        inner = llm.engine.core.executor._inner  # type: ignore[attr-defined]
+
+        def fail(plan: Any) -> Any:
+            raise RuntimeError("planted")
+
+        inner._runner._forward = fail
+        begun = time.monotonic()
+        with pytest.raises(EngineDead, match=r"rank 1 .* (did not come back|is not where the first is)"):
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        assert time.monotonic() - begun < 8
+
+
+def test_what_cannot_be_shared_out_is_said_before_anything_starts(llama: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, but 4 attention heads do not divide by 3"):
+        ranked(llama, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="does not go together with --enable-lora yet"):
+        ranked(llama, enable_lora=True)
+    assert time.monotonic() - begun < 2
+
+
+def test_a_rank_that_ends_while_it_starts_ends_the_start(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "start", lambda module, *rest: child.start("headrace.nowhere", *rest))
+    with pytest.raises(EngineDead, match=r"rank 1 \(process \d+\) ended with exit code 1"):
+        ranked(llama)

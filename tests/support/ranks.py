@@ -1,0 +1,85 @@
+"""Ranks as threads of one process: what they compute together, without starting any.
+
+What lives here: a group over barriers, decoders of every rank from one checkpoint. What may not: tests.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import Kernels
+from headrace.models import families
+from headrace.models.checkpoint import SafetensorsCheckpoint
+from headrace.models.decoder import Decoder
+from headrace.models.loader import load_weights
+from headrace.models.weight_rules import ignored_keys, weight_rules
+from headrace.parallel.group import side_by_side
+from headrace.parallel.shares import cuts, share
+from tests.support.forward import CPU
+
+Result = TypeVar("Result")
+
+
+class ThreadGroup:
+    """One rank's; ``shelf`` is everybody's."""
+
+    def __init__(self, rank: int, shelf: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.meetings = rank, len(shelf), 0
+        self._shelf, self._barrier = shelf, barrier
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        return x.copy_(sum(self._everybodys(x)[1:], start=self._last[0]))
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        return side_by_side(torch.stack(self._everybodys(x)), width)
+
+    def least(self, value: int) -> int:
+        return min(int(each) for each in self._everybodys(torch.tensor(value)))
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+    def _everybodys(self, x: Tensor) -> list[Tensor]:
+        self.meetings += 1
+        self._shelf[self.rank] = x.clone()
+        self._barrier.wait(20)
+        self._last = list(self._shelf)
+        self._barrier.wait(20)
+        return self._last
+
+
+def together(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:
+    """What ``work`` brings on each of so many ranks."""
+    shelf, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+
+    def run(rank: int) -> Result:
+        torch.set_num_threads(1)
+        try:
+            return work(ThreadGroup(rank, shelf, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def load_share(folder: Path, group: ThreadGroup, *, max_model_len: int = 64) -> Decoder:
+    """As ``load_decoder``, what one rank holds of it."""
+    whole = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    mine = share(whole, group.size)
+    decoder = Decoder(mine, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=max_model_len, group=group)
+    checkpoint = SafetensorsCheckpoint(folder)
+    load_weights(decoder, checkpoint, weight_rules(mine, cuts(whole, mine, group.rank)), ignored_keys(mine), torch.float32)
+    checkpoint.close()
+    decoder.finish_loading()
+    return decoder
