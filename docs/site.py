@@ -28,13 +28,14 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[#)])")
 
 HTTP_API = """# HTTP API
 
-Written from the server's own description when this site is made; [openapi.json](openapi.json) is that description, and `GET /openapi.json` gives
-a running server's. What the routes mean together is said in [The server](server.md); with a key, every route that has a 401 below wants
-`Authorization: Bearer …` or `x-api-key`. A * stands behind each field that must be there.
+This page is generated from the server's own description, [openapi.json](openapi.json). A running server returns its
+description at `GET /openapi.json`. [The server](server.md) explains how the routes work together. With a key, every route
+that lists a 401 below requires `Authorization: Bearer …` or `x-api-key`. Required fields are marked with *.
 
-## What fails, and how
+## Errors
 
-Every error is one JSON object: `{"error": {"message", "type", "param", "code"}}`, with `"type": "error"` around it on Anthropic's routes.
+Every error is a JSON object: `{"error": {"message", "type", "param", "code"}}`, on Anthropic's routes with an additional
+`"type": "error"`.
 
 """
 
