@@ -1,1 +1,1 @@
-"""What is seen of a running engine and of a measurement: counts, traces, log lines, progress, tables."""
+"""Observability of a running engine and of measurements: counters, traces, logs, progress, tables."""

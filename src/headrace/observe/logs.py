@@ -1,10 +1,11 @@
-"""Log lines: one line an event, for people or for collectors, and nothing in a line that could break it or act on a terminal;
-and the stream they go to, which stops nobody.
+"""Log lines: one line per event, for people or for collectors, with nothing in it that could break the line or control
+a terminal; and a stream for them that never blocks.
 
-What lives here: formats, the stream, and where exceptions shrink to type and place. What may not: what is logged, and how often.
+What lives here: formats, the stream, and reducing exceptions to type and place. What may not: what is logged, and how
+often.
 
-An event's figures are given as ``extra={"facts": {...}}``. An exception's own text may quote what a client wrote, so it is left
-out below the debug level.
+An event's figures are given as ``extra={"facts": {...}}``. An exception's own text may quote what a client wrote, so it
+is left out unless the level is debug.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def configure(form: str, **facts: Any) -> None:
-    """All loggers of this process write to stderr in this form; their levels stay as they are. ``facts`` stand in each line."""
+    """All loggers of this process write to stderr in this form; their levels do not change. ``facts`` are added to
+    every line."""
     if not isinstance(getattr(sys.stderr, "buffer", None), Unhurried):
         sys.stderr = io.TextIOWrapper(Unhurried(2), "utf-8", "backslashreplace", write_through=True)
     handler = logging.StreamHandler(sys.stderr)
@@ -42,10 +44,11 @@ def configure(form: str, **facts: Any) -> None:
 
 
 class Unhurried(io.RawIOBase):
-    """stderr that never keeps anybody waiting: what its reader does not take is lost, and counted where the next line is taken.
+    """A stderr that never blocks: what its reader does not accept is dropped, and the number is reported with the next
+    line it accepts.
 
-    A pipe or a terminal is opened once more, for its flags are shared with whoever else has it, and libuv clears them in each
-    child that it starts; a file is written as it is.
+    A pipe or a terminal is opened again, because its flags are shared with everyone who has it, and libuv clears them
+    in each child process that it starts; a file is written directly.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -73,7 +76,7 @@ class Unhurried(io.RawIOBase):
         return len(data)
 
     def _take(self, text: bytes) -> int:
-        """In pieces that a pipe takes whole or not at all."""
+        """In pieces that a pipe accepts whole or not at all."""
         for start in range(0, len(text), select.PIPE_BUF):
             piece = text[start : start + select.PIPE_BUF]
             if not self._write(piece) and not (self._is_ready_soon() and self._write(piece)):
@@ -92,7 +95,7 @@ class Unhurried(io.RawIOBase):
         return bool(poll.poll(milliseconds))
 
     def _is_ready_soon(self) -> bool:
-        """A reader may be only slow."""
+        """Gives a slow reader a moment."""
         if time.monotonic() - self._waited < 1.0:
             return False
         ready = self._is_ready(_PATIENCE_MS)
@@ -115,7 +118,7 @@ class _Lines(logging.Formatter):
         self._facts = dict(facts or {})
 
     def facts(self, record: logging.LogRecord) -> Mapping[str, Any]:
-        """The process's own, then the event's."""
+        """The process's facts, then the event's."""
         return {**self._facts, **_facts(record)}
 
 
@@ -128,7 +131,7 @@ class TextLines(_Lines):
 
 
 class JsonLines(_Lines):
-    """One object a line: time (UTC), level, logger, message, and the facts."""
+    """One object per line: time (UTC), level, logger, message, and the facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
@@ -137,12 +140,12 @@ class JsonLines(_Lines):
 
 
 def printable(text: str) -> str:
-    """Everything that is no visible character as an escape: a line stays one line, and a terminal is told nothing."""
+    """Escapes everything that is not a visible character: a line remains one line and cannot control a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _word(value: Any) -> str:
-    """A value that cannot be taken for several."""
+    """A value that cannot be mistaken for several."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
@@ -155,17 +158,17 @@ def _facts(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def _exception(error: BaseException, *, with_text: bool) -> str:
-    """``KeyError at server/app.py:39 > server/generate.py:120``; where it was raised comes last."""
+    """``KeyError at server/app.py:39 > server/generate.py:120``; the place where it was raised comes last."""
     places = " > ".join(_places(error.__traceback__))
     return f"{type(error).__name__} at {places}" + (f": {error}" if with_text else "")
 
 
 def _places(trace: TracebackType | None) -> list[str]:
-    """Our own files by their path in the package, others by name alone."""
+    """Our own files by their path in the package, others by name only."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(trace)]
     return [f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name}:{line}" for path, line in frames]
 
 
 def configure_child() -> None:
-    """The same in a process that a server has started."""
+    """The same for a process that a server has started."""
     configure(os.environ.get(FORMAT_VARIABLE, "text"))

@@ -1,8 +1,8 @@
-"""What the engine counts: the record of each step beside its prediction, counters and histograms of fixed size.
+"""What the engine counts: the record of each step with its prediction, counters and histograms of fixed size.
 
-What lives here: StepTimes, StepRecord, StepRecorder (a StepObserver of the core), Histogram, bucket bounds; StepAccounts, which steps computed
-a request that asked (``explain``).
-What may not: torch, rendering (server/exposition.py), network. Nothing here grows with time.
+What lives here: StepTimes, StepRecord, StepRecorder (a StepObserver of the core), Histogram, bucket bounds;
+StepAccounts, which steps computed a request that asked for an account (``explain``). What may not: torch, rendering
+(server/exposition.py), network. Nothing here grows with time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AMOUNTS = ("bytes", "flops", "floor_seconds", "predicted_seconds", "measured_sec
 
 
 class Histogram:
-    """Counts under ascending upper bounds (``le``, inclusive), the last bucket open; sum and count beside them."""
+    """Counts under ascending upper bounds (``le``, inclusive), with the last bucket open, plus sum and count."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -59,7 +59,7 @@ class Histogram:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Histogram:
-        """Back from ``as_dict``."""
+        """Inverse of ``as_dict``."""
         found = cls(plain["bounds"])
         found.counts, found.total = list(plain["counts"]), plain["sum"]
         return found
@@ -72,8 +72,9 @@ class Histogram:
 class StepTimes:
     """When the core did what for one step, in seconds on its clock.
 
-    ``host_seconds``: CPU time of the core's thread between the last submission and this one, without what it computed inline for
-    the device or spun waiting for it. ``continuous``: there was work all the time since the step before.
+    ``host_seconds``: CPU time of the core's thread between the previous submission and this one, without what it
+    computed inline for the device or spun waiting for it. ``continuous``: there was work all the time since the
+    previous step.
     """
 
     scheduled: float  # scheduling began
@@ -89,11 +90,11 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: what it had to do, what was predicted, what was measured. Seconds, bytes, FLOPs.
+    """One step: its work, its prediction, its measurement. Seconds, bytes, FLOPs.
 
-    ``decodes`` of its rows computed a single token. ``fraction`` = floor / measured, the share of the physical limit; None
-    without a device profile or a measured time. The device was at it from ``begin`` to ``end`` (the engine's clock), after
-    ``idle_seconds`` with work but without a step.
+    ``decodes`` of its rows computed a single token. ``fraction`` = floor / measured, the share of the physical limit;
+    None without a device profile or a measured time. The device computed it from ``begin`` to ``end`` (on the engine's
+    clock), after ``idle_seconds`` in which there was work but no step.
     """
 
     step_id: int
@@ -120,24 +121,26 @@ class StepRecord:
 
 
 def kind_of(rows: int, decodes: int, sampled: int) -> str:
-    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did, or the single token of some
-    row was a part of a prompt, after which nothing is sampled."""
+    """"decode": every row computed one token (or the last of its prompt); "prefill": none did; "mixed": some did, or
+    the single token of some row was a part of a prompt, after which nothing is sampled."""
     if decodes == rows and sampled >= rows:
         return "decode"
     return "mixed" if decodes else "prefill"
 
 
 class Energy(NamedTuple):
-    """What a device has used, and over how many seconds."""
+    """Energy that a device has used, and over how many seconds."""
 
     joules: float
     seconds: float
 
 
 class DeviceTimeline:
-    """When the device worked, from what is known of each step: its length, and the pause before it where the device tells.
+    """When the device was busy, from what is known about each step: its length, and the pause before it if the device
+    reports that.
 
-    A step cannot begin before it was submitted nor before the one before it has ended, and ends before it is collected.
+    A step begins neither before it was submitted nor before the previous one has ended, and ends before it is
+    collected.
     """
 
     __slots__ = ("_free",)
@@ -146,7 +149,7 @@ class DeviceTimeline:
         self._free: float | None = None  # when the last step ended
 
     def place(self, times: StepTimes, measured: float, idle: float | None) -> tuple[float, float, float]:
-        """(begin, end, idle seconds before it) of the next step; idle counts only while there was work."""
+        """(begin, end, idle seconds before it) of the next step; only time with work counts as idle."""
         free = self._free if self._free is not None else times.submitted
         begin = max(times.submitted, free if idle is None else free + idle)
         begin = max(free, min(begin, times.collected - measured))
@@ -156,7 +159,8 @@ class DeviceTimeline:
 
 
 class StepRecorder:
-    """Hears of every step, keeps the last ``capacity`` records and running sums. Without a cost model only times are kept."""
+    """Observes every step, and keeps the last ``capacity`` records and running sums. Without a cost model, only times
+    are kept."""
 
     def __init__(
         self,
@@ -167,9 +171,10 @@ class StepRecorder:
         calibrated: Callable[[StepLoad, bool], float] | None = None,
         energy: Callable[[], Energy | None] = lambda: None,
     ) -> None:
-        """``promise``: seconds that a step may take while somebody's answer waits for it (--max-step-ms); how often that held is counted.
-        ``calibrated``: seconds of a load (and whether it is of single tokens alone) by what was fitted to earlier runs here.
-        ``energy``: what the device has used since the engine was loaded, where it counts that; asked when a summary is."""
+        """``promise``: seconds that a step with decode tokens may take (--max-step-ms); how often that held is counted.
+        ``calibrated``: seconds of a load (and whether it has only decode tokens) by what was fitted to earlier runs on
+        this device. ``energy``: what the device has used since the engine was loaded, if it counts that; called for
+        each summary."""
         self._cost_model = cost_model
         self._calibrated = calibrated
         self._energy = energy
@@ -189,11 +194,12 @@ class StepRecorder:
 
     @property
     def floors(self) -> CostModel | None:
-        """What the scheduler prices steps with; None without a device profile."""
+        """What the scheduler estimates steps with; None without a device profile."""
         return self._cost_model
 
     def speed(self) -> StepSpeed:
-        """How fast steps have been going. What was never seen is taken to be as slow as the slowest kind that was."""
+        """How fast recent steps were. A kind that never occurred is assumed to be as slow as the slowest one that
+        did."""
         if self._speed is None:
             lines = {kind: each.line for kind, each in self._fits.items() if each.ready}
             slowest = Line(max(each.slope for each in lines.values()), max(each.overhead for each in lines.values())) if lines else self._guess()
@@ -202,7 +208,7 @@ class StepRecorder:
         return self._speed
 
     def _guess(self) -> Line:
-        """Before any step: by the profile, if somebody has fitted that."""
+        """Before any step: from the profile, if it was fitted."""
         profile = self._cost_model.profile if self._cost_model is not None else None
         if profile is None or profile.efficiency == 1.0:
             return Line(CAUTION)
@@ -219,7 +225,7 @@ class StepRecorder:
         return list(islice(newest, at_most))[::-1]
 
     def on_step(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> StepRecord:
-        """The device's own time is taken where the executor gives one, else the way from submission to collection."""
+        """Uses the device's own time if the executor reports one, otherwise the time from submission to collection."""
         measured = result.device_seconds if result is not None and result.device_seconds > 0 else times.collected - times.submitted
         begin, end, idle = self._timeline.place(times, measured, result.idle_seconds if result is not None else None)
         record = self._record(plan, result, measured, times.host_seconds, (idle, begin, end))
@@ -228,13 +234,13 @@ class StepRecorder:
         return record
 
     def predict(self, plan: StepPlan) -> float:
-        """Seconds this step should take, as steps of its kind have taken; 0.0 without a cost model."""
+        """Seconds this step should take, judging by earlier steps of its kind; 0.0 without a cost model."""
         if self._cost_model is None:
             return 0.0
         return self._predicted(kind_of(len(plan.rows), plan.counts.count(1), len(plan.sample_work)), self._cost_model.estimate(plan))
 
     def _predicted(self, kind: str, cost: StepCost) -> float:
-        """By the profile alone until some steps of this kind have been seen."""
+        """From the profile alone until there were enough steps of this kind."""
         fitted = self._fits[kind]
         return fitted.predict(cost.floor_seconds) if fitted.ready else cost.seconds
 
@@ -270,7 +276,8 @@ class StepRecorder:
         self._speed = None
 
     def _count_promise(self, record: StepRecord, promise: float) -> None:
-        """Kept, the time before the step included, or not; and then, whether its single tokens alone were too many."""
+        """Whether the promise was kept, including the time before the step; if not, whether its decode tokens alone
+        were too many."""
         kept = record.measured_seconds + record.idle_seconds <= promise
         self._sums["promised_steps"] += 1
         self._sums["kept_steps"] += kept
@@ -298,7 +305,8 @@ class StepRecorder:
             self.prediction_error.observe(record.measured_seconds / record.predicted_seconds if record.predicted_seconds else 0.0)
 
     def summary(self) -> dict[str, Any]:
-        """A plain dict of constant size: sums, histograms and the last record; it travels to the front end as it is."""
+        """A plain dict of constant size: sums, histograms and the last record; it is sent to the front end
+        unchanged."""
         sums = self._sums
         measured = sums["measured_seconds"]
         return {
@@ -385,7 +393,7 @@ class StepAccounts:
                 account.add_step(share)
 
     def settle(self, outputs: Sequence[SequenceOutput]) -> Sequence[SequenceOutput]:
-        """The same outputs; ends carry what was counted."""
+        """The same outputs, with the counts added to those that ended."""
         if not self._open:
             return outputs
         return [out if out.finished is None else self._settled(out) for out in outputs]

@@ -1,6 +1,8 @@
-"""How far something long has come: a line that is drawn again on a terminal, a few plain lines elsewhere, nothing for what is quick.
+"""Progress of long operations: a line that is redrawn on a terminal, a few plain lines elsewhere, nothing if it is
+quick.
 
-What lives here: drawing, and how often. What may not: knowing what progresses. Answers go to standard output; all of this goes to standard error.
+What lives here: drawing, and how often. What may not: what is in progress. Answers go to standard output; all of this
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def say(line: str) -> None:
-    """A line for the person who started this; in a collector's form where one reads. A program that uses the package hears nothing."""
+    """Prints a line for the user, or logs it in the collector's form if there is one. Programs that use the package get
+    nothing."""
     if not log.isEnabledFor(logging.INFO):
         return
     if os.environ.get(FORMAT_VARIABLE) == "json":
@@ -37,7 +40,7 @@ def say(line: str) -> None:
 
 
 class TerminalLine:
-    """One line that is written over. ``visible``: somebody sees it."""
+    """One line that is redrawn in place. ``visible``: it is shown on a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -56,7 +59,7 @@ class TerminalLine:
             self._write("\r\x1b[K")
 
     def end(self) -> None:
-        """What was drawn last stays."""
+        """Keeps what was drawn last."""
         if self.visible:
             self._write("\n")
         self.visible = False
@@ -67,7 +70,7 @@ class TerminalLine:
 
 
 class Progress(Protocol):
-    """What callers see; tqdm's bars fit too."""
+    """The interface for callers; tqdm's bars satisfy it too."""
 
     def update(self, n: int = 1) -> object: ...
 
@@ -75,7 +78,7 @@ class Progress(Protocol):
 
 
 class ProgressLine:
-    """Requests done of all (``total`` 0: unknown), and tokens a second so far. On a terminal alone."""
+    """Requests done of the total (``total`` 0: unknown), and tokens per second so far. On terminals only."""
 
     def __init__(self, total: int, desc: str, stream: TextIO | None = None) -> None:
         self._line = TerminalLine(stream)
@@ -102,10 +105,11 @@ class ProgressLine:
 
 
 class LoadingLine:
-    """Weights on their way: bytes of all, and layers. ``layer_ends``: bytes after which each layer is whole, ascending.
+    """Progress of loading weights: bytes of the total, and layers. ``layer_ends``: bytes after which each layer is
+    complete, ascending.
 
-    Several threads may report. Nothing is said of what takes less than QUICK_SECONDS; away from a terminal there is a line every
-    LINE_SECONDS; what took longer than that is summed up at the end.
+    Several threads may report. Loads shorter than QUICK_SECONDS show nothing; without a terminal, there is a line every
+    LINE_SECONDS; longer loads are summed up at the end.
     """
 
     def __init__(self, total: int, layer_ends: Sequence[int] = (), stream: TextIO | None = None, tell: Callable[[str], None] = say) -> None:
@@ -136,8 +140,9 @@ class LoadingLine:
 
 @contextmanager
 def waiting(doing: str, done: str, *, slow: bool = False, stream: TextIO | None = None, tell: Callable[[str], None] = say) -> Iterator[None]:
-    """While the block runs: ``doing`` with the seconds so far, on a terminal. ``slow``: it is known to take long, so that a plain line says
-    so beforehand elsewhere. Afterwards ``done`` with the seconds, if they were worth it."""
+    """While the block runs, shows ``doing`` with the seconds so far, on a terminal. ``slow``: it is known to take long,
+    so without a terminal a plain line is printed beforehand. Afterwards shows ``done`` with the seconds, if it took
+    noticeably long."""
     line, begin, ended = TerminalLine(stream), time.perf_counter(), threading.Event()
     if slow and not line.visible:
         tell(f"{doing} …")
@@ -162,7 +167,7 @@ def waiting(doing: str, done: str, *, slow: bool = False, stream: TextIO | None 
 
 
 def said_bytes(size: int) -> str:
-    """As file managers write it: 1.2 GB, 340 MB, 12 kB."""
+    """In the units of file managers: 1.2 GB, 340 MB, 12 kB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.{0 if size >= 100 * unit else 1}f} {name}"

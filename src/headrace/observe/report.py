@@ -1,4 +1,4 @@
-"""How a benchmark shows its figures: on what, with which limits, in a table, as JSON, as a picture.
+"""How a benchmark shows its figures: the machine, its limits, tables, JSON, plots.
 
 What lives here: facts about machine and versions, tables, files, plots. What may not: measuring and arithmetic.
 """
@@ -30,7 +30,8 @@ PACKAGES = ("headrace", "torch", "numpy", "triton")
 
 
 def machine_facts(limits: str | None = None, **more: Any) -> dict[str, Any]:
-    """What every table carries: machine, cores, versions, date, the limits measured in the same run, and the shapes in ``more``."""
+    """What every table states: machine, cores, versions, date, the limits measured in the same run, and the shapes in
+    ``more``."""
     identity = cpu_identity(len(open_cpus()))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -56,7 +57,8 @@ def _memory_gib() -> float:
 
 
 def void_note(fractions: Mapping[str, float | None], most: float = MOST_FRACTION) -> str | None:
-    """What a fraction of the limit above ``most`` says: nothing is faster than its limit, so the limit was measured on a machine at other work."""
+    """Explains a fraction of the limit above ``most``: nothing is faster than its limit, so the limit was measured on a
+    busy machine."""
     beyond = {name: fraction for name, fraction in fractions.items() if is_void(fraction, most)}
     if not beyond:
         return None
@@ -72,7 +74,7 @@ def is_void(fraction: float | None, most: float = MOST_FRACTION) -> bool:
 
 
 def shown_fraction(fraction: float | None, most: float = MOST_FRACTION) -> float | str | None:
-    """As it stands in a table."""
+    """A fraction as tables show it."""
     return VOID if is_void(fraction, most) else fraction
 
 
@@ -107,7 +109,7 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """How far a long measurement has come."""
+    """Reports the progress of a long measurement."""
     print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
 
 
@@ -135,7 +137,8 @@ def load_pyplot() -> Any:
 
 
 def _draw_legend(figure: Any, axes: Sequence[Any], panels: Sequence[Mapping[str, Any]]) -> float:
-    """One below the panels where all show the same curves, else one in each. Returns the share of the height that it takes."""
+    """One legend below the panels if all show the same curves, otherwise one in each. Returns the share of the height
+    that it takes."""
     names = [list(panel["curves"]) for panel in panels]
     if len(panels) == 1 or any(each != names[0] for each in names):
         for axis in axes:
@@ -147,13 +150,13 @@ def _draw_legend(figure: Any, axes: Sequence[Any], panels: Sequence[Mapping[str,
 
 
 def _wide(panel: Mapping[str, Any], place: int) -> bool:
-    """An axis of powers shows little where all values are of one size."""
+    """Whether values span enough for a logarithmic axis."""
     values = [point[place] for points in panel["curves"].values() for point in points]
     return bool(values) and max(values) > LEAST_SPAN * min(values)
 
 
 def _use_powers(axes: Any, letter: str) -> None:
-    """With numbers as people write them."""
+    """A logarithmic axis with plain numbers as labels."""
     from matplotlib.ticker import LogFormatter
 
     getattr(axes, f"set_{letter}scale")("log")

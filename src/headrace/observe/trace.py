@@ -1,8 +1,8 @@
 """A run's trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what host and device did, step by step.
 
-Chrome's JSON trace events, one a line, in order of time. The format allows the closing bracket to be missing, and only
-whole events are written, so the file of a killed process opens too. It holds numbers of tokens and of sequences, never
-text or token ids.
+Chrome's JSON trace events, one per line, in order of time. The format allows the closing bracket to be missing, and
+only whole events are written, so the file of a killed process can be opened, too. It holds numbers of tokens and of
+sequences, but no text or token ids.
 
 What lives here: events from the step record, and their file. What may not: measuring, the record itself (metrics.py),
 torch.
@@ -37,7 +37,7 @@ _PROCESS = 1
 
 
 class TraceFile:
-    """Appends whole events. A file that can no longer be written ends the trace, not the engine.
+    """Appends whole events. If the file can no longer be written, the trace ends, but not the engine.
 
     Raises ConfigError when it cannot be opened.
     """
@@ -62,7 +62,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """In one write, so that no event is left half."""
+        """In one write, so that no event is incomplete."""
         data, self._lines, self._size = b"".join(self._lines), [], 0
         if self._broken or not data:
             return
@@ -80,15 +80,15 @@ class TraceFile:
 
 
 class StepTrace:
-    """An observer of the core that records steps and writes each of them down. Its memory is bounded by the steps in
-    flight.
+    """An observer of the core that records steps and writes each of them to the file. Its memory is bounded by the
+    steps in flight.
 
-    ``facts`` and the load of each step (where the recorder has a cost model) make it a run that steps' prices can be
-    fitted to (``headrace simulate --calibrate``); ``sharing`` knows which keys several sequences share.
+    With ``facts`` and the load of each step (if the recorder has a cost model), step prices can be fitted to the run
+    (``headrace simulate --calibrate``); ``sharing`` knows which keys several sequences share.
 
-    Tracks: *host* (schedule, submit, collect, update), *device* (one slice a step, named by its kind), one counter for
-    requests and one for blocks, and a slice for each sequence from the step that gives it a row to the one that takes
-    it back.
+    Tracks: *host* (schedule, submit, collect, update), *device* (one slice per step, named by its kind), one counter
+    for requests and one for blocks, and a slice for each sequence from the step that gives it a row to the one that
+    takes it back.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StepTrace:
         return record
 
     def _load(self, plan: StepPlan, result: StepResult | None, times: StepTimes) -> dict[str, Any]:
-        """What the step had to do, as a cost model counts it: numbers by KV group."""
+        """The step's work as a cost model counts it: numbers by KV group."""
         floors = self._recorder.floors
         if floors is None:
             return {}

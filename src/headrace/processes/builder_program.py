@@ -1,14 +1,15 @@
 """The program that builders.py starts: a compiler of kernels that never imports torch.
 
-``python -m headrace.processes.builder_program SOCKET …``: as kernels/build/builder.py has it.
+``python -m headrace.processes.builder_program SOCKET …``: as in kernels/build/builder.py.
 
-Compiling needs no torch; the modules of kernels import it for what stands around the kernels. With it the first
-order could be carried out after 2.2 to 4.0 s, without it after 1.0 to 1.7 s (two cores of a Xeon, files in memory, six times each in
-turn), and a start has one before that. So something else answers to its name here:
-whatever is asked of it is a class that can be named, called and inherited from. What a kernel is compiled to does not depend on it: a
-kernel's identity is the same with either, and where modules cannot be imported like that, they are imported with torch.
+Compiling needs no torch; the modules of kernels import it for the code around the kernels. With it, the first order
+could be carried out after 2.2 to 4.0 s, without it after 1.0 to 1.7 s (two cores of a Xeon, files in memory, six times
+each, alternating), and a start has its first order before that. So a stand-in takes torch's name here: every attribute
+of it is a class that can be named, called and inherited from. The compiled kernel does not depend on it: its identity
+is the same with either. Modules that cannot be imported with the stand-in are imported with torch.
 
-What lives here: that stand-in, and what can be begun before the modules are there. What may not: orders (kernels/build/builder.py).
+What lives here: that stand-in, and what can begin before the modules are imported. What may not: orders
+(kernels/build/builder.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BUILDER = "headrace.kernels.build.builder"
 
 
 class _Anything(type):
-    """The class of what is found in the stand-in."""
+    """The class of everything in the stand-in."""
 
     def __getattr__(cls, name: str) -> Any:
         return _named(name)
@@ -49,7 +50,7 @@ def _ignore(_: object, *arguments: object, **named: object) -> None: ...
 
 
 def _unchanged(_: object, decorated: Callable[..., Any] | None = None, *arguments: object, **named: object) -> Any:
-    """What is called may be a decorator."""
+    """For attributes that are used as decorators."""
     return decorated
 
 
@@ -61,7 +62,7 @@ class _Standing(ModuleType):
 
 
 class _StandIn(MetaPathFinder, Loader):
-    """Finds the module and all below it."""
+    """Finds the module and everything below it."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == _ABSENT else None
@@ -73,7 +74,7 @@ class _StandIn(MetaPathFinder, Loader):
 
 
 def do_without_torch() -> None:
-    """Before anything has imported it."""
+    """Must be called before anything has imported it."""
     sys.meta_path.insert(0, _StandIn())
 
 

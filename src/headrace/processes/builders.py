@@ -1,11 +1,12 @@
-"""Processes that compile kernels for this one, begun while torch is imported.
+"""Processes that compile kernels for this one, started while torch is imported.
 
-Compiling is a third Python and the rest LLVM and ptxas. In threads of one process the third takes turns, and whoever comes back from the rest
-waits for his: a dozen threads on sixteen cores get little more done than four. Processes do not wait for each other. They are forked from one
-that has everything imported and does nothing else, so that each is there at once.
+A third of compiling is Python, the rest LLVM and ptxas. Threads of one process share the interpreter for that third,
+and after the rest they wait for it again: a dozen threads on sixteen cores get little more done than four. Processes do
+not wait for each other. They are forked from one that has imported everything and does nothing else, so each is ready
+immediately.
 
-What lives here: starting them, giving them work, one order at a time each; the mark of a start that has built all it needs. What may not:
-torch, what an order says (kernels/build/builder.py).
+What lives here: starting them, giving each one order at a time; the mark of a start that has built all it needs. What
+may not: torch, what an order says (kernels/build/builder.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DONE = b"done"
 
 
 class Builders:
-    """Nobody has to wait for them: an order that they cannot carry out is carried out by who needs it."""
+    """Optional helpers: an order that they cannot carry out is carried out by the process that needs it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -61,7 +62,8 @@ class Builders:
             each.close()
 
     def build(self, order: str) -> bool:
-        """Whether one of them carried it out; waits for one that is free, and until it is done, but for one that hangs."""
+        """Whether one of them carried out the order. Waits for a free one and until it is done, except for one that
+        hangs."""
         builder = self._free.get()
         if builder is None:  # closed
             self._free.put(None)
@@ -79,7 +81,7 @@ class Builders:
         return done
 
     def close(self) -> None:
-        """What they are at is dropped. Whoever is second to close them waits for the first."""
+        """Drops work in progress. A second caller waits for the first."""
         with self._closing:
             if not self.closed:
                 self.closed = True
@@ -101,9 +103,11 @@ class Builders:
 
 
 def mark_of(*facts: object) -> Path:
-    """A file in Triton's cache that is there if a start with these facts, and kernels as they are now, has left there all it needed.
+    """A file in Triton's cache that exists if a start with these facts, and the current kernels, has left everything it
+    needed there.
 
-    A mark that tells less than the truth costs a start that nobody helps, or help that nobody needs: what is built is judged by Triton alone.
+    A wrong mark only costs a start without help, or unneeded helpers: whether a kernel is built is decided by Triton
+    alone.
     """
     folder = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
     sources = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(_KERNELS.glob("*/*.py"))]
@@ -111,7 +115,7 @@ def mark_of(*facts: object) -> Path:
 
 
 def begin_builders(mark: Path) -> Builders | None:
-    """None where there is nothing for them to do, or there are too few cores to share."""
+    """None if there is nothing for them to do, or there are too few cores."""
     cores = len(open_cpus())
     if cores < FEWEST_CORES or mark.exists():
         return None

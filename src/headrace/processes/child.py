@@ -1,6 +1,8 @@
-"""A child process on an event loop: a module of this package, by exec, with a socket to its parent as standard input.
+"""A child process on an event loop: a module of this package, started by exec, with a socket to its parent as standard
+input.
 
-What lives here: starting one, what it inherits, the waits between its lives. What may not: what is said to it (messages.py).
+What lives here: starting one, what it inherits, the delays between restarts. What may not: what is said to it
+(messages.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def start(module: str, sock: socket, more: Mapping[str, str]) -> subprocess.Pope
 
 
 async def spawn(module: str, sock: socket, *inherited: int) -> asyncio.subprocess.Process:
-    """In a session of its own: a Ctrl-C in the terminal is for the parent, which lets requests drain. Standard output is the parent's, too."""
+    """Starts it in its own session: a Ctrl-C in the terminal is for the parent, which drains requests. Standard output
+    is shared with the parent."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module),  # -P: the working directory is no place to import from
         stdin=sock.fileno(),
@@ -42,7 +45,8 @@ async def spawn(module: str, sock: socket, *inherited: int) -> asyncio.subproces
 
 
 def environment() -> dict[str, str]:
-    """This process's environment; a package that is not installed is found where this process found it."""
+    """This process's environment, extended so that a package that is not installed is found where this process found
+    it."""
     root = str(Path(headrace.__file__).resolve().parent.parent)
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         return dict(os.environ)
@@ -50,7 +54,7 @@ def environment() -> dict[str, str]:
 
 
 class Lives:
-    """Of one place, one after the other: how many short ones in a row, and how long to wait before the next."""
+    """The successive lives of one process: how many short ones in a row, and how long to wait before the next start."""
 
     def __init__(self) -> None:
         self.short = 0

@@ -1,9 +1,10 @@
 """Frames between processes: a length of four bytes, then a body.
 
-Our own messages are msgpack of a fixed schema (messages.py). What other people's programs are given and say is JSON in ASCII: it
-carries what they may hold and msgpack cannot, lone surrogates and integers of any size.
+Our own messages are msgpack of a fixed schema (messages.py). Input and output of other people's programs are JSON in
+ASCII: it can carry values that msgpack cannot, such as lone surrogates and integers of any size.
 
-What lives here: writing and reading one frame, where a child finds its parent. What may not: what is in it, third-party modules.
+What lives here: writing and reading one frame, where a child finds its parent. What may not: what is in it, third-party
+modules.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def parent_socket() -> socket.socket:
-    """The socket to the parent, as which standard input was started; from now on that is empty."""
+    """The socket to the parent, which this process was given as standard input; from now on, standard input is
+    empty."""
     sock = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return sock

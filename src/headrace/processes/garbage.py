@@ -1,5 +1,5 @@
-"""What the garbage collector need not look at (everything that a process holds once it has started), when it need not
-look, and what only it gives back.
+"""Control of the garbage collector: which objects it can skip (everything that a process holds once it has started),
+when it need not run, and what only it gives back.
 
 What lives here: these calls. What may not: who makes them.
 """
@@ -14,10 +14,10 @@ _LATELY, _EVERYTHING = 256, 8192  # turns
 
 
 def freeze_start() -> None:
-    """From now on only what is made later is looked through.
+    """From now on, only objects created later are scanned.
 
-    The last call teaches the collector that nothing of it is old: it looks through all of its objects when those that
-    have not been looked at since are a quarter of them, and would go on counting the frozen ones.
+    The last call tells the collector that there are no old objects: it scans all of its objects when those not scanned
+    since amount to a quarter of them, and would otherwise keep counting the frozen ones.
     """
     gc.collect()
     gc.freeze()
@@ -26,14 +26,14 @@ def freeze_start() -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """For moments in which much is made and nothing is dropped. A collection then looks through all that a process
-    holds, which takes tens of milliseconds with torch in it, and finds nothing.
+    """For periods in which many objects are created and none are dropped. A collection would scan everything that a
+    process holds, which takes tens of milliseconds with torch in it, and find nothing.
 
-    Who has switched collections off keeps them off. Where two threads are here at once, they are on again when the
-    first one leaves.
+    If the caller has switched collections off, they stay off. If two threads are here at once, collections are on again
+    when the first one leaves.
 
-    What was made meanwhile is looked through at the end: else the first object made afterwards would begin that, and
-    often a collection of everything, before who waits for what is done has it.
+    New objects are scanned at the end: otherwise the first object created afterwards would trigger that, and often a
+    collection of everything, before the waiting caller gets the result.
     """
     were_on = gc.isenabled()
     gc.disable()
@@ -47,16 +47,16 @@ def no_collections() -> Iterator[None]:
 
 
 def collect_now_and_then(turn: int) -> None:
-    """For a long call without collections (see above), once a turn: what was made lately is looked through in every
-    256th, which takes less than a millisecond, and everything in every 8,192nd."""
+    """For a long call without collections (see above), once per iteration: recent objects are scanned in every 256th,
+    which takes less than a millisecond, and everything in every 8,192nd."""
     if turn % _LATELY == 0:
         gc.collect(1 if turn % _EVERYTHING else 2)
 
 
 def empty_free_lists() -> None:
-    """Gives back what the interpreter keeps of freed objects: up to 2000 tuples of each length, which only a full
-    collection lets go.
+    """Returns memory that the interpreter keeps for freed objects: up to 2000 tuples of each length, which only a full
+    collection releases.
 
-    A process that leaves next to no garbage has none of its own accord, and what gathers looks like a leak for an hour.
+    A process that produces almost no garbage never has one by itself, and for an hour the growth looks like a leak.
     """
     gc.collect()

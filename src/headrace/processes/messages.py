@@ -1,7 +1,8 @@
-"""Our own messages between processes: frames whose body is msgpack of a fixed schema, nothing pickled.
+"""Headrace's own messages between processes: frames whose body is msgpack of a fixed schema; nothing is pickled.
 
-What lives here: packing, unpacking, what every question and answer has; one end of a socket on an event loop, with pauses so that one end
-does not outrun the other. What may not: the schemas (engine/frames.py, server/frontends/link.py), processes.
+What lives here: packing, unpacking, the common fields of questions and answers; one end of a socket on an event loop,
+with flow control so that neither end outruns the other. What may not: the schemas (engine/frames.py,
+server/frontends/link.py), processes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.processes.frames import HEADER, MAX_FRAME, framed
 
 
 def _column_bytes(column: Any) -> bytes:
-    """A column of int32, such as token ids, goes as raw bytes."""
+    """A column of int32, such as token ids, is sent as raw bytes."""
     if not isinstance(column, array):
         raise TypeError(f"{type(column).__name__} is not in the schema")
     return column.tobytes()
@@ -32,7 +33,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_column_bytes)
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
-    """What goes over a socket: positional, tagged by its class name."""
+    """A message on a socket: positional fields, tagged by its class name."""
 
 
 class Question(Frame):
@@ -40,14 +41,14 @@ class Question(Frame):
 
 
 class Answer(Frame):
-    """To the question of this number."""
+    """The answer to the question with this number."""
 
     number: int
     value: Any
 
 
 def pack(frame: Any) -> bytes:
-    """A Frame, or another tagged type of the schema, as it goes over the socket."""
+    """A Frame, or another tagged type of the schema, as bytes for the socket."""
     return framed(_encoder.encode(frame))
 
 
@@ -87,7 +88,8 @@ class Unpacker:
 
 
 def receive(sock: socket.socket, kind: type[Message]) -> Message:
-    """The next one from a blocking socket, and nothing of what follows it. Raises BadFrame, also at the end."""
+    """The next message from a blocking socket, without reading beyond it. Raises BadFrame, also at the end of the
+    stream."""
     head = sock.recv(HEADER.size, socket.MSG_WAITALL)
     body = sock.recv(HEADER.unpack(head)[0], socket.MSG_WAITALL) if len(head) == HEADER.size else b""
     for message in Unpacker(kind).feed(head + body):
@@ -101,7 +103,8 @@ Respond = Callable[[Any], Awaitable[Any]]
 
 
 class Channel(asyncio.Protocol):
-    """``respond`` answers questions, ``heard`` gets what is neither question nor answer, ``lost`` is told of the other's end."""
+    """``respond`` answers questions, ``heard`` gets all other messages, ``lost`` is called when the other end
+    closes."""
 
     def __init__(
         self, kinds: Any, heard: Callable[[Any], None], lost: Callable[[], None], respond: Respond | None = None
@@ -127,7 +130,8 @@ class Channel(asyncio.Protocol):
         self._take(paused=False)
 
     def _take(self, paused: bool) -> None:
-        """Some messages a turn of the event loop: others are served in between, and a peer that is faster has to wait."""
+        """A few messages per turn of the event loop, so that others are served in between and a faster peer has to
+        wait."""
         assert self._transport is not None
         taken = 0
         try:
@@ -139,7 +143,7 @@ class Channel(asyncio.Protocol):
         self._go_on(more=taken == MESSAGES_A_TURN, paused=paused)
 
     def _go_on(self, *, more: bool, paused: bool) -> None:
-        """Nothing is read while messages of the last read are left."""
+        """Resumes reading once no messages of the last read are left."""
         assert self._transport is not None
         if self._transport.is_closing():
             return
@@ -174,12 +178,12 @@ class Channel(asyncio.Protocol):
         self.write(pack(message))
 
     def write(self, data: bytes) -> None:
-        """Never blocks; dropped where nobody hears it any more."""
+        """Never blocks; drops the message if the other end is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     async def ask(self, question: Callable[[int], Question], seconds: float | None = None) -> Any:
-        """The answer to ``question(number)``; None where none comes in time. Raises what ``fail`` was given."""
+        """The answer to ``question(number)``, or None if none comes in time. Raises what ``fail`` was given."""
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
@@ -190,13 +194,13 @@ class Channel(asyncio.Protocol):
             del self._open[number]
 
     def fail(self, error: Exception | None) -> None:
-        """No answer comes any more."""
+        """No more answers will come."""
         for answer in self._open.values():
             if not answer.done():
                 answer.set_result(None) if error is None else answer.set_exception(error)
 
     def close(self, *, flush: bool = False) -> None:
-        """``flush``: what has been sent still arrives."""
+        """``flush``: messages already written still arrive."""
         self.fail(None)
         if self._transport is not None:
             self._transport.close() if flush else self._transport.abort()

@@ -1,7 +1,8 @@
-"""Processes for other people's programs (a template, a grammar, a moderation function): each answers frames and can be killed at any moment.
+"""Processes for other people's programs (a template, a grammar, a moderation function): each answers frames and can be
+killed at any moment.
 
-What lives here: starting, asking and ending such processes, a pool of them, and their own loop. What may not: what they do, and their
-limits of memory and CPU time (they set those themselves, so that the kernel enforces them).
+What lives here: starting, asking and ending such processes, a pool of them, and their own loop. What may not: what they
+do, and their limits of memory and CPU time (they set those themselves, so that the kernel enforces them).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Check = Callable[[Reply | None], None]
 
 
 def answer_frames(answer: Callable[[bytes], Reply]) -> None:
-    """The whole life of such a process: frame in, reply out, until nobody asks any more. What is printed goes to stderr."""
+    """The whole life of such a process: frame in, reply out, until the stream ends. Anything printed goes to stderr."""
     ignore_terminal()
     os.dup2(2, 1)
     with parent_socket() as sock, sock.makefile("rb") as asked:
@@ -40,7 +41,8 @@ def answer_frames(answer: Callable[[bytes], Reply]) -> None:
 
 
 class Sandbox:
-    """One process; ``opening`` is its first frame, sent at once. Only a ``trusted`` one has this process's environment and stderr."""
+    """One process; ``opening`` is its first frame, sent immediately. Only a ``trusted`` one gets this process's
+    environment and stderr."""
 
     def __init__(self, module: str, opening: bytes, *, trusted: bool = False) -> None:
         self._socket, theirs = socket.socketpair()
@@ -54,7 +56,7 @@ class Sandbox:
         self._send(opening)
 
     def finish_start(self, check: Check) -> None:
-        """Waits for the reply to the opening, once; ``check`` raises when it is a refusal or there is none."""
+        """Waits for the reply to the opening, once; ``check`` raises if it is a refusal or missing."""
         if not self._opened:
             self._opened, reply = True, None
             self._socket.settimeout(START_SECONDS)
@@ -63,13 +65,14 @@ class Sandbox:
             check(reply)
 
     def request(self, frame: bytes, seconds: float | None = None) -> Reply | None:
-        """The reply, or None when the process has ended: see ``ended_by``. Raises TimeoutError; then the process is of no more use."""
+        """The reply, or None if the process has ended: see ``ended_by``. Raises TimeoutError; the process is then
+        unusable."""
         self._socket.settimeout(seconds)
         self._send(frame)
         return self._receive()
 
     def ended_by(self) -> int:
-        """The signal that ended the process, once it gave no reply; 0: it ended by itself."""
+        """The signal that ended the process, once it gave no reply; 0: it exited by itself."""
         return -min(0, int(self._process.wait()))
 
     def _send(self, frame: bytes) -> None:
@@ -88,7 +91,7 @@ class Sandbox:
         return self._finalizer.alive
 
     def kill(self) -> None:
-        """From any thread: whoever asks hears of its end."""
+        """May be called from any thread; a pending request then sees the end."""
         self._process.kill()
 
     def close(self) -> None:
@@ -96,7 +99,8 @@ class Sandbox:
 
 
 def _bare_environment() -> dict[str, str]:
-    """Without secrets. sys.path is handed on because the parent may have found its packages by other means than the environment."""
+    """An environment without secrets. sys.path is passed on because the parent may have found its packages by other
+    means."""
     package_root = str(Path(__file__).resolve().parents[2])
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return {**environment, "PYTHONPATH": os.pathsep.join([package_root, *(entry for entry in sys.path if entry)])}
@@ -110,7 +114,7 @@ def _end(process: subprocess.Popen[bytes], sock: socket.socket, replies: Any) ->
 
 
 class SandboxPool:
-    """Up to ``most`` alike, started when needed and kept: while one is busy others serve. Thread-safe."""
+    """Up to ``most`` equal processes, started when needed and kept; while one is busy, others serve. Thread-safe."""
 
     def __init__(self, module: str, opening: Any, check: Check, *, most: int = MAX_PROCESSES, trusted: bool = False) -> None:
         self._create = partial(Sandbox, module, encode_frame(opening), trusted=trusted)
@@ -120,7 +124,7 @@ class SandboxPool:
         self._slots = threading.BoundedSemaphore(most)
 
     def warm_up(self) -> None:
-        """Starts a process without waiting for it, so that the first request need not."""
+        """Starts a process without waiting for it, so that the first request need not wait."""
         if not self._idle:
             self._idle.append(self._create())
 
@@ -130,7 +134,7 @@ class SandboxPool:
             pass
 
     def close(self) -> None:
-        """Those that are busy end, too."""
+        """Ends all of them, including busy ones."""
         for sandbox in [*self._busy]:
             sandbox.kill()
         while self._idle:
@@ -138,7 +142,7 @@ class SandboxPool:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Sandbox]:
-        """One of them for one caller; it goes back unless the caller closed it or raised."""
+        """Lends a process to one caller; it is returned to the pool unless the caller closed it or raised."""
         with self._slots:
             try:
                 sandbox = self._idle.pop()

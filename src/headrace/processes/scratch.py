@@ -1,9 +1,9 @@
-"""Folders that live as long as their process, and the removal of those whose process was killed before it could.
+"""Temporary folders that live as long as their process, and the removal of those whose process was killed.
 
-What lives here: a locked folder, and the sweep before each new one. What may not: what is put into it.
+What lives here: a locked folder, and the cleanup before each new one. What may not: what is put into it.
 
-A folder's owner holds flock(2) on the folder itself, which the kernel lets go with the owner, however it ends. So a
-folder that can be locked belongs to nobody; names and ages prove nothing.
+A folder's owner holds flock(2) on the folder itself, and the kernel releases it when the owner ends, however it ends.
+So a folder that can be locked has no owner; names and ages prove nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX = "headrace-run-"
 
 
 class Scratch:
-    """A fresh folder (0700) below ``parent``; its path is ``path``. Raises OSError where none can be made."""
+    """A new folder (0700) in ``parent``; its path is ``path``. Raises OSError if none can be created."""
 
     def __init__(self, parent: str | os.PathLike[str] | None = None) -> None:
         place = Path(tempfile.gettempdir() if parent is None else parent)
@@ -48,7 +48,7 @@ class Scratch:
 
 
 def sweep(parent: Path) -> None:
-    """Removes what this user's dead processes have left there."""
+    """Removes the folders of this user's dead processes."""
     for path in parent.glob(f"{PREFIX}*"):
         lock = _locked(path)
         if lock is not None:
@@ -57,7 +57,7 @@ def sweep(parent: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where it is somebody else's, held, or gone."""
+    """A descriptor that holds the folder's lock; None if the folder belongs to another user, is locked, or is gone."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

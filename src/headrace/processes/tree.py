@@ -1,7 +1,7 @@
-"""Processes that belong together: a child that ends with its parent, a parent that outlives nobody's orphans. (Elsewhere than on Linux a
-child looks once a second, and orphans are not adopted.)
+"""Process trees: children end with their parent, and a parent collects orphans below it. (On other systems than Linux,
+a child checks once a second, and orphans are not adopted.)
 
-What lives here: what the kernel is asked for. What may not: starting processes, deciding when they end.
+What lives here: the system calls for that. What may not: starting processes, deciding when they end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 1.0
 
 
 def _prctl(option: int, value: int) -> bool:
-    """False where there is no such call: elsewhere than on Linux."""
+    """False if there is no such call: on other systems than Linux."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
     except AttributeError:
@@ -26,9 +26,10 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when the thread that started it has ended, even if it is stopped then; or it ends itself soon after.
+    """The kernel kills this process when the thread that started it has ended, even if it is stopped then; elsewhere it
+    ends itself soon after.
 
-    ``parent``: that process's id, if it is known: should it be gone already, this one ends now.
+    ``parent``: that process's id, if known: if it is gone already, this process ends now.
     """
     expected = os.getppid() if parent is None else parent
     if not _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL):
@@ -44,5 +45,5 @@ def _end_after(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Whoever loses its parent below this process becomes its child, so that it can wait for all of them."""
+    """Processes below this one that lose their parent become its children, so that it can wait for all of them."""
     _prctl(_SET_SUBREAPER, 1)
